@@ -1,0 +1,44 @@
+"""roxxel-dist: launch, feed and train language models in JAX and Flax NNX on many hosts.
+
+The public names are imported when they are first used, so that `import roxxel_dist` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Roxxel": "data.dataset",
+    "Phase": "curriculum.phases",
+    "Curriculum": "curriculum.phases",
+    "Plan": "curriculum.plan",
+    "Trainer": "train.trainer",
+    "Config": "config",
+    "Experiment": "experiment",
+    "Transformer": "model.transformer",
+    "initialize": "cluster.process",
+}
+
+if TYPE_CHECKING:
+    from roxxel_dist.cluster.process import initialize as initialize
+    from roxxel_dist.config import Config as Config
+    from roxxel_dist.curriculum.phases import Curriculum as Curriculum
+    from roxxel_dist.curriculum.phases import Phase as Phase
+    from roxxel_dist.curriculum.plan import Plan as Plan
+    from roxxel_dist.data.dataset import Roxxel as Roxxel
+    from roxxel_dist.experiment import Experiment as Experiment
+    from roxxel_dist.model.transformer import Transformer as Transformer
+    from roxxel_dist.train.trainer import Trainer as Trainer
+
+__all__ = ["Config", "Curriculum", "Experiment", "Phase", "Plan", "Roxxel", "Trainer", "Transformer", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

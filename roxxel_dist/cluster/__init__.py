@@ -1,0 +1,1 @@
+"""The only code that knows that there are other processes."""

@@ -1,0 +1,173 @@
+"""This process among the others: joining, asking who is who, waiting with a limit, agreeing, stopping together.
+
+The launcher describes the job in ROXXEL_* variables; without them jax's own cluster detection (SLURM, Kubernetes, TPU
+pods, Open MPI) is asked, and a process that is alone stays alone.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+INIT_TIMEOUT_S = 300
+WAIT_LIMIT_S = 600.0
+
+_calls: dict[str, int] = {}
+_stop = threading.Event()
+
+
+def pin_threads(count: int | None = None) -> int:
+    """Fix the size of XLA's CPU thread pool, before jax makes its first device, and return it.
+
+    XLA splits a contraction by the size of the pool, so the pool decides the last bits of a result. It follows the
+    cores and the local devices unless PJRT_NPROC says otherwise; one number for every rank and every restart keeps a
+    run's losses bitwise the same.
+
+    Args:
+        count: the number to use, from an earlier run; by default what the environment says, or else the larger of the
+            machine's cores and the devices of this process.
+    """
+    if count is None:
+        devices = int(os.environ.get("ROXXEL_LOCAL_DEVICES") or 1)
+        count = int(os.environ.get("PJRT_NPROC") or max(os.cpu_count() or 1, devices))
+    os.environ["PJRT_NPROC"] = str(count)
+    return count
+
+
+def initialize() -> None:
+    """Join the other processes of this job. Harmless when called twice, or in a process that is alone.
+
+    Raises:
+        RuntimeError: the coordinator was not reached within 300 s.
+    """
+    if jax.distributed.is_initialized():
+        return
+    env = os.environ
+    if devices := env.get("ROXXEL_LOCAL_DEVICES"):
+        jax.config.update("jax_num_cpu_devices", int(devices))
+    pin_threads()
+    if coordinator := env.get("ROXXEL_COORDINATOR"):
+        if int(env["ROXXEL_NUM_PROCESSES"]) > 1:
+            jax.distributed.initialize(
+                coordinator,
+                int(env["ROXXEL_NUM_PROCESSES"]),
+                int(env["ROXXEL_PROCESS_ID"]),
+                # The coordinator would listen on every interface: it has no password.
+                coordinator_bind_address=coordinator,
+                initialization_timeout=INIT_TIMEOUT_S,
+            )
+        return
+    try:
+        jax.distributed.initialize()
+    except ValueError as error:
+        if "coordinator_address" not in str(error):  # jax says so where it detects no cluster
+            raise
+
+
+def enable_compilation_cache(folder: str | Path | None = None) -> None:
+    """Keep compiled programs in the user's cache folder, so that a restart compiles nothing twice.
+
+    A folder chosen in the environment (JAX_COMPILATION_CACHE_DIR) or by an earlier call wins.
+    """
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(folder or base / "roxxel-dist" / "xla"))
+    # The default of one second leaves out most of a small model's programs.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def process_index() -> int:
+    """The rank of this process, from 0."""
+    return jax.process_index()
+
+
+def process_count() -> int:
+    """How many processes the job has."""
+    return jax.process_count()
+
+
+def is_primary() -> bool:
+    """Whether this is rank 0, which alone prints and writes."""
+    return jax.process_index() == 0
+
+
+def _client() -> Any:
+    # The only place where jax keeps a barrier with a limit and a key-value store; orbax uses the same object.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _once(name: str) -> str:
+    """A key that is new each time: all ranks make the same calls in the same order, so they get the same keys."""
+    _calls[name] = _calls.get(name, 0) + 1
+    return f"roxxel/{name}/{_calls[name]}"
+
+
+def barrier(name: str, limit_s: float = WAIT_LIMIT_S) -> None:
+    """Wait until every process has come to this line.
+
+    Raises:
+        TimeoutError: somebody did not come within `limit_s` seconds; names the place and who is missing.
+    """
+    if jax.process_count() == 1:
+        return
+    try:
+        _client().wait_at_barrier(_once(name), int(limit_s * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(
+            f"rank {process_index()} waited {limit_s:.0f} s at '{name}' and not all of the {process_count()} "
+            f"processes came: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def agree(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
+    """Rank 0's `value`, on every rank.
+
+    Raises:
+        TimeoutError: rank 0 did not say it within `limit_s` seconds.
+    """
+    if jax.process_count() == 1:
+        return value
+    key = _once(name)
+    if is_primary():
+        _client().key_value_set(key, value)
+        return value
+    try:
+        return _client().blocking_key_value_get(key, int(limit_s * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(f"rank {process_index()} waited {limit_s:.0f} s for rank 0 to decide '{name}'") from error
+
+
+def watch_for_stop() -> None:
+    """From now on SIGTERM and Ctrl-C ask the training loop to stop after the step in hand; the second Ctrl-C kills.
+
+    In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGINT, _ask_to_stop)
+    if jax.process_count() == 1:
+        signal.signal(signal.SIGTERM, _ask_to_stop)
+
+
+def _ask_to_stop(signum: int, frame: FrameType | None) -> None:
+    if signum == signal.SIGINT and _stop.is_set():
+        raise KeyboardInterrupt
+    _stop.set()
+    if jax.process_count() > 1:
+        # Tell everybody by the way that jax knows: all ranks must leave after the same step.
+        signal.raise_signal(signal.SIGTERM)
+
+
+def stop_requested(step: int) -> bool:
+    """Whether to save and leave after `step`: the same answer on every rank, which must all ask after every step."""
+    if jax.process_count() == 1:
+        return _stop.is_set()
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.reached_preemption_sync_point(step)

@@ -1,0 +1,192 @@
+"""All settings of a run in one flat object, from and to YAML.
+
+Each component declares its own fields, in a dataclass beside it; `Config` is their union. A `Config` may be changed
+freely: the components check the values when they are taken out of it with `part`.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from roxxel_dist.data.config import DataConfig
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.train.config import LoopConfig, OptimizerConfig
+
+PARTS = (ModelConfig, DataConfig, LoopConfig, OptimizerConfig)
+RECORD = "record"
+"""The section of a saved config that says where and with what it ran; it is read past when loaded."""
+
+T = TypeVar("T")
+
+
+class UsageError(ValueError):
+    """Something the user asked for cannot be done: a command prints the message alone and exits with 2."""
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Within it, wrong values and files that cannot be used are the user's to mend: a message, no traceback."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        raise UsageError(str(error)) from error
+
+
+class _Methods:
+    """What a `Config` can do besides holding fields."""
+
+    def part(self, component: type[T]) -> T:
+        """The fields of one component as its frozen dataclass.
+
+        Raises:
+            ValueError: a value breaks its rule.
+        """
+        return component(**{f.name: getattr(self, f.name) for f in dataclasses.fields(component)})  # pyright: ignore
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: names the first field that breaks its rule.
+        """
+        for name, value in self.to_dict().items():
+            if not _fits(value, field_types()[name]):
+                raise ValueError(f"{name} is {value!r}: it must be {_type_name(field_types()[name])}")
+        for component in PARTS:
+            self.part(component)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
+        """Write all fields, and what is worth keeping about this run under `record`, in one move."""
+        import yaml
+
+        path = Path(path)
+        temporary = path.with_name(path.name + ".tmp")
+        content = {**self.to_dict(), **({RECORD: dict(record)} if record else {})}
+        temporary.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        temporary.replace(path)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Any:
+        """A config from a file; fields that it does not name keep their defaults.
+
+        Raises:
+            ValueError: no such file, not YAML, or a key that no field has.
+        """
+        return cls.from_dict(load_yaml(path), str(path))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Any:
+        """A config from a mapping of field names to values."""
+        for key in values:
+            if key not in field_types() and key != RECORD:
+                raise ValueError(f"{source}: {unknown(key, list(field_types()), 'field')}")
+        return cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ValueError: no such file, not YAML, or not a mapping.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path given to --config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
+    return values
+
+
+def unknown(name: str, known: list[str], what: str) -> str:
+    """The message for a name that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"there is no {what} {name!r}" + (
+        f": did you mean {near[0]!r}?" if near else f": they are {', '.join(known)}"
+    )
+
+
+@functools.cache
+def field_types() -> dict[str, Any]:
+    """Every field's type."""
+    return {name: kind for part in PARTS for name, kind in get_type_hints(part).items()}
+
+
+def field_docs(component: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass, as one line."""
+    body = ast.parse(inspect.getsource(component)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
+    docs = {}
+    for field, text in itertools.pairwise(body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
+    return docs
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+        if isinstance(value, get_origin(option) or option) and (option is bool or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "True or False",
+        str: "text",
+        type(None): "nothing",
+        list: "a list",
+    }
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return " or ".join(names[get_origin(option) or option] for option in options)
+
+
+def _read(name: str, value: Any) -> Any:
+    """A YAML value for a field. YAML takes 5e-4 for text: it wants 5.0e-4, which nobody writes."""
+    if isinstance(value, str) and _fits(0.5, field_types()[name]):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Config = dataclasses.make_dataclass(
+    "Config",
+    [
+        (f.name, field_types()[f.name], dataclasses.field(default=f.default))
+        for part in PARTS
+        for f in dataclasses.fields(part)
+    ],
+    bases=(_Methods,),
+    kw_only=True,
+    namespace={"__doc__": _Methods.__doc__, "__module__": __name__},
+)

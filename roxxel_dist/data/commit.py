@@ -1,0 +1,164 @@
+"""Files that appear together or not at all.
+
+New files are made in a hidden folder beside their place (`.NAME.writing`), which its writer holds a lock on. When all
+are complete and on the disk, one small file in it, `commit.json`, says so: from then on they count as written. They are
+moved to their place, and what they replace is removed. If the writer dies on the way, whoever opens or writes next
+finishes that; if it dies before, the folder is thrown away by the next writer.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+COMMIT = "commit.json"
+SUFFIX = ".writing"
+FINISH_LIMIT_S = 30.0
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a whole file in one instant: under a temporary name, fsynced, renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def staging(folder: Path, name: str) -> Iterator[Path]:
+    """An empty hidden folder in `folder` (made if it is not there) to write in; gone afterwards, whatever happens.
+
+    Raises:
+        ValueError: `folder` cannot be made or written to, or another process writes `name` in it now.
+    """
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    staged = folder / f".{name}{SUFFIX}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        finish_interrupted(folder)
+        lock = _take(staged)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot write there ({error.strerror}); choose another place") from error
+    try:
+        if lock is None:
+            raise ValueError(f"{folder}: another process is writing {name} there; wait for it or choose another place")
+        _empty(staged)
+        yield staged
+    finally:
+        if lock is not None:
+            if _is(staged, lock):  # after `publish` the name may be another writer's
+                shutil.rmtree(staged)
+            os.close(lock)
+        for path in absent:
+            if path.exists() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def publish(staged: Path, replaced: Iterable[str]) -> None:
+    """Move all files of a staging folder to their place, and remove the files called `replaced` that have no successor.
+
+    The names go in falling order, so that of several shards the first appears last: until then their chain is broken,
+    and a reader that comes in between gets an error and not a part.
+    """
+    remove = sorted(set(replaced) - set(os.listdir(staged)))
+    sync_folder(staged)
+    write_file(staged / COMMIT, json.dumps({"remove": remove}).encode())
+    _move(staged)
+
+
+def finish_interrupted(folder: Path) -> None:
+    """Finish what a writer that died had committed in `folder`; wait for one that is alive and just doing it.
+
+    Raises:
+        ValueError: there is something to finish and no right to do it, or its writer does not get on.
+    """
+    for staged in folder.glob(f".*{SUFFIX}"):
+        deadline = time.monotonic() + FINISH_LIMIT_S
+        while (staged / COMMIT).exists():
+            try:
+                lock = _take(staged)
+                if lock is not None:
+                    try:
+                        if (staged / COMMIT).exists():
+                            _move(staged)
+                        else:
+                            _remove_if_empty(staged)
+                    finally:
+                        os.close(lock)
+            except OSError as error:
+                raise ValueError(
+                    f"{folder}: an interrupted write has to be finished and cannot be ({error.strerror}); "
+                    "open it once with the right to write there"
+                ) from error
+            if time.monotonic() > deadline:
+                raise ValueError(f"{folder}: a writer has held {staged.name} for {FINISH_LIMIT_S:.0f} s; end it first")
+            time.sleep(0.01)
+
+
+def _move(staged: Path) -> None:
+    folder = staged.parent
+    remove = json.loads((staged / COMMIT).read_bytes())["remove"]
+    for name in sorted(os.listdir(staged), reverse=True):
+        if name != COMMIT:
+            os.replace(staged / name, folder / name)
+    for name in remove:
+        (folder / os.path.basename(name)).unlink(missing_ok=True)
+    sync_folder(folder)
+    (staged / COMMIT).unlink()
+    staged.rmdir()
+
+
+def _take(staged: Path) -> int | None:
+    """The descriptor that holds the lock on a staging folder, made if need be; None if another process holds it."""
+    while True:
+        staged.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(staged, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        if _is(staged, descriptor):  # else the one who held it has removed the folder: this lock is on nothing
+            return descriptor
+        os.close(descriptor)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the path still names what the descriptor was opened on."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _empty(staged: Path) -> None:
+    for path in staged.iterdir():
+        path.unlink()
+
+
+def _remove_if_empty(staged: Path) -> None:
+    if not any(staged.iterdir()):
+        staged.rmdir()

@@ -1,0 +1,146 @@
+"""The text files a corpus is made of: found in a fixed order, checked, read one at a time."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from roxxel_dist.data.layout import checksum
+
+_SUFFIXES = (
+    "txt text md rst tex org html htm xml csv tsv json yaml yml toml ini cfg py pyi c h cc cpp hpp cu java kt scala go "
+    "rs js jsx ts tsx css rb php pl lua r R jl sh sql swift hs ml el lisp clj ex erl f90 asm s"
+)
+TEXT_FILES = tuple(f"*.{suffix}" for suffix in _SUFFIXES.split())
+SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+PIECE_CHARACTERS = 1 << 18
+_CUT = re.compile(r"[!-~]\n(?=[!-~])")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of text, which is one document."""
+
+    path: Path
+    name: str
+    """Its path from the folder that was named, with `/`; the file's own name where the file was named."""
+    size: int
+    digest: int
+
+    def read(self) -> str:
+        """The text.
+
+        Raises:
+            ValueError: the file has changed since it was found.
+        """
+        data = self.path.read_bytes()
+        if checksum(data) != self.digest:
+            raise ValueError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
+        return data.decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The documents of a build, in their order, and what was left out."""
+
+    files: tuple[TextFile, ...]
+    not_utf8: int
+    empty: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that follow from the names and contents of the files and from their order."""
+        content = [[file.name, file.size, file.digest] for file in self.files]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
+    """Find and read the text files that a build is made of.
+
+    Args:
+        paths: files, which are always taken, and folders, which are walked in sorted order.
+        include: patterns of file names to take from folders.
+        exclude: patterns of what to leave out: of the path from the folder named, or of any folder's or file's name.
+        out: a folder that is not looked into.
+
+    Raises:
+        FileNotFoundError: one of `paths` does not exist.
+        ValueError: no file matches, or none has any text.
+    """
+    found: dict[Path, str] = {}
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path}: no such file or folder; name the text files, or folders of them, to build from"
+            )
+        walked = _walk(path, include, exclude, out) if path.is_dir() else [(path, path.name)]
+        for file, name in walked:
+            found.setdefault(file.resolve(), name)
+    shown = ", ".join(map(str, paths))
+    if not found:
+        raise ValueError(f"{shown}: no file there matches the patterns; name the files, or give include=, as '*.log'")
+    files: list[TextFile] = []
+    not_utf8 = empty = 0
+    for path, name in found.items():
+        data = path.read_bytes()
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            not_utf8 += 1
+            continue
+        if data:
+            files.append(TextFile(path, name, len(data), checksum(data)))
+        else:
+            empty += 1
+    if not files:
+        raise ValueError(f"{shown}: nothing to build from: {empty} files are empty, {not_utf8} are not UTF-8 text")
+    return Corpus(files=tuple(files), not_utf8=not_utf8, empty=empty)
+
+
+def _walk(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path) -> Iterator[tuple[Path, str]]:
+    for folder, folders, names in os.walk(root):
+        here = Path(folder)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in SKIPPED_FOLDERS
+            and not _matches(name, exclude)
+            and (here / name).resolve() != out.resolve()
+        )
+        for name in sorted(names):
+            path = here / name
+            relative = path.relative_to(root).as_posix()
+            if name.startswith(".") or not _matches(name, include) or not path.is_file():
+                continue
+            if not _matches(name, exclude) and not _matches(relative, exclude):
+                yield path, relative
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in pieces of about 2^18 characters, so that one long document uses all cores and little memory.
+
+    It is cut only behind a newline between two visible ASCII characters: there byte-level BPE always ends a word, so
+    the ids of the pieces are the ids of the text.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        cut = _CUT.search(text, start + PIECE_CHARACTERS)
+        if cut is None:
+            break
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]

@@ -1,0 +1,274 @@
+"""`Roxxel`: the shards of a data set as one sequence of tokens and of documents."""
+
+import hashlib
+import json
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import numpy as np
+
+from roxxel_dist.data.locate import Source, Target, find_shards
+from roxxel_dist.data.part import Part, bounds, gather, open_parts, split_part
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
+from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from roxxel_dist.data.units import Units, unit_size
+from roxxel_dist.data.writing import WriteOptions, write_data_set
+
+
+class Roxxel:
+    """A data set of tokens on disk, mapped and not loaded.
+
+    Args:
+        filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
+            `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it.
+
+    Raises:
+        ValueError: the files are not the whole shards of one data set. The message names the file.
+    """
+
+    def __init__(self, filepath: Source) -> None:
+        self.filepath = filepath
+        self._is_view = False
+        self._closed = False
+        self._opened: tuple[Part, ...] | None = None
+        self._open()
+
+    def _open(self) -> None:
+        paths = find_shards(self.filepath)
+        self._forget()
+        # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
+        one_file = not isinstance(self.filepath, (list, tuple)) and paths == [Path(self.filepath)]  # pyright: ignore[reportArgumentType]
+        self._opened = open_parts(paths, alone=one_file) if paths else None
+
+    def _forget(self) -> None:
+        self._opened = None
+        for name in ("ranges", "fingerprint", "tokenizer", "_first_document", "_bounds"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        if self._closed:
+            raise ValueError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
+        if self._opened is None:
+            raise ValueError(
+                f"{self.filepath}: no .rox file there. Check the path, write() to it, or build a data set with "
+                "`roxxel-dist data build TEXT --out DIR`"
+            )
+        return self._opened
+
+    def _view(self, parts: Iterable[Part]) -> "Roxxel":
+        view = object.__new__(Roxxel)
+        view.filepath = self.filepath
+        view._is_view = True
+        view._closed = False
+        view._opened = tuple(parts)
+        return view
+
+    # -- what it is
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The open files, in order."""
+        return tuple(part.shard for part in self._parts)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first token, length) of what may be read of each shard, in tokens from the data set's start."""
+        return tuple((part.first + part.low, part.high - part.low) for part in self._parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the ranges, separators included."""
+        return sum(length for _, length in self.ranges)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the tokens."""
+        return self._parts[0].shard.dtype
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it; None where the data has no vocabulary."""
+        return self._parts[0].shard.metadata.vocab_size
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        """The fingerprint of the tokenizer that made the tokens, or None."""
+        return self._parts[0].shard.metadata.tokenizer_fingerprint
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that follow from the contents and the ranges alone, not from the path or the time."""
+        content = [[part.shard.metadata.chain, part.low, part.high] for part in self._parts]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The `tokenizer.json` beside the shards, or None.
+
+        Raises:
+            ValueError: it is not the tokenizer that made the tokens.
+        """
+        path = self.shards[0].path.parent / TOKENIZER_FILE
+        if not path.exists():
+            return None
+        tokenizer = Tokenizer.load(path)
+        if self.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
+            raise ValueError(
+                f"{path}: its fingerprint is {tokenizer.fingerprint}, the shards beside it were made with "
+                f"{self.tokenizer_fingerprint}. Put the right file back or build the data set again"
+            )
+        return tokenizer
+
+    # -- documents
+
+    @property
+    def documents(self) -> int:
+        """How many documents the ranges hold, one cut by `split` counted on both sides."""
+        return sum(part.documents for part in self._parts)
+
+    def __len__(self) -> int:
+        return self.documents
+
+    @cached_property
+    def _first_document(self) -> list[int]:
+        return list(accumulate((part.documents for part in self._parts), initial=0))
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        """Documents without their separators: read-only arrays [tokens] that point into the file."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number, count = operator.index(index), len(self)
+        if not -count <= number < count:
+            raise IndexError(f"document {number} of {count}")
+        number %= count
+        where = bisect_right(self._first_document, number) - 1
+        return self._parts[where].document(number - self._first_document[where])
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for part in self._parts:
+            yield from map(part.document, range(part.documents))
+
+    # -- windows
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        return bounds(self._parts)
+
+    def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
+        """Copy one window of contiguous tokens a row.
+
+        Args:
+            offsets: int64 [R], first tokens, counted from the data set's start over all shards.
+            length: tokens a window, at least 1.
+
+        Returns:
+            A fresh array [R, length] in the data set's dtype.
+
+        Raises:
+            ValueError: a window is not within one of `ranges`.
+        """
+        return gather(self._parts, self._bounds, np.asarray(offsets, np.int64), length)
+
+    def estimate_steps(self, seq_len: int, batch_size: int) -> int:
+        """Batches of `batch_size` windows of `seq_len` tokens that one pass over the data set yields."""
+        if seq_len < 1 or batch_size < 1:
+            raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: both are at least 1")
+        unit = unit_size(self.ranges, seq_len)
+        return Units(self.ranges, unit).count * (unit // seq_len) // batch_size
+
+    def split(self, val_fraction: float) -> tuple["Roxxel", "Roxxel"]:
+        """Two views on the same files: to train on, and held out.
+
+        The last `val_fraction` of every shard's tokens is held out. The cut is the nearest document end at or before
+        that point, unless that would leave less than half of its share to train on (one giant document, say): then the
+        document is cut, and counts on both sides. With 0 nothing is held out, and the first of the two is this object.
+        """
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
+        pairs = [split_part(part, val_fraction) for part in self._parts]
+        held_out = self._view(second for _, second in pairs)
+        return (self._view(first for first, _ in pairs) if val_fraction else self), held_out
+
+    # -- writing, checking, closing
+
+    def write(
+        self,
+        items: Iterable[Any],
+        separator: str | bytes | int | float | None = b"\x00",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        max_shard_bytes: int | None = None,
+        dtype: Any = None,
+        append: bool = False,
+        vocab_size: int | None = None,
+        tokenizer_fingerprint: str | None = None,
+    ) -> None:
+        """Write documents to the place that `filepath` names, and open them. All of them appear at once, or none.
+
+        Args:
+            items: the documents, in any iterable: str, bytes, or 1-D arrays of integers or floats.
+            separator: ONE element put behind every document: a number, one byte (`b"\\x00"` is token 0), as many bytes
+                as an element has, or None for no separator.
+            block_size: bytes of tokens a checksum covers.
+            max_shard_bytes: begin a new shard where its tokens would take more bytes; a document is never cut. None:
+                one shard. In a pattern `*` is the shard's number in five digits.
+            dtype: None: that of the data set appended to, else the smallest unsigned one for `vocab_size`, else that of
+                the first item (uint8 for str and bytes). Items are converted where nothing is lost.
+            append: add shards behind those that are there and touch none. Otherwise they are replaced.
+            vocab_size: ids are below it.
+            tokenizer_fingerprint: of the tokenizer that made the ids.
+
+        Raises:
+            ValueError: an item does not fit, there are no items, the place cannot be written to, or the appended data
+                would differ in dtype, vocabulary or tokenizer. What was there before is still there.
+        """
+        if self._is_view:
+            raise ValueError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
+        options = WriteOptions(
+            separator=separator,
+            block_size=block_size,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+        )
+        write_data_set(Target.of(self.filepath), items, options, append=append)
+        self._closed = False
+        self._open()
+
+    def verify(self) -> None:
+        """Read every shard whole and compare it with its checksums.
+
+        Raises:
+            ValueError: the message names the damaged file, block and document.
+        """
+        for shard in self.shards:
+            shard.verify()
+
+    def close(self) -> None:
+        """Let go of the files. They stay mapped while an array taken from them, or another view, lives."""
+        self._forget()
+        self._closed = True
+
+    def __enter__(self) -> "Roxxel":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._closed or self._opened is None:
+            return f"Roxxel({self.filepath!r}: {'closed' if self._closed else 'no file yet'})"
+        return f"Roxxel({self.filepath!r}: {self.documents} documents, {self.num_tokens} tokens, {self.dtype})"

@@ -1,0 +1,191 @@
+"""The bytes of one ROXXEL03 file (`.rox`): what stands where, and the checks that need no look at the tokens.
+
+All numbers are little-endian. T tokens of I bytes, D documents, B = ceil(T * I / block_size) blocks:
+
+    0         4096 bytes   .npy header, version 1.0, padded with spaces: a 1-D array of T elements
+    4096      T * I bytes  the tokens
+    ...       0-7 bytes    zeros up to a multiple of 8
+    ends      8 * D bytes  int64: where each document ends, exclusive, in tokens; its separator belongs to it
+    sums      8 * B bytes  uint64: xxh3-64 of each block of token bytes; the last block may be shorter
+    meta      M bytes      the metadata: a JSON object (see `Metadata`), no time, no path
+    footer    96 bytes     T, dtype (8 bytes, NUL-padded), block_size, D, and the offsets `ends`, `sums`, `meta` and
+                           M (int64); the xxh3-64 of the document ends, of the checksum table, and of the metadata
+                           followed by the footer's first 80 bytes (uint64); the 8 bytes "ROXXEL03"
+
+`np.load(path, mmap_mode="r")` reads the tokens and ignores the rest. Documents follow each other without gaps: the
+first begins at token 0 and the last ends at token T.
+"""
+
+import dataclasses
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+MAGIC = b"ROXXEL03"
+HEADER_BYTES = 4096
+FOOTER = struct.Struct("<q8s6q3Q8s")
+SIGNED_BYTES = FOOTER.size - 16
+DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """What a shard says about itself: the fields of its JSON object, which has exactly these keys, sorted."""
+
+    tokens: int
+    documents: int
+    vocab_size: int | None
+    """Ids are below it; None where the data has no vocabulary."""
+    tokenizer_fingerprint: str | None
+    separator: int | float | None
+    """The last element of every document, or None where documents have none."""
+    index: int
+    """The shard's number in its data set, from 0."""
+    first_token: int
+    first_document: int
+    """Tokens and documents in the shards before this one."""
+    chain: str
+    """blake2b-128 in hex of the previous shard's chain and of this shard's checksums and metadata."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the parts of one file are, in bytes, and the checksums its footer keeps."""
+
+    metadata: Metadata
+    dtype: np.dtype
+    block_size: int
+    ends_offset: int
+    sums_offset: int
+    meta_offset: int
+    ends_checksum: int
+    sums_checksum: int
+
+
+def checksum(data: "ReadableBuffer") -> int:
+    """The xxh3-64 of some bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def block_count(token_bytes: int, block_size: int) -> int:
+    """How many checksums cover so many bytes of tokens."""
+    return -(-token_bytes // block_size)
+
+
+def npy_header(dtype: np.dtype, tokens: int) -> bytes:
+    """The 4096 bytes at the start of the file: the same for every file of this dtype and length."""
+    fields = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({tokens},), }}"
+    text = fields.ljust(HEADER_BYTES - 11) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode("ascii")
+
+
+def end_of_tokens(dtype: np.dtype, tokens: int) -> int:
+    """Where the document ends begin: behind the tokens, on a multiple of 8 bytes."""
+    return -(-(HEADER_BYTES + tokens * dtype.itemsize) // 8) * 8
+
+
+def chain_of(previous: str, metadata: Metadata, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> str:
+    """The chain fingerprint of a shard whose predecessor has the chain `previous` ("" for the first)."""
+    fields = dataclasses.asdict(metadata) | {"chain": previous}
+    content = [dtype.str, ends_checksum, sums_checksum, fields]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def pack_end(layout: Layout) -> bytes:
+    """The metadata and the footer of a file."""
+    metadata = dataclasses.asdict(layout.metadata)
+    meta = json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode("ascii")
+    numbers = FOOTER.pack(
+        layout.metadata.tokens,
+        layout.dtype.str.encode("ascii"),
+        layout.block_size,
+        layout.metadata.documents,
+        layout.ends_offset,
+        layout.sums_offset,
+        layout.meta_offset,
+        len(meta),
+        layout.ends_checksum,
+        layout.sums_checksum,
+        0,
+        MAGIC,
+    )[:SIGNED_BYTES]
+    return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
+
+
+def parse(path: Path, data: "ReadableBuffer") -> Layout:
+    """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
+
+    Raises:
+        ValueError: the bytes are not one whole ROXXEL03 file. The message names `path`.
+    """
+    view = memoryview(data)
+    if len(view) < HEADER_BYTES + FOOTER.size:
+        raise ValueError(
+            f"{path}: {len(view)} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
+            "it was cut short or is not a .rox file. Write it again, or take it away"
+        )
+    footer = bytes(view[-FOOTER.size :])
+    tokens, name, block_size, documents, ends, sums, meta, meta_length, ends_sum, sums_sum, signature, magic = (
+        FOOTER.unpack(footer)
+    )
+    if magic != MAGIC:
+        raise ValueError(f"{path}: {_stranger(magic)}. Write it again, or take it away")
+    dtype = _dtype(path, name)
+    if block_size < 1 or min(tokens, documents, meta_length) < 0:
+        raise ValueError(f"{path}: the footer is damaged (a negative size). Write the file again")
+    expected_ends = end_of_tokens(dtype, tokens)
+    expected_sums = expected_ends + 8 * documents
+    expected_meta = expected_sums + 8 * block_count(tokens * dtype.itemsize, block_size)
+    expected_size = expected_meta + meta_length + FOOTER.size
+    if (ends, sums, meta, len(view)) != (expected_ends, expected_sums, expected_meta, expected_size):
+        raise ValueError(
+            f"{path}: the file has {len(view)} bytes where its footer speaks of {expected_size}; "
+            "bytes are missing or were added. Write the file again"
+        )
+    text = bytes(view[meta : meta + meta_length])
+    if checksum(text + footer[:SIGNED_BYTES]) != signature:
+        raise ValueError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). Write the file again")
+    if bytes(view[:HEADER_BYTES]) != npy_header(dtype, tokens):
+        raise ValueError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
+    return Layout(
+        metadata=_metadata(path, text, tokens, documents),
+        dtype=dtype,
+        block_size=block_size,
+        ends_offset=ends,
+        sums_offset=sums,
+        meta_offset=meta,
+        ends_checksum=ends_sum,
+        sums_checksum=sums_sum,
+    )
+
+
+def _stranger(magic: bytes) -> str:
+    if magic == b"ROXXEL02":
+        return "a file of the older format ROXXEL02, which is not read here"
+    return "not a whole .rox file: it does not end in ROXXEL03 (cut short, overwritten, or another kind of file)"
+
+
+def _dtype(path: Path, name: bytes) -> np.dtype:
+    text = name.rstrip(b"\0").decode("ascii", "replace")
+    if text not in DTYPES:
+        raise ValueError(f"{path}: the footer is damaged (dtype {text!r}). Write the file again")
+    return np.dtype(text)
+
+
+def _metadata(path: Path, text: bytes, tokens: int, documents: int) -> Metadata:
+    try:
+        metadata = Metadata(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the metadata is not what ROXXEL03 has ({error}). Write the file again") from error
+    if (metadata.tokens, metadata.documents) != (tokens, documents):
+        raise ValueError(f"{path}: the metadata and the footer disagree about tokens or documents. Write it again")
+    return metadata

@@ -1,0 +1,150 @@
+"""The part of a shard that a data set reads, and the check that shards are one data set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from roxxel_dist.data.shard import Shard
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part:
+    """The tokens `low` to `high` of a shard; the shard's token 0 is token `first` of the data set."""
+
+    shard: Shard
+    first: int
+    low: int
+    high: int
+    first_document: int
+    """The first of the shard's documents that has something in the part, or all of it."""
+    last_document: int
+    """One past the last."""
+
+    @property
+    def documents(self) -> int:
+        """How many documents have something in the part."""
+        return self.last_document - self.first_document
+
+    def document(self, number: int) -> np.ndarray:
+        """What the part holds of its document `number` without the separator: read-only [tokens]."""
+        index = self.first_document + number
+        ends = self.shard.document_ends
+        end = int(ends[index])
+        start = int(ends[index - 1]) if index else 0
+        if self.shard.metadata.separator is not None:
+            end -= 1
+        return self.shard.tokens[max(start, self.low) : min(end, self.high)]
+
+    def windows(self, length: int) -> np.ndarray:
+        """Row i is the window of `length` tokens at the shard's token i: a read-only view, no copy."""
+        tokens = self.shard.tokens
+        shape = (max(0, len(tokens) - length + 1), length)
+        return np.lib.stride_tricks.as_strided(tokens, shape, (tokens.itemsize,) * 2, writeable=False)
+
+
+def bounds(parts: Sequence[Part]) -> np.ndarray:
+    """Where the parts are in the data set: int64 [3, parts], the shard's first token, the part's first, and its end."""
+    rows = [(part.first, part.first + part.low, part.first + part.high) for part in parts]
+    return np.array(rows, np.int64).T
+
+
+def gather(parts: Sequence[Part], where: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
+    """Copy windows of tokens.
+
+    Args:
+        parts: of one data set.
+        where: `bounds(parts)`.
+        offsets: int64 [R], in tokens of the data set.
+        length: tokens a window.
+
+    Returns:
+        A fresh array [R, length].
+
+    Raises:
+        ValueError: a window is not within one part.
+    """
+    first, low, high = where
+    numbers = np.maximum(np.searchsorted(low, offsets, side="right") - 1, 0)
+    wrong = (offsets < low[numbers]) | (offsets > high[numbers] - length)
+    if wrong.any() or length < 1:
+        at = int(offsets[np.argmax(wrong)]) if len(offsets) else 0
+        raise ValueError(
+            f"a window of {length} tokens at token {at} is not within one of the {len(parts)} ranges from "
+            f"{parts[0].shard.path} on; a window has at least 1 token and crosses no shard and no cut of split()"
+        )
+    local = offsets - first[numbers]
+    used = np.unique(numbers)
+    if len(used) == 1:
+        return parts[used[0]].windows(length)[local]
+    rows = np.empty((len(offsets), length), parts[0].shard.dtype)
+    for number in used:
+        mine = numbers == number
+        rows[mine] = parts[number].windows(length)[local[mine]]
+    return rows
+
+
+def split_part(part: Part, val_fraction: float) -> tuple[Part, Part]:
+    """The part before and the part behind the cut that holds out the last `val_fraction`; see `Roxxel.split`."""
+    length = part.high - part.low
+    target = part.high - int(length * val_fraction)
+    if target == part.high:
+        cut, before, behind = part.high, part.last_document, part.last_document
+    else:
+        ends = part.shard.document_ends[part.first_document : part.last_document]
+        before = behind = part.first_document + int(np.searchsorted(ends, target, side="right"))
+        cut = int(part.shard.document_ends[before - 1]) if before > part.first_document else part.low
+        if 2 * (cut - part.low) < target - part.low:
+            cut, before = target, before + 1
+    return replace(part, high=cut, last_document=before), replace(part, low=cut, first_document=behind)
+
+
+def open_parts(paths: Sequence[Path], *, alone: bool = False) -> tuple[Part, ...]:
+    """Open the shards of one data set, in their order.
+
+    Args:
+        paths: the files, in any order; at least one.
+        alone: one file was named, and is a data set whatever its number.
+
+    Raises:
+        ValueError: one is damaged, missing, doubled or of another data set. The message names it.
+    """
+    shards = sorted(map(Shard.open, paths), key=lambda shard: shard.metadata.index)
+    for number, shard in enumerate(shards):
+        _check(shard, shards[number - 1] if number else None, alone)
+    parts: list[Part] = []
+    first = 0
+    for shard in shards:
+        tokens, documents = len(shard.tokens), len(shard.document_ends)
+        parts.append(Part(shard=shard, first=first, low=0, high=tokens, first_document=0, last_document=documents))
+        first += tokens
+    return tuple(parts)
+
+
+def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
+    index, expected = shard.metadata.index, previous.metadata.index + 1 if previous else 0
+    if previous is None:
+        if index and not alone:
+            raise ValueError(f"{shard.path} is shard {index}, and shard 0 is missing. Put it back, or name this file")
+        return
+    if index < expected:
+        raise ValueError(f"{shard.path} and {previous.path} are both shard {index}. Take one away")
+    if index > expected:
+        raise ValueError(
+            f"{shard.path.parent}: shard {expected} is missing: {shard.path.name} is shard {index}, "
+            f"{previous.path.name} is shard {expected - 1}. Put it back"
+        )
+    for name in ("vocab_size", "tokenizer_fingerprint"):
+        mine, its = getattr(shard.metadata, name), getattr(previous.metadata, name)
+        if mine != its:
+            raise ValueError(f"{shard.path} has {name} {mine}, {previous.path} has {its}: they are not one data set")
+    if shard.dtype != previous.dtype:
+        raise ValueError(
+            f"{shard.path} has dtype {shard.dtype}, {previous.path} has {previous.dtype}: not one data set"
+        )
+    if not shard.follows(previous):
+        raise ValueError(
+            f"{shard.path} was not written behind {previous.path}: shards of two data sets, or of two versions of one, "
+            "are mixed. Name the files of one, or build the data set again"
+        )

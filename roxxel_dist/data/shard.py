@@ -1,0 +1,265 @@
+"""One `.rox` file: read in place through one memory map, written in one pass. `layout` describes its bytes."""
+
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from roxxel_dist.data.commit import sync_folder
+from roxxel_dist.data.layout import (
+    HEADER_BYTES,
+    Layout,
+    Metadata,
+    block_count,
+    chain_of,
+    checksum,
+    end_of_tokens,
+    npy_header,
+    pack_end,
+    parse,
+)
+
+DEFAULT_BLOCK_SIZE = 4096
+WRITE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One open `.rox` file. Opening is O(1): the size, the footer and the metadata are checked, nothing else is read.
+
+    The file stays mapped as long as this object or an array taken from it lives.
+    """
+
+    path: Path
+    layout: Layout
+    tokens: np.ndarray
+    """The tokens, separators included: read-only [tokens] in the file's dtype."""
+    document_ends: np.ndarray
+    """Where each document ends, exclusive, separator included: read-only int64 [documents], in tokens."""
+    checksums: np.ndarray
+    """The xxh3-64 of each block of token bytes: read-only uint64 [blocks]."""
+    _map: mmap.mmap = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Shard":
+        """Map a file.
+
+        Raises:
+            ValueError: it is not one whole ROXXEL03 file; the message names it.
+            FileNotFoundError: there is no such file.
+        """
+        path = Path(path)
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise ValueError(f"{path}: the file is empty. Write it again, or take it away")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        layout = parse(path, mapped)
+        blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)
+        return cls(
+            path=path,
+            layout=layout,
+            tokens=np.ndarray(layout.metadata.tokens, layout.dtype, mapped, HEADER_BYTES),
+            document_ends=np.ndarray(layout.metadata.documents, "<i8", mapped, layout.ends_offset),
+            checksums=np.ndarray(blocks, "<u8", mapped, layout.sums_offset),
+            _map=mapped,
+        )
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the file says about itself."""
+        return self.layout.metadata
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the tokens."""
+        return self.layout.dtype
+
+    def follows(self, previous: "Shard | None") -> bool:
+        """Whether this shard was written right behind `previous` (None: as the first of a data set)."""
+        layout, before = self.layout, previous.metadata.chain if previous else ""
+        chain = chain_of(before, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
+        return chain == layout.metadata.chain
+
+    def verify(self) -> None:
+        """Read the whole file and compare it with its checksums.
+
+        Raises:
+            ValueError: something differs; the message names the file and, for tokens, the block and the document.
+        """
+        size = os.stat(self.path).st_size
+        if size != len(self._map):
+            raise ValueError(f"{self.path}: {size} bytes now, {len(self._map)} when it was opened. Write it again")
+        parse(self.path, self._map)
+        self._verify_tables()
+        damaged = [block for block, start in self._blocks() if not self._block_agrees(block, start)]
+        if damaged:
+            size = self.layout.block_size
+            first = damaged[0] * size // self.dtype.itemsize
+            last = (min((damaged[0] + 1) * size, self.tokens.nbytes) - 1) // self.dtype.itemsize
+            low, high = np.searchsorted(self.document_ends, [first, last], side="right")
+            where = f"document {low}" if low == high else f"documents {low} to {high}"
+            raise ValueError(
+                f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {where}) is damaged; "
+                f"{len(damaged)} of {len(self.checksums)} blocks are. Write the file again from its source"
+            )
+
+    def _verify_tables(self) -> None:
+        ends, problem = self.document_ends, ""
+        padding = self._map[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
+        if checksum(self.checksums.data) != self.layout.sums_checksum:
+            problem = "the table of checksums is damaged"
+        elif checksum(ends.data) != self.layout.ends_checksum:
+            problem = "the document ends are damaged"
+        elif np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
+            problem = "the document ends do not cover the tokens"
+        elif any(padding):
+            problem = "the bytes between tokens and document ends are not zero"
+        elif self.metadata.index == 0 and not self.follows(None):
+            problem = "the chain fingerprint is wrong"
+        if problem:
+            raise ValueError(f"{self.path}: {problem}. Write the file again from its source")
+
+    def _blocks(self) -> Iterable[tuple[int, int]]:
+        return enumerate(range(0, self.tokens.nbytes, self.layout.block_size))
+
+    def _block_agrees(self, block: int, start: int) -> bool:
+        data = memoryview(self._map)[HEADER_BYTES + start : HEADER_BYTES + self.tokens.nbytes][: self.layout.block_size]
+        return checksum(data) == int(self.checksums[block])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """What the shards of one data set have in common."""
+
+    dtype: np.dtype
+    separator: int | float | None = None
+    """The element put behind every document, or None."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Bytes a checksum covers."""
+    vocab_size: int | None = None
+    tokenizer_fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}: bytes a checksum, at least 1; 4096 is a good choice")
+
+
+class ShardWriter:
+    """Writes one shard at `path`, document by document, holding about a megabyte and 8 bytes a document and block.
+
+    The file is whole only after `finish`: write under a name that nobody opens.
+    """
+
+    def __init__(self, path: Path, settings: ShardSettings, *, after: Metadata | None = None) -> None:
+        self.path = path
+        self.settings = settings
+        self.tokens = 0
+        self._after = after
+        self._ends: list[int] = []
+        self._sums: list[int] = []
+        self._pending = bytearray()
+        self._tail = b""
+        if settings.separator is not None:
+            self._tail = np.array([settings.separator], settings.dtype).tobytes()
+        self._file = path.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of tokens added until now, separators included."""
+        return self.tokens * self.settings.dtype.itemsize
+
+    def add(self, document: np.ndarray) -> None:
+        """Append one document, [tokens] of the shard's dtype, and the separator."""
+        self._pending += np.ascontiguousarray(document).data.cast("B") if len(document) else b""
+        self._pending += self._tail
+        self.tokens += len(document) + bool(self._tail)
+        self._ends.append(self.tokens)
+        if len(self._pending) >= max(WRITE_BYTES, self.settings.block_size):
+            self._write_blocks(len(self._pending) // self.settings.block_size * self.settings.block_size)
+
+    def _write_blocks(self, size: int) -> None:
+        with memoryview(self._pending) as pending:
+            for start in range(0, size, self.settings.block_size):
+                self._sums.append(checksum(pending[start : min(start + self.settings.block_size, size)]))
+            self._file.write(pending[:size])
+        del self._pending[:size]
+
+    def finish(self) -> Metadata:
+        """Write what is left, the tables and the footer, and bring the file to the disk."""
+        self._write_blocks(len(self._pending))
+        dtype = self.settings.dtype
+        ends, sums = np.array(self._ends, "<i8"), np.array(self._sums, "<u8")
+        ends_offset = end_of_tokens(dtype, self.tokens)
+        self._file.write(bytes(ends_offset - HEADER_BYTES - self.token_bytes))
+        self._file.write(ends.tobytes() + sums.tobytes())
+        layout = Layout(
+            metadata=self._describe(dtype, checksum(ends.data), checksum(sums.data)),
+            dtype=dtype,
+            block_size=self.settings.block_size,
+            ends_offset=ends_offset,
+            sums_offset=ends_offset + ends.nbytes,
+            meta_offset=ends_offset + ends.nbytes + sums.nbytes,
+            ends_checksum=checksum(ends.data),
+            sums_checksum=checksum(sums.data),
+        )
+        self._file.write(pack_end(layout))
+        self._file.seek(0)
+        self._file.write(npy_header(dtype, self.tokens))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return layout.metadata
+
+    def _describe(self, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> Metadata:
+        after = self._after
+        metadata = Metadata(
+            tokens=self.tokens,
+            documents=len(self._ends),
+            vocab_size=self.settings.vocab_size,
+            tokenizer_fingerprint=self.settings.tokenizer_fingerprint,
+            separator=self.settings.separator,
+            index=after.index + 1 if after else 0,
+            first_token=after.first_token + after.tokens if after else 0,
+            first_document=after.first_document + after.documents if after else 0,
+            chain="",
+        )
+        before = after.chain if after else ""
+        return replace(metadata, chain=chain_of(before, metadata, dtype, ends_checksum, sums_checksum))
+
+    def abort(self) -> None:
+        """Close and remove the unfinished file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def write_shard(
+    path: str | os.PathLike[str],
+    documents: Iterable[np.ndarray],
+    settings: ShardSettings,
+    *,
+    after: Metadata | None = None,
+) -> Metadata:
+    """Write one whole shard, or nothing.
+
+    Args:
+        path: the file; an existing one is replaced in one instant.
+        documents: arrays [tokens] of `settings.dtype`, without separators.
+        settings: dtype, separator, block size and vocabulary.
+        after: the metadata of the shard this one follows; None for the first of a data set.
+    """
+    path = Path(path)
+    writer = ShardWriter(path.with_name(f".{path.name}.{os.getpid()}.tmp"), settings, after=after)
+    try:
+        for document in documents:
+            writer.add(document)
+        metadata = writer.finish()
+        writer.path.replace(path)
+    except BaseException:
+        writer.abort()
+        raise
+    sync_folder(path.parent)
+    return metadata

@@ -1,0 +1,64 @@
+"""Units: the pieces in which a data set is shuffled.
+
+A data set is a list of *ranges*, runs of tokens that follow each other on disk (a shard, or the part of it that is
+trained on). A unit is `size` neighbouring tokens of one range; what is left at a range's end is read by no unit of that
+size. Units are found in closed form: the index is one cumulative count a range, whatever the corpus holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Ranges = Sequence[tuple[int, int]]
+"""(first token, number of tokens) of each range, in tokens from the data set's start."""
+
+LARGE_UNIT = 1 << 18
+WINDOWS_A_UNIT = 8
+FEW_UNITS = 256
+TOLERATED_LOSS = 0.01
+
+
+def unit_size(ranges: Ranges, longest: int) -> int:
+    """Tokens a unit for windows of at most `longest` tokens.
+
+    Large units (8 windows, 2^18 tokens) keep reads local. On a small corpus, or one of many small shards, that would
+    leave much of it unread, so the unit shrinks until at least 99 % of the tokens that can be read at all are in one.
+
+    Args:
+        ranges: (start, length) of each range, in tokens.
+        longest: the longest `seq_len` that will be read, in tokens.
+
+    Returns:
+        A multiple of `longest`: at least `longest` itself, even where no range holds that many.
+    """
+    lengths = np.array([length for _, length in ranges], np.int64)
+    best = int((lengths // longest).sum()) * longest  # what units of one window would cover
+    windows = max(WINDOWS_A_UNIT, min(LARGE_UNIT, int(lengths.sum()) // FEW_UNITS) // longest)
+    while windows > 1 and int((lengths // (windows * longest)).sum()) * windows * longest < (1 - TOLERATED_LOSS) * best:
+        windows //= 2
+    return windows * longest
+
+
+@dataclass(frozen=True)
+class Units:
+    """All units of `size` tokens in some ranges, numbered from 0 in the order of the corpus."""
+
+    ranges: Ranges
+    size: int
+
+    def __post_init__(self) -> None:
+        counts = np.array([length // self.size for _, length in self.ranges], np.int64)
+        object.__setattr__(self, "_before", np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+        object.__setattr__(self, "_starts", np.array([start for start, _ in self.ranges], np.int64))
+
+    @property
+    def count(self) -> int:
+        """How many units there are."""
+        return int(self._before[-1])  # pyright: ignore[reportAttributeAccessIssue]
+
+    def start(self, unit: np.ndarray) -> np.ndarray:
+        """The first token of each unit: int64 ids of any shape to int64 offsets of the same shape."""
+        before, starts = self._before, self._starts  # pyright: ignore[reportAttributeAccessIssue]
+        where = np.searchsorted(before, unit, side="right") - 1
+        return starts[where] + (unit - before[where]) * self.size

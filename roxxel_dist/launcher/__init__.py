@@ -1,0 +1,30 @@
+"""Many processes as one job: what to start, where, and what to do when one dies. Imports no jax.
+
+The names are imported when they are first used: every rank passes through this file on its way to its program.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "JobSpec": "job",
+    "log_dir_for": "job",
+    "new_run_id": "job",
+    "run": "supervisor",
+    "LocalBackend": "backends.local",
+}
+
+if TYPE_CHECKING:
+    from roxxel_dist.launcher.backends.local import LocalBackend as LocalBackend
+    from roxxel_dist.launcher.job import JobSpec as JobSpec
+    from roxxel_dist.launcher.job import log_dir_for as log_dir_for
+    from roxxel_dist.launcher.job import new_run_id as new_run_id
+    from roxxel_dist.launcher.supervisor import run as run
+
+__all__ = ["JobSpec", "LocalBackend", "log_dir_for", "new_run_id", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

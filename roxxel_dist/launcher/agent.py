@@ -1,0 +1,255 @@
+"""One a host: starts the ranks, watches them, sends their lines to the controller, and ends them.
+
+One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe. epoll hands over
+what is ready in the order in which it became ready, so the first failure is the first one. The agent takes orders from
+its stdin alone (signals do nothing); when that ends, whoever gave orders is gone, and so are the ranks.
+"""
+
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roxxel_dist.cluster import progress
+from roxxel_dist.launcher.channel import Decoder, Message, Outbox
+from roxxel_dist.launcher.guard import Guard, kill_sessions
+from roxxel_dist.launcher.job import CONTRACT
+from roxxel_dist.launcher.logs import Lines, take_status
+from roxxel_dist.launcher.outcome import CONFIG_ERROR, CONFIG_ERROR_S, ORDERLY
+
+CHUNK = 1 << 16
+FULL = 1 << 20
+"""With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Rank:
+    """One process of the job and all that it started (its session)."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    output: int
+    lines: Lines = field(default_factory=Lines)
+    code: int | None = None  # negative: a signal
+    culled: bool = False  # killed by this agent before it ended by itself
+    swept: bool = False  # its session is dead; what the pipe still holds is all there will be
+    settled: bool = False
+
+
+class Agent:
+    """The loop of one host."""
+
+    def __init__(self, orders: int, channel: int, guard: Guard, folder: Path) -> None:
+        self._orders = orders
+        self._outbox = Outbox(channel)
+        self._guard = guard
+        self._progress = folder / "progress"
+        self._inbox = Decoder()
+        self._ranks: list[Rank] = []
+        self._poll = select.epoll()
+        self._poll.register(orders, select.EPOLLIN)
+        self._by_pidfd: dict[int, Rank] = {}
+        self._by_output: dict[int, Rank] = {}
+        self._kill_at: float | None = None
+        self._draining = False
+        self._paused = False
+        self._writable = False
+        self._ended = False
+
+    def serve(self) -> None:
+        """Follow orders until there is nobody left to give them."""
+        while not self._ended:
+            exited: list[Rank] = []
+            for fd, _ in self._poll.poll(self._wait_s()):
+                if fd == self._orders:
+                    self._read_orders()
+                elif fd in self._by_pidfd:
+                    exited.append(self._by_pidfd.pop(fd))
+                elif fd in self._by_output:
+                    self._read_output(self._by_output[fd])
+            self._on_exits(exited)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._kill()
+            self._read_rests()
+            self._send()
+        self._kill()
+        self._poll.close()
+
+    def _wait_s(self) -> float | None:
+        if not self._paused and any(rank.swept and rank.output >= 0 for rank in self._ranks):
+            return 0
+        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+
+    def _read_orders(self) -> None:
+        data = os.read(self._orders, CHUNK)
+        if not data:
+            self._ended = True
+        for order in self._inbox.feed(data):
+            if order["type"] == "start":
+                self._start(order)
+            elif order["type"] == "stop":
+                self._stop(float(order["grace"]))
+            elif order["type"] == "kill":
+                self._kill_in(order["after"])
+
+    def _start(self, order: Message) -> None:
+        progress.create(self._progress, order["total"])
+        base = {name: value for name, value in os.environ.items() if name not in CONTRACT}
+        for rank in order["ranks"]:
+            env = {**base, **rank["env"], progress.ENV: str(self._progress)}
+            reads, writes = os.pipe()
+            os.set_blocking(reads, False)
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "roxxel_dist.launcher.worker", *order["command"]],
+                stdin=subprocess.DEVNULL,
+                stdout=writes,
+                stderr=writes,
+                env=env,
+                start_new_session=True,
+                preexec_fn=self._guard.watch,  # noqa: PLW1509 - one thread; before exec, so that no rank is unguarded
+            )
+            os.close(writes)
+            started = Rank(number=rank["rank"], process=process, pidfd=os.pidfd_open(process.pid), output=reads)
+            self._ranks.append(started)
+            self._by_pidfd[started.pidfd] = self._by_output[reads] = started
+            self._poll.register(started.pidfd, select.EPOLLIN)
+            self._poll.register(reads, select.EPOLLIN)
+            self._outbox.send({"type": "started", "rank": started.number, "pid": process.pid})
+
+    def _stop(self, grace: float) -> None:
+        """Ask every process of every rank to save and leave. After `grace` seconds they are killed."""
+        self._draining = True
+        self._kill_at = time.monotonic() + grace
+        for rank in self._ranks:
+            if rank.code is None:
+                os.killpg(rank.process.pid, signal.SIGTERM)
+
+    def _kill_in(self, seconds: float) -> None:
+        """Kill all ranks then, or earlier where that was decided already."""
+        self._kill_at = min(self._kill_at or math.inf, time.monotonic() + seconds)
+
+    def _kill(self) -> None:
+        self._kill_at = None
+        rest = [rank for rank in self._ranks if not rank.settled]
+        for rank in rest:
+            rank.culled = rank.culled or rank.code is None
+        self._sweep(rest)
+
+    def _sweep(self, ranks: list[Rank]) -> None:
+        kill_sessions(rank.process.pid for rank in ranks if not rank.swept)
+        for rank in ranks:
+            rank.swept = True
+            self._settle(rank)
+
+    def _on_exits(self, exited: list[Rank]) -> None:
+        for rank in exited:
+            self._poll.unregister(rank.pidfd)
+            os.close(rank.pidfd)
+            rank.code = _exit_code(rank.process.pid)
+            self._outbox.send(
+                {
+                    "type": "exit",
+                    "rank": rank.number,
+                    "pid": rank.process.pid,
+                    "code": rank.code,
+                    "culled": rank.culled,
+                    "step": progress.read(self._progress)[rank.number].entered,
+                }
+            )
+        if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
+            for rank in exited:
+                self._settle(rank)
+            return
+        failures = {rank.code for rank in exited if rank.code not in ORDERLY and not rank.culled}
+        if failures == {CONFIG_ERROR}:
+            self._kill_in(CONFIG_ERROR_S)
+        elif failures:
+            self._kill()
+        self._sweep(exited)
+
+    def _read_output(self, rank: Rank) -> None:
+        try:
+            data = os.read(rank.output, CHUNK)
+        except BlockingIOError:  # only asked for when the session is dead: the pipe is empty for good
+            data = b""
+        self._deliver(rank, rank.lines.feed(data) if data else rank.lines.close())
+        if not data:
+            if not self._paused:
+                self._poll.unregister(rank.output)
+            del self._by_output[rank.output]
+            os.close(rank.output)
+            rank.output = -1
+            self._settle(rank)
+
+    def _read_rests(self) -> None:
+        for rank in self._ranks:
+            if rank.swept and rank.output >= 0 and not self._paused:
+                self._read_output(rank)
+
+    def _deliver(self, rank: Rank, lines: list[str]) -> None:
+        text, record = take_status(lines)
+        if text:
+            self._outbox.send({"type": "lines", "rank": rank.number, "time": time.time(), "text": "\n".join(text)})
+        if record is not None:
+            self._outbox.send({"type": "status", "rank": rank.number, "record": record})
+
+    def _settle(self, rank: Rank) -> None:
+        """Reap a rank when it has ended and all its output was read. Until then its number cannot be reused."""
+        if rank.settled or rank.code is None or rank.output >= 0:
+            return
+        rank.settled = True
+        if not rank.swept:
+            kill_sessions([rank.process.pid])
+        rank.process.wait()
+        self._guard.forget(rank.process.pid)
+        if all(other.settled for other in self._ranks):
+            self._outbox.send({"type": "done"})
+
+    def _send(self) -> None:
+        self._outbox.flush()
+        if bool(self._outbox) != self._writable:
+            self._writable = not self._writable
+            if self._writable:
+                self._poll.register(self._outbox.fd, select.EPOLLOUT)
+            else:
+                self._poll.unregister(self._outbox.fd)
+        if (len(self._outbox) > FULL) != self._paused:
+            self._paused = not self._paused
+            for fd in self._by_output:
+                if self._paused:
+                    self._poll.unregister(fd)
+                else:
+                    self._poll.register(fd, select.EPOLLIN)
+
+
+def _exit_code(pid: int) -> int:
+    """How a process ended, without reaping it; a signal is negative."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if end is None:
+        raise RuntimeError(f"process {pid} was said to have ended and has not")
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def main() -> None:
+    """Serve the controller at the other end of stdin and stdout."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
+    channel = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
+    folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
+    guard = Guard(folder, closes=(sys.stdin.fileno(),))
+    try:
+        Agent(sys.stdin.fileno(), channel, guard, folder).serve()
+    finally:
+        guard.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What the controller and an agent say to each other: one JSON object a line, over the agent's stdin and stdout.
+
+To the agent:  start (command, folder, ranks: [{rank, env}], total) · stop (grace) · kill (after)
+From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
+                exit (rank, pid, code, culled, step) · done
+"""
+
+import json
+import os
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    """One line of ASCII; what an argument holds that is not Unicode survives as an escaped surrogate."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class Decoder:
+    """Puts messages together from the pieces in which they arrive."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
+        head, newline, rest = data.rpartition(b"\n")
+        if not newline:
+            self._rest.append(rest)
+            return []
+        block = b"".join([*self._rest, head])
+        self._rest = [rest]
+        return [_decode(line) for line in block.split(b"\n")]
+
+
+def _decode(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError(f"the channel between controller and agent carries a line that is no message: {line[:200]!r}")
+    return message
+
+
+class Outbox:
+    """Messages on their way out through a descriptor, without ever waiting for the reader."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._bytes = bytearray()
+        os.set_blocking(fd, False)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; `flush` moves it."""
+        self._bytes += encode(message)
+
+    def flush(self) -> None:
+        """Write what the reader has room for. A reader that is gone takes everything (nobody will ask for it)."""
+        try:
+            while self._bytes:
+                del self._bytes[: os.write(self.fd, memoryview(self._bytes)[: 1 << 16].tobytes())]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._bytes.clear()

@@ -1,0 +1,149 @@
+"""What to start: JobSpec, the environment of a rank, run ids, log folders and ports."""
+
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CONTRACT = (
+    "ROXXEL_COORDINATOR",
+    "ROXXEL_NUM_PROCESSES",
+    "ROXXEL_PROCESS_ID",
+    "ROXXEL_LOCAL_DEVICES",
+    "ROXXEL_ATTEMPT",
+    "ROXXEL_PROGRESS",
+    "ROXXEL_RUN_ID",
+    "ROXXEL_STATUS",
+)
+"""The variables by which a rank knows its place; those of an outer launch never reach a rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """One job: `command`, started `nprocs` times as one group. Raises ValueError for what cannot be started."""
+
+    command: tuple[str, ...]
+    """The words after `--`: `train …`, `python file.py …`, or any program."""
+    nprocs: int
+    """Processes (ranks) to start."""
+    run_id: str
+    """Names the run directory; see `new_run_id`."""
+    log_dir: Path
+    """Where `rank-N.log` go; see `log_dir_for`."""
+    devices_per_proc: int | None = None
+    """Simulated CPU devices a process; None leaves the devices to jax."""
+    port: int | None = None
+    """Port of the coordinator; None takes a free one."""
+    max_restarts: int = 0
+    """Restarts after an infrastructure failure."""
+    exit_timeout: float = 60.0
+    """Seconds that the other ranks get when one has ended with 0."""
+    grace: float = 30.0
+    """Seconds that ranks get to save after Ctrl-C or SIGTERM."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every rank, beside those of the launcher."""
+    all_ranks: bool = False
+    """Show every rank's lines on the screen, not only those of rank 0."""
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0]:
+            raise ValueError("no command: write what every process runs after `--`, for instance `-- train data.txt`")
+        if any("\0" in word for word in self.command):
+            raise ValueError("the command holds a NUL character, which no process can receive: take it out")
+        if self.nprocs < 1:
+            raise ValueError(f"--nprocs {self.nprocs}: must be at least 1; leave it out for one process")
+        if self.devices_per_proc is not None and self.devices_per_proc < 1:
+            raise ValueError(
+                f"--devices-per-proc {self.devices_per_proc}: must be at least 1; leave it out to use all devices"
+            )
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ValueError(f"--port {self.port}: must be within 1 and 65535; leave --port out to take a free one")
+        if self.max_restarts != 0:
+            raise ValueError(f"--max-restarts {self.max_restarts}: restarts are not built yet: use 0")
+        for flag, value in (("--exit-timeout", self.exit_timeout), ("--grace", self.grace)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{flag} {value}: must be seconds, 0 or more; for instance {flag} 30")
+        stray = sorted(set(self.env) & set(CONTRACT))
+        if stray:
+            raise ValueError(f"--env {stray[0]}: the launcher sets this variable itself; leave it out")
+
+
+def rank_environment(job: JobSpec, rank: int, coordinator: str, outer: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a rank has beside those of its host (`outer`: the launcher's own environment).
+
+    PJRT_NPROC decides the bits of a sum on CPU (how work is split among threads), so all ranks get one value from here.
+    """
+    caller = {**outer, **job.env}
+    if "ROXXEL_COORDINATOR" in outer and "PJRT_NPROC" not in job.env:
+        caller.pop("PJRT_NPROC", None)  # an outer launch chose it for its own number of devices
+    threads = max(os.cpu_count() or 1, job.nprocs * (job.devices_per_proc or 1))
+    own = {
+        "PJRT_NPROC": caller.get("PJRT_NPROC") or str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "ROXXEL_COORDINATOR": coordinator,
+        "ROXXEL_NUM_PROCESSES": str(job.nprocs),
+        "ROXXEL_PROCESS_ID": str(rank),
+        "ROXXEL_ATTEMPT": "0",
+        "ROXXEL_RUN_ID": job.run_id,
+        "ROXXEL_STATUS": "1",
+    }
+    if job.devices_per_proc is not None:
+        own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)
+        own["JAX_PLATFORMS"] = caller.get("JAX_PLATFORMS") or "cpu"
+    return {**job.env, **own}
+
+
+def new_run_id() -> str:
+    """YYYYMMDD_HHMMSS, with _2, _3, … where `runs/` has that one or another living process took it this second."""
+    base = time.strftime("%Y%m%d_%H%M%S")
+    number = 1
+    while True:
+        run_id = base if number == 1 else f"{base}_{number}"
+        if not Path("runs", f"run_{run_id}").exists() and _claim(run_id):
+            return run_id
+        number += 1
+
+
+def _claim(run_id: str) -> bool:
+    """Take an id for the life of this process.
+
+    The folder comes later, with the first line, so it cannot say that the id is taken. The name of an abstract socket
+    can: only one process has it, nothing lies on the disk, and it is free again when the process ends.
+    """
+    where = os.path.realpath("runs").encode()
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0roxxel-dist-{os.getuid()}-{zlib.crc32(where):08x}-{run_id}")
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()  # kept open until the process ends
+    return True
+
+
+def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:
+    """`X/logs` for `train … --run_dir X` (the last one counts), otherwise `runs/run_<run_id>/logs`."""
+    run_dir = Path("runs", f"run_{run_id}")
+    if command[:1] == ("train",):
+        for word, following in zip(command, (*command[1:], ""), strict=True):
+            flag, equals, value = word.partition("=")
+            if flag in ("--run_dir", "--run-dir") and (value or following):
+                run_dir = Path(value if equals else following)
+    return run_dir / "logs"
+
+
+def coordinator_port(port: int | None) -> int:
+    """A free port on loopback, or `port` itself where nobody listens on it. Raises ValueError where somebody does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise ValueError(
+                f"--port {port}: cannot be used on 127.0.0.1 ({error.strerror}); "
+                "leave --port out to take a free one, or give another"
+            ) from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,113 @@
+"""What the end of the ranks means: one exit code for the job, and the words for it. Pure functions."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIG_ERROR = 2
+DRAINED = 42
+HANG = 124
+CONFIG_ERROR_S = 1.0
+"""Seconds the others get after a configuration error, so that the rank that prints it (rank 0) comes to it as well."""
+ORDERLY = (0, DRAINED)
+"""Codes that are no failure: others may go on for a while after a rank ended so."""
+
+TAIL_WITHOUT_TRACEBACK = 15
+CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How one rank ended."""
+
+    rank: int
+    host: str
+    pid: int
+    code: int
+    """Negative: the signal that killed it."""
+    culled: bool
+    """Killed by the launcher; its code says nothing."""
+    step: int
+    """The step it had entered; 0 when it never said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """All that decides the code of a job."""
+
+    exits: Sequence[Exit]
+    """In the order of the ends."""
+    requested: int | None = None
+    """The signal by which somebody asked the launcher to stop."""
+    late: bool = False
+    """Ranks were killed because they stayed after another had ended with 0."""
+    lost: tuple[str, int] | None = None
+    """Host and code (negative: a signal) of an agent that ended before its ranks."""
+
+
+def first_failure(outcome: Outcome) -> Exit | None:
+    """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not."""
+    for end in outcome.exits:
+        if end.code not in ORDERLY and not end.culled:
+            stopped = outcome.requested is not None and as_code(end.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+            return None if stopped else end
+    return None
+
+
+def as_code(code: int) -> int:
+    """The exit code a shell would see: 128 + s for signal s."""
+    return code if code >= 0 else 128 - code
+
+
+def exit_code(outcome: Outcome) -> int:
+    """The job's exit code (DESIGN 3.4)."""
+    failure = first_failure(outcome)
+    if failure is not None:
+        return as_code(failure.code)
+    if outcome.lost is not None:
+        return as_code(outcome.lost[1]) or 1
+    if outcome.late:
+        return HANG
+    codes = {end.code for end in outcome.exits}
+    if outcome.requested is not None and not codes <= set(ORDERLY):
+        return 128 + outcome.requested
+    return DRAINED if DRAINED in codes else 0
+
+
+def how(code: int) -> str:
+    """`exit code 7`, `signal SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def last_words(tail: Sequence[str]) -> Sequence[str]:
+    """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
+    for number, line in enumerate(tail):
+        if line.startswith(CRASH_HEADERS):
+            return tail[number:]
+    return tail[-TAIL_WITHOUT_TRACEBACK:]
+
+
+def failure_report(failure: Exit, tail: Sequence[str], log: Path) -> list[str]:
+    """What a person reads last: who failed first, where its log is, and its last lines."""
+    step = f", in step {failure.step}" if failure.step > 0 else ""
+    who = f"rank {failure.rank} failed first: {how(failure.code)}{step} (host {failure.host}, pid {failure.pid})"
+    if not tail:
+        return [f"roxxel-dist: {who}; it printed nothing"]
+    return [f"roxxel-dist: {who}; log {log}, last lines:", *last_words(tail)]
+
+
+def late_report(outcome: Outcome, exit_timeout: float) -> str:
+    """Who stayed when others had ended."""
+    stayed = [end for end in outcome.exits if end.culled]
+    ended = next(end.rank for end in outcome.exits if end.code in ORDERLY)
+    names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
+    return (
+        f"roxxel-dist: rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "
+        "--exit-timeout sets this limit"
+    )

@@ -1,0 +1,167 @@
+"""What runs in a rank before the user's program: `python -u -m roxxel_dist.launcher.worker CMD…`.
+
+`train …` and Python scripts run inside this process, with jax.distributed up and an end that cannot hang. Any other
+program replaces this process and finds the contract in its environment.
+"""
+
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import NoReturn
+
+SUBCOMMANDS = frozenset(
+    "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
+)
+PYTHON = frozenset({"python", "python3", sys.executable})
+ORDERLY = (0, 42)
+NOT_FOUND = 127
+NOT_RUNNABLE = 126
+
+
+def main(command: list[str]) -> None:
+    """Run one command in this rank. Returns only for an orderly end (0, or SystemExit of 42)."""
+    word, *rest = command
+    if word in SUBCOMMANDS:
+        _run(lambda: _subcommand(word, rest))
+    elif word in PYTHON:
+        _python(rest)
+    elif word.endswith(".py"):
+        _python(command)
+    else:
+        _replace(command)
+
+
+def _python(words: list[str]) -> None:
+    """`[options] file.py …` or `[options] -m module …`, as the interpreter itself would read them."""
+    options = _options(words)
+    target = words[len(options) :]
+    others = [word for word in options if word != "-u"]
+    if not target or target[0] in ("-", "-c") or (target[0] == "-m" and len(target) == 1):
+        _replace([sys.executable, *words])
+    elif others:  # only a new interpreter can follow them; it comes back here without
+        _replace([sys.executable, "-u", *others, "-m", "roxxel_dist.launcher.worker", "python", *target])
+    elif target[0] == "-m":
+        _run(lambda: _module(target[1], target[2:]))
+    else:
+        _run(lambda: _script(target[0], target[1:]))
+
+
+def _options(words: list[str]) -> list[str]:
+    """The interpreter's own options at the beginning, with their values."""
+    count = 0
+    while count < len(words) and words[count].startswith("-") and words[count] not in ("-", "-c", "-m"):
+        count += 2 if words[count] in ("-X", "-W", "--check-hash-based-pycs") else 1
+    return words[:count]
+
+
+def _subcommand(word: str, rest: list[str]) -> None:
+    if word == "train":
+        _initialize()
+    sys.argv = ["roxxel-dist", word, *rest]
+    runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
+
+
+def _script(path: str, rest: list[str]) -> None:
+    if not os.path.exists(path):
+        _say(f"script not found: {path!r} (looked in {os.getcwd()}); check the path after `--`")
+        sys.exit(2)
+    _initialize()
+    sys.argv = [path, *rest]
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _module(name: str, rest: list[str]) -> None:
+    from importlib.util import find_spec
+
+    spec = None
+    with suppress(ModuleNotFoundError):
+        spec = find_spec(name)
+    if spec is None:
+        _say(f"module not found: {name!r} (from {os.getcwd()}); check the name after `python -m`")
+        sys.exit(2)
+    _initialize()
+    sys.argv = [name, *rest]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _initialize() -> None:
+    from roxxel_dist.cluster.process import initialize
+
+    initialize()
+
+
+def _replace(command: list[str]) -> NoReturn:
+    """Become another program."""
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored is inherited
+        signal.signal(name, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        _say(f"program not found: {command[0]!r}; check the first word after `--`, or give its full path")
+        _leave(NOT_FOUND)
+    except OSError as error:
+        hint = "check the file" if os.access(command[0], os.X_OK) else "make it executable (chmod +x)"
+        _say(f"cannot run {command[0]!r}: {error.strerror}; {hint}")
+        _leave(NOT_RUNNABLE)
+
+
+def _run(program: Callable[[], None]) -> None:
+    """Run Python code so that its failure ends this process now.
+
+    jax.distributed waits at exit for the other ranks, for minutes where they do not come. So only an end that all ranks
+    share (0, or 42: drained) goes that way; a failure skips it.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        program()
+    except SystemExit as end:
+        code = _exit_code(end)
+        if code not in ORDERLY:
+            _leave(code)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        _leave(130)
+    except BaseException as error:
+        error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(1)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _from_program(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy, which say nothing about the program."""
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    start = trace
+    while start is not None and start.tb_frame.f_code.co_filename in own:
+        start = start.tb_next
+    return start or trace
+
+
+def _say(text: str) -> None:
+    print(f"roxxel-dist: {text}", file=sys.stderr)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or somebody's own object
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

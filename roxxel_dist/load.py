@@ -1,0 +1,61 @@
+"""A trained model from its run directory."""
+
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from roxxel_dist.cluster.process import enable_compilation_cache, initialize
+from roxxel_dist.config import Config
+from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.generate import generate
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.checkpoint import Checkpointer
+from roxxel_dist.train.step import take_apart
+
+
+def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokenizer, Any, int]:
+    """(model with dropout off, tokenizer, Config, step) of a run, from its newest checkpoint or the one of `step`.
+
+    Raises:
+        ValueError: the folder holds no run, no checkpoint, or not that step.
+    """
+    run = Path(run_dir)
+    if not (run / "config.yaml").exists():
+        raise ValueError(f"{run} is not a run directory: it has no config.yaml")
+    if not (run / "tokenizer.json").exists():
+        raise ValueError(
+            f"{run} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
+        )
+    config = Config.from_yaml(run / "config.yaml")
+    checkpointer = Checkpointer(run / "checkpoints", read_only=True)
+    try:
+        newest = checkpointer.latest_step()
+        if newest is None:
+            raise ValueError(f"{run} has no checkpoint yet: train it for longer than its first step")
+        model = nnx.jit(lambda: Transformer(config.part(ModelConfig), nnx.Rngs(0)))()
+        parts, params, rest = take_apart(model)
+        restored = checkpointer.restore_params(newest if step is None else step, params)
+    finally:
+        checkpointer.close()
+    return parts.merge(restored, rest, training=False), Tokenizer.load(run / "tokenizer.json"), config, step or newest
+
+
+def write_text(
+    run_dir: str | Path, *, prompt: str, max_new_tokens: int, temperature: float, seed: int, step: int | None = None
+) -> str:
+    """What a run's model adds to `prompt` (see `model.generate`).
+
+    Raises:
+        ValueError: no such run or checkpoint, or a prompt with characters that a char tokenizer does not have.
+    """
+    initialize()
+    enable_compilation_cache()
+    model, tokenizer, config, _ = load_run(run_dir, step)
+    ids = tokenizer.encode(prompt) if prompt else [tokenizer.eos_id]
+    new = generate(
+        model, ids, min(max_new_tokens, config.max_context - 1), max_context=config.max_context,
+        temperature=temperature, seed=seed, eos_id=tokenizer.eos_id,
+    )  # fmt: skip
+    return tokenizer.decode(new)

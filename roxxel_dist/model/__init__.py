@@ -1,0 +1,1 @@
+"""A decoder-only Transformer in Flax NNX."""

@@ -1,0 +1,78 @@
+"""The shape of the built-in Transformer."""
+
+from dataclasses import dataclass
+
+USUAL_HEAD_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only Transformer: rotary positions, grouped-query attention, SwiGLU, RMSNorm before each part."""
+
+    dim: int = 256
+    """Width of the residual stream."""
+    num_blocks: int = 4
+    """Number of blocks, each attention and then a feed-forward layer."""
+    n_heads: int | None = None
+    """Query heads; derived from dim and kv_heads where not given."""
+    head_size: int | None = None
+    """Width of a head; dim / n_heads where not given."""
+    kv_heads: int | None = None
+    """Key and value heads, shared by groups of query heads; as many as n_heads where not given."""
+    expansion: int = 4
+    """The feed-forward layer has the parameters of a plain one of width expansion x dim."""
+    vocab_size: int | None = None
+    """Tokens the model knows; taken from the tokenizer where not given."""
+    max_context: int = 256
+    """The longest sequence the model reads, in tokens."""
+    dropout_rate: float = 0.0
+    """Dropout on the output of attention and feed-forward, while training."""
+    weight_tying: bool = True
+    """Use the embedding as the output matrix too."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, about a third more work."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_blocks", "expansion", "max_context", "n_heads", "head_size", "kv_heads", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
+        self.heads()
+
+    def heads(self) -> tuple[int, int, int]:
+        """(n_heads, kv_heads, head_size), the ones not given derived.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        if self.n_heads is not None:
+            n_heads = self.n_heads
+        elif self.head_size is not None:
+            n_heads = self.dim // self.head_size
+        else:
+            n_heads = self._usual_heads()
+        head_size = self.head_size or self.dim // n_heads
+        if n_heads * head_size != self.dim:
+            raise ValueError(
+                f"n_heads x head_size must be dim, and {n_heads} x {head_size} is not {self.dim}: "
+                f"leave n_heads and head_size out to have them derived from dim"
+            )
+        if head_size % 2:
+            raise ValueError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
+        kv_heads = self.kv_heads or n_heads
+        if n_heads % kv_heads:
+            raise ValueError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
+        return n_heads, kv_heads, head_size
+
+    def _usual_heads(self) -> int:
+        """The number of heads, a multiple of kv_heads, whose even size comes closest to 64."""
+        group = self.kv_heads or 1
+        fitting = [n for n in range(group, self.dim + 1, group) if self.dim % n == 0 and (self.dim // n) % 2 == 0]
+        if not fitting:
+            raise ValueError(
+                f"dim is {self.dim}: no multiple of kv_heads ({group}) cuts it into heads of an even size; "
+                f"use a multiple of {2 * group}"
+            )
+        return min(fitting, key=lambda n: abs(self.dim // n - USUAL_HEAD_SIZE))

@@ -1,0 +1,1 @@
+"""One run: the loop, its step, its checkpoints and its log."""

@@ -1,0 +1,107 @@
+"""Checkpoints by Orbax: saved by all ranks together while training goes on, restored exactly.
+
+A checkpoint holds the train state (parameters, optimizer, random streams, step) and a small JSON of what else a run
+needs to continue. It counts only once it is complete: Orbax renames its folder at the very end.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from roxxel_dist.cluster.process import agree
+
+
+class Checkpointer:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they are; made when first needed. Every rank must see the same folder.
+        max_to_keep: how many to keep, the newest ones.
+        read_only: look, and change nothing; the folder may belong to a run that is still going on.
+    """
+
+    def __init__(self, folder: str | Path, max_to_keep: int | None = 3, *, read_only: bool = False) -> None:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else max_to_keep,
+            enable_async_checkpointing=not read_only,
+            cleanup_tmp_directories=not read_only,  # a save that died leaves its temporary folder
+            create=not read_only,
+            read_only=read_only,
+        )
+        self.folder = Path(folder).absolute()
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest_step(self) -> int | None:
+        """Step of the newest complete checkpoint, as rank 0 sees it; None where there is none."""
+        step = agree("latest checkpoint", str(self._manager.latest_step()))
+        return None if step == "None" else int(step)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Begin to save; returns once the state may change. A step that is saved already is left as it is."""
+        if self._manager.latest_step() == step:
+            return
+        items = ocp.args.Composite(state=ocp.args.StandardSave(_keys_to_data(state)), meta=ocp.args.JsonSave(meta))
+        self._manager.save(step, args=items)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The small JSON of a checkpoint."""
+        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The state of a checkpoint, with the structure, shapes and shardings of `like`.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _keys_to_data(like))
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
+        except (ValueError, KeyError) as error:
+            why = str(error).strip().splitlines()[0][:200]
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer: start with "
+                f"the config that it was made with, or in a new run directory ({why})"
+            ) from error
+        return _data_to_keys(restored["state"], like)
+
+    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The parameters alone, onto this process's first device, whatever the run's optimizer was.
+
+        Raises:
+            ValueError: there is no checkpoint of that step, or it is of another model.
+        """
+        if step not in self._manager.all_steps():
+            known = ", ".join(map(str, sorted(self._manager.all_steps())))
+            raise ValueError(f"{self.folder} has no checkpoint of step {step}: it has {known}")
+        abstract = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+        restore = ocp.args.PyTreeRestore(
+            item=abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True
+        )
+        return self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]["params"]
+
+    def wait(self) -> None:
+        """Until every save that was begun is complete."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish what is being saved and let go of the threads."""
+        self._manager.close()
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _keys_to_data(state: Any) -> Any:
+    """Random keys as plain integers, which is what a file can hold."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+
+
+def _data_to_keys(state: Any, like: Any) -> Any:
+    def back(leaf: Any, model: Any) -> Any:
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if _is_key(model) else leaf
+
+    return jax.tree.map(back, state, like)

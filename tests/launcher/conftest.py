@@ -1,0 +1,116 @@
+"""Real launchers, started as programs of their own, and what tests ask about processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.supervisor import run
+job = json.loads(sys.argv[1])
+hosts = job.pop("hosts", None)
+class Backend(LocalBackend):  # several agents on this machine stand for several hosts
+    hosts = hosts or LocalBackend().hosts
+job["log_dir"] = Path(job["log_dir"])
+sys.exit(run(JobSpec(command=tuple(sys.argv[2:]), **job), Backend()))
+"""
+LIMIT_S = 60.0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie, which only waits for its parent, does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for a condition, with a limit that only a hang reaches."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class Launch:
+    """A launcher that runs."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    def wait(self) -> tuple[int, str, str]:
+        """Its exit code, what it showed, and its messages."""
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, (out or b"").decode(), err.decode()
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank-{rank}.log").read_text()
+
+    def lines(self, rank: int) -> list[str]:
+        """The text of a log without header and prefixes."""
+        return [line.split(" | ", 1)[1] for line in self.log(rank).splitlines()[1:]]
+
+    def family(self) -> dict[str, list[int]]:
+        """The launcher's agent, the agent's guard (the child that execs nothing), and everything below."""
+        agent = psutil.Process(self.process.pid).children()[0]
+        guard = [child.pid for child in agent.children() if child.cmdline() == agent.cmdline()]
+        everything = [agent.pid, *(child.pid for child in agent.children(recursive=True))]
+        return {"agent": [agent.pid], "guard": guard, "all": everything}
+
+    def marks(self, pattern: str, count: int) -> list[Path]:
+        """Files that ranks make in the folder to say that they are ready."""
+        wait_until(lambda: len(list(self.folder.glob(pattern))) >= count, f"{count} files {pattern}")
+        return sorted(self.folder.glob(pattern))
+
+
+@pytest.fixture
+def alive() -> Callable[[int], bool]:
+    return is_alive
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], Any], str], None]:
+    return wait_until
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """Start a launcher with `tmp_path` as its working directory; its temporary files go to `tmp_path/tmp`."""
+    (tmp_path / "tmp").mkdir()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        *command: str, stdout: int = subprocess.PIPE, environ: dict[str, str] | None = None, **job: Any
+    ) -> Launch:
+        spec = {"nprocs": 2, "run_id": "a_run", "log_dir": str(tmp_path / "logs"), **job}
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(spec), *command],
+            cwd=tmp_path,
+            env={**outer, "TMPDIR": str(tmp_path / "tmp"), **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        return Launch(process=process, folder=tmp_path)
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -1,0 +1,209 @@
+"""What ranks are given and what becomes of their output."""
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from roxxel_dist.cluster import progress
+from roxxel_dist.launcher.job import coordinator_port
+
+Launch = Callable[..., Any]
+Alive = Callable[[int], bool]
+Until = Callable[[Callable[[], Any], str], None]
+
+SHOW = """
+import json, os, sys
+rank = os.environ["ROXXEL_PROCESS_ID"]
+facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "session": os.getsid(0) == os.getpid(),
+         "stdin": sys.stdin.read(), "progress": os.path.getsize(os.environ["ROXXEL_PROGRESS"])}
+open(f"facts.{rank}", "w").write(json.dumps(facts))
+"""
+WORDS = ["a b", "", "q'uo\"te", "é ☃", "$HOME", "back\\slash", "line\nbreak", "-m", "\udcff"]
+
+
+def test_what_each_rank_sees(launch: Launch, tmp_path: Path) -> None:
+    stale = {
+        "ROXXEL_COORDINATOR": "stale:1",
+        "ROXXEL_PROCESS_ID": "99",
+        "ROXXEL_LOCAL_DEVICES": "99",
+        "ROXXEL_ATTEMPT": "99",
+        "ROXXEL_PROGRESS": "/stale",
+        "PJRT_NPROC": "99999",
+    }
+    job = launch("env", sys.executable, "-c", SHOW, *WORDS, nprocs=3, environ=stale, env={"MINE": "é"}, port=None)
+    assert job.wait() == (0, "", "")
+    facts = [json.loads((tmp_path / f"facts.{rank}").read_text()) for rank in range(3)]
+    envs = [fact["env"] for fact in facts]
+    assert [fact["argv"] for fact in facts] == [WORDS] * 3
+    assert [env["ROXXEL_PROCESS_ID"] for env in envs] == ["0", "1", "2"]
+    for env in envs:
+        assert env["ROXXEL_COORDINATOR"] == envs[0]["ROXXEL_COORDINATOR"]
+        assert env["PJRT_NPROC"] == str(max(os.cpu_count() or 1, 3))
+        assert (env["ROXXEL_NUM_PROCESSES"], env["ROXXEL_ATTEMPT"], env["ROXXEL_STATUS"]) == ("3", "0", "1")
+        assert (env["ROXXEL_RUN_ID"], env["PYTHONUNBUFFERED"], env["MINE"]) == ("a_run", "1", "é")
+        assert "ROXXEL_LOCAL_DEVICES" not in env
+        assert env["ROXXEL_PROGRESS"].startswith(str(tmp_path / "tmp"))
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", envs[0]["ROXXEL_COORDINATOR"])
+    assert all(fact["session"] and fact["stdin"] == "" and fact["cwd"] == str(tmp_path) for fact in facts)
+    assert [fact["progress"] for fact in facts] == [3 * progress.RECORD.size] * 3
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_simulated_devices_are_cpu_devices(launch: Launch, tmp_path: Path) -> None:
+    environ = {"JAX_PLATFORMS": "", "PJRT_NPROC": ""}
+    port = coordinator_port(None)
+    job = launch("env", sys.executable, "-c", SHOW, devices_per_proc=40, port=port, environ=environ)
+    assert job.wait()[0] == 0
+    env = json.loads((tmp_path / "facts.1").read_text())["env"]
+    assert (env["ROXXEL_LOCAL_DEVICES"], env["JAX_PLATFORMS"]) == ("40", "cpu")
+    assert int(env["PJRT_NPROC"]) >= 80
+    assert env["ROXXEL_COORDINATOR"] == f"127.0.0.1:{port}"
+
+
+OUTPUT = r"""
+import os
+def say(data): os.write(1, data)
+say(b"plain [/x] :smile:\n")
+say(b"\x1e{\"step\": 1, \"total\": 2}\n")
+os.write(2, b"from stderr\n")
+say(b"caf\xe9\n")
+say(b"10%\r20%\r30%\n")
+say(b"x" * 3_000_000 + b"\n")
+say(b"no newline at the end")
+"""
+EXPECTED = ["plain [/x] :smile:", "from stderr", "caf\\xe9", "30%", "x" * 3_000_000, "no newline at the end"]
+
+
+def test_every_line_arrives_once_in_order_with_time_host_and_rank(launch: Launch) -> None:
+    job = launch("env", sys.executable, "-c", OUTPUT)
+    code, out, err = job.wait()
+    assert (code, err) == (0, "")
+    shown = out.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d 0 \| ", line) for line in shown)
+    assert [line.split(" | ", 1)[1] for line in shown] == EXPECTED
+    for rank in (0, 1):
+        header, *lines = job.log(rank).splitlines()
+        assert re.match(r"# \d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt 0, run a_run: env .*python", header)
+        start = rf"\d\d:\d\d:\d\d\.\d{{3}} {re.escape(socket.gethostname())} {rank} \| "
+        assert all(re.match(start, line) for line in lines)
+        assert job.lines(rank) == EXPECTED
+
+
+def test_all_ranks_on_the_screen(launch: Launch) -> None:
+    _, out, _ = launch("bash", "-c", "echo I am $ROXXEL_PROCESS_ID", nprocs=3, all_ranks=True).wait()
+    assert sorted(line.split(" ", 1)[1] for line in out.splitlines()) == [f"{n} | I am {n}" for n in range(3)]
+
+
+FLOOD = """
+import os, sys
+line = b"x" * 99 + b"\\n"
+for _ in range(500):
+    sys.stdout.buffer.write(line * 1000)
+sys.stdout.flush()
+open("flooded." + os.environ["ROXXEL_PROCESS_ID"], "w").close()
+__import__("time").sleep(1000)
+"""
+
+
+def test_a_flood_arrives_whole_and_takes_no_memory(launch: Launch) -> None:
+    job = launch("env", sys.executable, "-c", FLOOD, nprocs=1, stdout=os.open(os.devnull, os.O_WRONLY))
+    job.marks("flooded.0", 1)
+    for pid in (job.process.pid, *job.family()["agent"]):
+        assert psutil.Process(pid).memory_info().rss < 100 << 20
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait()[0] == 143
+    lines = job.lines(0)
+    assert len(lines) == 500_000
+    assert set(lines) == {"x" * 99}
+
+
+def test_a_reader_that_does_not_read_blocks_ranks_but_not_their_end(launch: Launch, alive: Alive, until: Until) -> None:
+    job = launch("env", "yes", nprocs=2, all_ranks=True)  # nobody reads the launcher's stdout
+    log = job.folder / "logs" / "rank-0.log"
+    until(lambda: log.exists() and log.stat().st_size > 50_000, "lines")
+    agent = psutil.Process(job.family()["agent"][0])
+    seen: list[tuple[int, int]] = []
+
+    def still() -> bool:  # the agent reads nothing more
+        seen.append((log.stat().st_size, psutil.Process(job.process.pid).io_counters().read_chars))
+        return len(seen) > 20 and len(set(seen[-20:])) == 1
+
+    until(still, "everything to stand still")
+    assert agent.memory_info().rss < 100 << 20
+    family = job.family()["all"]
+    os.kill(job.process.pid, signal.SIGKILL)
+    until(lambda: not any(map(alive, family)), "all processes to be gone")
+
+
+BAR = """
+import json, os, time
+for step in range(3, 6):
+    record = {"step": step, "total": 5, "start": 2, "phase": "warm [/x]", "loss": 1.5}
+    record |= {"tokens_per_s": 1234.0, "eta_s": 65}
+    print(chr(30) + json.dumps(record), flush=True)
+    print("a line [/x]", step, flush=True)
+"""
+
+
+def test_a_terminal_has_a_bar_below_the_lines(launch: Launch) -> None:
+    ours, theirs = pty.openpty()
+    job = launch("env", sys.executable, "-c", BAR, stdout=theirs, environ={"TERM": "xterm", "COLUMNS": "100"})
+    os.close(theirs)
+    data = b""
+    try:
+        while piece := os.read(ours, 4096):
+            data += piece
+    except OSError:  # how a terminal says that its last writer is gone
+        pass
+    os.close(ours)
+    assert job.wait()[0] == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode())
+    for fact in (
+        "warm [/x]",
+        "5/5",
+        "loss 1.5000",
+        "1.2k tok/s",
+        "1:05 left",
+        "0 | a line [/x] 3",
+        "0 | a line [/x] 5",
+    ):
+        assert fact in text
+    assert '{"step"' not in text
+    assert job.lines(0) == ["a line [/x] 3", "a line [/x] 4", "a line [/x] 5"]
+
+
+JAX = """
+import sys, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.make_mesh((4,), ("data",))
+where = NamedSharding(mesh, PartitionSpec("data"))
+x = jax.make_array_from_callback((4,), where, lambda index: jnp.arange(4.0)[index])
+psum = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=where.spec, out_specs=PartitionSpec())
+total = jax.jit(psum)
+print(jax.process_count(), jax.local_device_count(), float(total(x)[0]), flush=True)
+if jax.process_index() == 1 and sys.argv[1:]:
+    raise KeyError("of rank 1")
+total(x if not sys.argv[1:] else x + total(x)).block_until_ready()
+"""
+
+
+def test_a_script_that_knows_nothing_of_us_computes_together(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(JAX)
+    job = launch("python", "program.py", devices_per_proc=2)
+    code, _, err = job.wait()
+    assert (code, err) == (0, "")
+    assert "2 2 6.0" in job.lines(0)
+    assert "2 2 6.0" in job.lines(1)
+    code, _, err = launch("program.py", "fail", devices_per_proc=2).wait()
+    assert code == 1
+    assert "rank 1 failed first" in err
+    assert err.splitlines()[-1] == "KeyError: 'of rank 1'"

@@ -1,0 +1,137 @@
+"""What a job may be, the environment of its ranks, run ids, log folders, ports."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.launcher.job import CONTRACT, JobSpec, coordinator_port, log_dir_for, new_run_id, rank_environment
+
+GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag", "fix"),
+    [
+        ("command", (), "no command", "-- train"),
+        ("command", ("",), "no command", "-- train"),
+        ("command", ("a", "b\0c"), "NUL", "take it out"),
+        ("nprocs", 0, "--nprocs 0", "at least 1"),
+        ("devices_per_proc", 0, "--devices-per-proc 0", "leave it out"),
+        ("port", 70000, "--port 70000", "leave --port out"),
+        ("port", 0, "--port 0", "leave --port out"),
+        ("max_restarts", 3, "--max-restarts 3", "restarts are not built yet: use 0"),
+        ("exit_timeout", -1.0, "--exit-timeout -1.0", "0 or more"),
+        ("grace", float("nan"), "--grace nan", "0 or more"),
+        ("env", {"ROXXEL_PROCESS_ID": "1"}, "ROXXEL_PROCESS_ID", "leave it out"),
+    ],
+)
+def test_what_cannot_be_started_names_flag_and_fix(field: str, value: Any, flag: str, fix: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(flag)) as caught:
+        JobSpec(**{**GOOD, field: value})
+    assert fix in str(caught.value)
+
+
+def test_the_environment_of_a_rank() -> None:
+    job = JobSpec(**{**GOOD, "nprocs": 3, "devices_per_proc": 64, "env": {"MINE": "x"}})
+    env = rank_environment(job, 1, "127.0.0.1:99", {})
+    assert env == {
+        "MINE": "x",
+        "JAX_PLATFORMS": "cpu",
+        "PJRT_NPROC": str(max(192, os.cpu_count() or 1)),
+        "PYTHONUNBUFFERED": "1",
+        "ROXXEL_ATTEMPT": "0",
+        "ROXXEL_COORDINATOR": "127.0.0.1:99",
+        "ROXXEL_LOCAL_DEVICES": "64",
+        "ROXXEL_NUM_PROCESSES": "3",
+        "ROXXEL_PROCESS_ID": "1",
+        "ROXXEL_RUN_ID": "r",
+        "ROXXEL_STATUS": "1",
+    }
+
+
+def test_what_the_caller_set_stays() -> None:
+    job = JobSpec(**{**GOOD, "devices_per_proc": 1})
+    env = rank_environment(job, 0, "c", {"PJRT_NPROC": "7", "JAX_PLATFORMS": "cuda"})
+    assert (env["PJRT_NPROC"], env["JAX_PLATFORMS"]) == ("7", "cuda")
+    job = JobSpec(**{**GOOD, "env": {"PJRT_NPROC": "5"}})
+    env = rank_environment(job, 0, "c", {"PJRT_NPROC": "7"})
+    assert env["PJRT_NPROC"] == "5"
+    assert not {"JAX_PLATFORMS", "ROXXEL_LOCAL_DEVICES"} & set(env)
+
+
+def test_the_thread_count_of_an_outer_launch_does_not_leak() -> None:
+    outer = {"ROXXEL_COORDINATOR": "x", "PJRT_NPROC": "100000"}
+    assert rank_environment(JobSpec(**GOOD), 0, "c", outer)["PJRT_NPROC"] != "100000"
+
+
+def test_the_contract_names_all_that_the_launcher_sets() -> None:
+    job = JobSpec(**{**GOOD, "devices_per_proc": 1})
+    own = {name for name in rank_environment(job, 0, "c", {}) if name.startswith("ROXXEL_")}
+    assert own | {"ROXXEL_PROGRESS"} == set(CONTRACT)
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        ("train data --run_dir here", "here/logs"),
+        ("train data --run-dir here --lr 1", "here/logs"),
+        ("train --run_dir=a/b data", "a/b/logs"),
+        ("train --run-dir=a --run_dir b", "b/logs"),
+        ("train --run_dir", "runs/run_ID/logs"),
+        ("train data", "runs/run_ID/logs"),
+        ("python file.py --run_dir here", "runs/run_ID/logs"),
+    ],
+)
+def test_where_logs_go(command: str, folder: str) -> None:
+    assert log_dir_for(tuple(command.split()), "ID") == Path(folder)
+
+
+def test_run_ids_differ_within_a_second_and_between_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = [new_run_id() for _ in range(5)]
+    assert all(re.fullmatch(r"\d{8}_\d{6}(_\d+)?", run_id) for run_id in ids)
+    (tmp_path / "runs" / f"run_{ids[-1]}").mkdir(parents=True)
+    code = "from roxxel_dist.launcher.job import new_run_id as n; print(n(), n(), flush=True); input()"
+    others = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for other in others:  # all of them live at once: only then must their ids differ
+        assert other.stdout is not None
+        ids += other.stdout.readline().split()
+    for other in others:
+        other.communicate("\n")
+    assert len(ids) == 11
+    assert len(set(ids)) == 11
+
+
+def test_a_run_that_is_on_the_disk_is_not_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20300101_000000")
+    (tmp_path / "runs" / "run_20300101_000000").mkdir(parents=True)
+    assert new_run_id() == "20300101_000000_2"
+
+
+def test_a_port_that_somebody_listens_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}.*leave --port out"):
+            coordinator_port(port)
+    assert coordinator_port(port) == port
+    assert coordinator_port(None) > 0
+
+
+def test_the_launcher_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from roxxel_dist.launcher import JobSpec, LocalBackend, log_dir_for, new_run_id, run;"
+        "import roxxel_dist.launcher.agent,"
+        "roxxel_dist.launcher.worker, roxxel_dist.train.bar;"
+        "print(sorted({'jax', 'numpy', 'yaml', 'rich', 'flax'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,138 @@
+"""From bytes to lines, to records, to files."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.launcher import logs
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.logs import LONGEST, Lines, Logs, Screen, take_status
+
+
+def cut(data: bytes, sizes: list[int]) -> list[str]:
+    lines = Lines()
+    out: list[str] = []
+    for size in sizes:
+        out += lines.feed(data[:size])
+        data = data[size:]
+    return [*out, *lines.feed(data), *lines.close()] if data else [*out, *lines.close()]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"a\nb\n", ["a", "b"]),
+        (b"a\n\nb", ["a", "", "b"]),
+        (b"dos\r\nunix\n", ["dos", "unix"]),
+        (b" 10%\r 20%\r 30%\n", [" 30%"]),
+        (b" 10%\r 20%\r", [" 20%"]),
+        (b"\rone\r\r\ntwo", ["one", "two"]),
+        (b"\r\n", [""]),
+        (b"caf\xe9 \xff\n", ["caf\\xe9 \\xff"]),
+        ("é\u2028x\n".encode(), ["é\u2028x"]),
+        (b"nul\0\x0bvt\n", ["nul\0\x0bvt"]),
+        (b"", []),
+    ],
+)
+def test_lines(data: bytes, expected: list[str]) -> None:
+    assert cut(data, []) == expected
+    assert cut(data, [1] * len(data)) == expected, "however the bytes arrive"
+
+
+def test_random_pieces_make_the_same_lines() -> None:
+    rng = random.Random(0)
+    data = b"".join(bytes(rng.choice(b"ab\r\n\xc3\xa9") for _ in range(rng.randrange(9))) + b"\n" for _ in range(200))
+    whole = cut(data, [])
+    assert len(whole) == data.count(b"\n")
+    for _ in range(20):
+        assert cut(data, [rng.randrange(1, 40) for _ in range(60)]) == whole
+
+
+def test_a_long_line_stays_whole_and_an_endless_one_is_bounded() -> None:
+    lines = Lines()
+    pieces = [lines.feed(b"x" * 65536) for _ in range(32)]
+    assert not any(pieces)
+    assert [len(line) for line in lines.feed(b"\n")] == [2 << 20]
+    endless = [line for _ in range(300) for line in lines.feed(b"y" * 65536)]
+    assert len(endless) == 2
+    assert all(LONGEST < len(line) <= LONGEST + 65536 for line in endless)
+
+
+def test_an_endless_progress_bar_needs_no_memory() -> None:
+    lines = Lines()
+    for number in range(100_000):
+        assert lines.feed(b"\rstep %d" % number) == []
+    assert len(lines._rest) < 20
+    assert lines.close() == ["step 99999"]
+
+
+def test_status_records_are_no_text() -> None:
+    text, record = take_status(["a", '\x1e{"step": 1}', 'half\x1e{"step": 2}', "\x1enot json", "\x1e[1]", "b"])
+    assert text == ["a", "half", "\x1enot json", "\x1e[1]", "b"]
+    assert record == {"step": 2}
+    assert take_status(["a"]) == (["a"], None)
+
+
+def job(folder: Path) -> JobSpec:
+    return JobSpec(command=("train", "a b", "c\nd", "\udcff"), nprocs=1, run_id="r", log_dir=folder)
+
+
+def test_files_come_with_the_first_line_and_are_appended(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "logs"
+    for text in ("first", "second"):
+        kept = Logs(job(folder))
+        kept.close()
+        assert (folder.parent.exists()) == (text == "second")
+        kept.write(3, "host", 1_700_000_000.0625, [text, "more"])
+        kept.close()
+    lines = (folder / "rank-3.log").read_text().splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("# ")
+    assert lines[0].endswith("attempt 0, run r: train 'a b' 'c\\nd' '\\udcff'")
+    assert lines[1].endswith(".062 host 3 | first")
+    assert lines[4].endswith(".062 host 3 | second")
+
+
+def test_remove_takes_away_what_was_made_here_alone(tmp_path: Path) -> None:
+    kept = Logs(job(tmp_path / "runs" / "run_1" / "logs"))
+    kept.write(0, "h", 0.0, ["x"])
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "rank-0.log").write_text("older\n")
+    kept = Logs(job(tmp_path / "run" / "logs"))
+    kept.write(0, "h", 0.0, ["x"])
+    kept.write(1, "h", 0.0, ["x"])
+    kept.remove()
+    assert [path.name for path in (tmp_path / "run" / "logs").iterdir()] == ["rank-0.log"]
+    assert (tmp_path / "run" / "logs" / "rank-0.log").read_text().startswith("older\n")
+
+
+def test_the_tail_is_bounded(tmp_path: Path) -> None:
+    kept = Logs(job(tmp_path))
+    kept.write(0, "h", 0.0, [*map(str, range(100)), "z" * 100_000])
+    kept.close()
+    assert kept.tail(0)[0] == "61"
+    assert len(kept.tail(0)) == 40
+    assert len(kept.tail(0)[-1]) == logs.TAIL_COLUMNS
+    assert kept.tail(1) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    kept = Logs(job(tmp_path / "file" / "logs"))
+    kept.write(0, "h", 0.0, ["x"])
+    kept.write(0, "h", 0.0, ["y"])
+    assert capsys.readouterr().err.count("cannot write") == 1
+    assert kept.tail(0) == ["x", "y"]
+
+
+def test_the_screen_shows_rank_0_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for everybody in (False, True):
+        with Screen(all_ranks=everybody) as screen:
+            screen.lines(0, 0.0, ["[/x] a", "b"])
+            screen.lines(1, 0.0, ["c"])
+            screen.status(0, {"step": 1, "total": 2})
+        shown = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+        assert shown == ["0 | [/x] a", "0 | b", *(["1 | c"] if everybody else [])]

@@ -1,0 +1,81 @@
+"""One code for the job, and who is named."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.launcher.outcome import (
+    Exit,
+    Outcome,
+    exit_code,
+    failure_report,
+    first_failure,
+    last_words,
+    late_report,
+)
+
+TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
+
+
+def ends(*codes: int) -> list[Exit]:
+    """Rank 0 ended first, then rank 1, …; a code of -9 is the launcher's doing unless it stands first."""
+    return [
+        Exit(rank=n, host="h", pid=100 + n, code=code, culled=code == KILL and n > 0, step=n)
+        for n, code in enumerate(codes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "more", "code", "culprit"),
+    [
+        ((0, 0), {}, 0, None),
+        ((7, -9), {}, 7, 0),
+        ((0, 7, -9), {}, 7, 1),
+        ((-9, -6), {}, 137, 0),
+        ((-11, 1), {}, 139, 0),
+        ((2, -9), {}, 2, 0),
+        ((42, 42), {}, 42, None),
+        ((42, 0), {}, 42, None),
+        ((42, 1), {}, 1, 1),
+        ((0, -9), {"late": True}, 124, None),
+        ((42, 42), {"requested": 2}, 42, None),
+        ((0, 0), {"requested": 2}, 0, None),
+        ((TERM, TERM), {"requested": 2}, 130, None),
+        ((TERM, -6), {"requested": 15}, 143, None),
+        ((130, TERM), {"requested": 2}, 130, None),
+        ((42, -9), {"requested": 15}, 143, None),
+        ((42, -9), {"requested": 1}, 129, None),
+        ((1, 42), {"requested": 2}, 1, 0),
+        ((0, -9), {"lost": ("h", -9)}, 137, None),
+        ((), {"lost": ("h", 0)}, 1, None),
+        ((3, -9), {"lost": ("h", -9)}, 3, 0),
+    ],
+)
+def test_the_code_of_a_job(codes: tuple[int, ...], more: dict[str, Any], code: int, culprit: int | None) -> None:
+    outcome = Outcome(exits=ends(*codes), **more)
+    assert exit_code(outcome) == code
+    failure = first_failure(outcome)
+    assert (failure.rank if failure else None) == culprit
+
+
+def test_the_report_names_everything() -> None:
+    failure = Exit(rank=3, host="node", pid=77, code=-11, culled=False, step=12)
+    first, *rest = failure_report(
+        failure, ["noise", "Traceback (most recent call last):", "  x", "E: y"], Path("l/r.log")
+    )
+    for fact in ("rank 3", "node", "77", "SIGSEGV", "step 12", "l/r.log"):
+        assert fact in first
+    assert rest == ["Traceback (most recent call last):", "  x", "E: y"]
+    quiet = failure_report(Exit(rank=0, host="h", pid=1, code=9, culled=False, step=0), [], Path("l"))
+    assert quiet == ["roxxel-dist: rank 0 failed first: exit code 9 (host h, pid 1); it printed nothing"]
+
+
+def test_without_a_traceback_the_last_lines_are_fewer() -> None:
+    assert last_words([str(n) for n in range(40)]) == [str(n) for n in range(25, 40)]
+
+
+def test_who_stayed() -> None:
+    text = late_report(Outcome(exits=ends(0, -9, -9), late=True), 60.0)
+    assert "rank 0 had ended, but rank 1 (in step 1), 2 (in step 2) still ran 60 s later" in text

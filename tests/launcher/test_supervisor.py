@@ -1,0 +1,236 @@
+"""Whole jobs: their codes, their last words, and that nothing is left of them."""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.supervisor import run
+
+Launch = Callable[..., Any]
+Alive = Callable[[int], bool]
+Until = Callable[[Callable[[], Any], str], None]
+
+# Rank 1 does something when everybody is there; the others stay, with a child behind a shell in another process group.
+OTHERS = """
+if [ $ROXXEL_PROCESS_ID != 1 ]; then
+    timeout 1000 bash -c 'trap "" TERM; sleep 1000 & echo $! > pid.$ROXXEL_PROCESS_ID; wait'
+fi
+until [ -s pid.0 ] && [ -s pid.2 ]; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("echo bye; exit 7", 7, "exit code 7"),
+        ("kill -KILL $$", 137, "signal SIGKILL"),
+        ("exec env python3 -X faulthandler -c 'import os; os.kill(os.getpid(), 11)'", 139, "signal SIGSEGV"),
+    ],
+)
+def test_the_first_failure_ends_the_job(end: str, code: int, words: str, launch: Launch, alive: Alive) -> None:
+    job = launch("bash", "-c", OTHERS + end, nprocs=3)
+    got, out, err = job.wait()
+    assert (got, out) == (code, "")
+    assert f"rank 1 failed first: {words} (host {socket.gethostname()}, pid " in err
+    last = {7: "bye", 137: "it printed nothing", 139: ""}[code]
+    assert last in err.splitlines()[-1]
+    if code == 139:
+        assert "Fatal Python error: Segmentation fault" in err
+    left = [int((job.folder / f"pid.{rank}").read_text()) for rank in (0, 2)]
+    assert not any(map(alive, left))
+    assert list((job.folder / "tmp").iterdir()) == []
+
+
+def test_the_one_that_failed_first_counts_not_those_who_followed(launch: Launch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    script = """
+    if [ $ROXXEL_PROCESS_ID = 2 ]; then exec 3> fifo; sleep 0.1; kill -SEGV $$; fi
+    if [ $ROXXEL_PROCESS_ID = 0 ]; then exec 3< fifo; read -u 3 line; exit 5; fi
+    sleep 1000"""
+    code, _, err = launch("bash", "-c", script, nprocs=3).wait()
+    assert code == 139
+    assert "rank 2 failed first" in err
+
+
+def test_success_says_nothing_and_takes_along_what_ranks_left(launch: Launch, alive: Alive, tmp_path: Path) -> None:
+    job = launch("bash", "-c", "sleep 1000 & echo $! > pid.$ROXXEL_PROCESS_ID")
+    assert job.wait() == (0, "", "")
+    assert not any(alive(int(path.read_text())) for path in job.marks("pid.*", 2))
+    assert not (tmp_path / "logs").exists(), "no line, no folder"
+
+
+STEP = """
+import os, sys
+from roxxel_dist.cluster.progress import Progress
+rank = int(os.environ["ROXXEL_PROCESS_ID"])
+Progress.from_env(rank).enter(10 + rank)
+if rank == 1:
+    raise ValueError("bug in the program")
+sys.stdin.read() or __import__("time").sleep(1000)
+"""
+
+
+def test_the_traceback_is_read_last_and_the_step_is_named(launch: Launch, tmp_path: Path) -> None:
+    code, _, err = launch("env", sys.executable, "-c", STEP).wait()
+    assert code == 1
+    first, *rest = err.splitlines()
+    assert "rank 1 failed first: exit code 1, in step 11 (" in first
+    assert str(tmp_path / "logs" / "rank-1.log") in first
+    assert rest[0] == "Traceback (most recent call last):"
+    assert rest[-1] == "ValueError: bug in the program"
+
+
+@pytest.mark.parametrize("stays", [0, 1])
+def test_who_stays_when_another_has_ended_is_a_hang(stays: int, launch: Launch) -> None:
+    script = f"[ $ROXXEL_PROCESS_ID != {stays} ] || exec sleep 1000"
+    code, _, err = launch("bash", "-c", script, exit_timeout=0.3).wait()
+    assert code == 124
+    assert f"rank {1 - stays} had ended, but rank {stays} still ran 0.3 s later" in err
+
+
+def test_who_ends_in_time_is_none(launch: Launch) -> None:
+    assert launch("bash", "-c", "sleep 0.$ROXXEL_PROCESS_ID", exit_timeout=30).wait()[0] == 0
+
+
+READY = "touch ready.$ROXXEL_PROCESS_ID; while :; do sleep 0.01; done"
+
+
+@pytest.mark.parametrize(
+    ("number", "trap", "code", "words"),
+    [
+        (signal.SIGINT, "trap 'echo saved; exit 42' TERM; ", 42, "every rank saved"),
+        (signal.SIGTERM, "trap 'exit 42' TERM; ", 42, "every rank saved"),
+        (signal.SIGHUP, "trap 'exit 42' TERM; ", 42, "every rank saved"),
+        (signal.SIGINT, "", 130, "before the ranks had saved"),
+        (signal.SIGTERM, "", 143, "before the ranks had saved"),
+        (signal.SIGTERM, "trap 'exit $((ROXXEL_PROCESS_ID ? 42 : 9))' TERM; ", 9, "rank 0 failed first: exit code 9"),
+        (signal.SIGINT, "trap '' TERM; ", 130, "before the ranks had saved"),
+    ],
+)
+def test_a_request_to_stop(number: int, trap: str, code: int, words: str, launch: Launch) -> None:
+    job = launch("bash", "-c", trap + READY, grace=0.5 if "''" in trap else 30)
+    job.marks("ready.*", 2)
+    job.process.send_signal(number)
+    got, _, err = job.wait()
+    assert got == code
+    assert "the ranks get" in err.splitlines()[0]
+    assert words in err
+    if "saved;" in trap:
+        assert job.lines(0)[-1] == job.lines(1)[-1] == "saved"
+
+
+def test_the_second_ctrl_c_kills_at_once(launch: Launch, alive: Alive) -> None:
+    job = launch("bash", "-c", "trap 'touch asked.$ROXXEL_PROCESS_ID' TERM; " + READY, grace=1000)
+    job.marks("ready.*", 2)
+    family = job.family()["all"]
+    job.process.send_signal(signal.SIGINT)
+    job.marks("asked.*", 2)
+    job.process.send_signal(signal.SIGINT)
+    code, _, err = job.wait()
+    assert code == 130
+    assert "again: killing" in err
+    assert not any(map(alive, family))
+
+
+def test_what_a_shell_left_behind_may_finish_saving(launch: Launch, tmp_path: Path) -> None:
+    inner = "trap 'sleep 0.3; echo saved > saved.$ROXXEL_PROCESS_ID; exit 42' TERM; " + READY
+    job = launch("bash", "-c", 'bash -c "$1"; echo', "bash", inner)
+    job.marks("ready.*", 2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait()[0] == 143, "the shell died of the signal, and says so"
+    assert [path.read_text() for path in job.marks("saved.*", 2)] == ["saved\n"] * 2
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent"])
+def test_kill_9_of_launcher_or_agent_leaves_nothing(
+    victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
+) -> None:
+    script = "trap '' TERM HUP; timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true"
+    job = launch("bash", "-c", script)
+    job.marks("ready.*", 2)
+    family = job.family()
+    assert len(family["all"]) == 2 + 2 * 4
+    assert len(family["guard"]) == 1
+    assert all(map(alive, family["all"]))
+    os.kill(job.process.pid if victim == "launcher" else family["agent"][0], signal.SIGKILL)
+    code, _, err = job.wait()
+    until(lambda: not any(map(alive, family["all"])), "all processes to be gone")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    if victim == "launcher":
+        assert code == -signal.SIGKILL
+    else:
+        assert code == 137
+        assert "ended before its ranks (signal SIGKILL)" in err
+
+
+def test_signals_to_the_agent_do_nothing(launch: Launch, alive: Alive) -> None:
+    job = launch("bash", "-c", "trap 'exit 42' TERM; " + READY)
+    job.marks("ready.*", 2)
+    family = job.family()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(family["agent"][0], number)
+        os.kill(family["guard"][0], number)
+    assert all(map(alive, family["all"]))
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait()[0] == 42
+
+
+CONFIG_ERROR = """
+import os, sys, time
+time.sleep(0.3 * (os.environ["ROXXEL_PROCESS_ID"] == os.environ["LATE"]))
+if os.environ["ROXXEL_PROCESS_ID"] in os.environ["SAYS"]:
+    print("dim 7 is odd: use 8", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(("says", "late"), [("0", "0"), ("0", "1"), ("1", "0"), ("01", "0"), ("01", "1")])
+def test_a_configuration_error_is_said_once_and_leaves_nothing(
+    says: str, late: str, launch: Launch, tmp_path: Path
+) -> None:
+    log_dir = tmp_path / "runs" / "run_x" / "logs"
+    job = launch("env", sys.executable, "-c", CONFIG_ERROR, env={"SAYS": says, "LATE": late}, log_dir=str(log_dir))
+    code, out, err = job.wait()
+    assert code == 2
+    assert (out + err).count("dim 7 is odd: use 8\n") == 1
+    assert "failed first" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp"]
+
+
+def test_a_failure_on_one_host_ends_the_others(launch: Launch, alive: Alive) -> None:
+    script = "echo $$ > pid.$ROXXEL_PROCESS_ID; [ $ROXXEL_PROCESS_ID != 3 ] || exit 7; exec sleep 1000"
+    job = launch("bash", "-c", f"sleep 0.2; {script}", nprocs=4, hosts=["left", "right"])
+    code, _, err = job.wait()
+    assert code == 7
+    assert "rank 3 failed first: exit code 7 (host right" in err
+    assert not any(alive(int(path.read_text())) for path in job.folder.glob("pid.*"))
+
+
+def test_a_lost_agent_ends_the_other_hosts(launch: Launch, alive: Alive, until: Until) -> None:
+    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"])
+    job.marks("ready.*", 2)
+    agents = [child.pid for child in psutil.Process(job.process.pid).children()]
+    family = [child.pid for child in psutil.Process(job.process.pid).children(recursive=True)]
+    os.kill(agents[1], signal.SIGKILL)
+    code, _, err = job.wait()
+    assert code == 137
+    assert "the agent on host right ended before its ranks" in err
+    until(lambda: not any(map(alive, family)), "all processes to be gone")
+
+
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        job = JobSpec(command=("touch", str(tmp_path / "x")), nprocs=1, run_id="r", log_dir=tmp_path, port=port)
+        with pytest.raises(ValueError, match=f"--port {port}"):
+            run(job, LocalBackend())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,97 @@
+"""The forms of CMD, and how a rank ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", "*", "-m"]
+SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
+
+
+def worker(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "roxxel_dist.launcher.worker", *command]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(program, cwd=cwd, env=buffered, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "show.py").write_text(SHOW)
+    done = worker("python", "sub/show.py", *WORDS, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    plain = subprocess.check_output([sys.executable, "sub/show.py", *WORDS], cwd=tmp_path, text=True)
+    assert json.loads(done.stdout) == json.loads(plain)
+    assert json.loads(done.stdout)[0][1:] == WORDS
+
+
+def test_a_module_with_options_of_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW + "; assert False, 'never: -O leaves assertions out'")
+    done = worker("python", "-u", "-O", "-W", "ignore", "-m", "show", *WORDS, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    argv, path, name = json.loads(done.stdout)
+    assert argv == [str(tmp_path / "show.py"), *WORDS]
+    assert (path, name) == (str(tmp_path), "__main__")
+
+
+def test_any_other_program_gets_its_words(tmp_path: Path) -> None:
+    for command in (["env", sys.executable, "-c", SHOW], ["python", "-c", SHOW]):
+        done = worker(*command, *WORDS, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)[0] == ["-c", *WORDS]
+
+
+def test_a_program_finds_signals_as_a_shell_would_give_them(tmp_path: Path) -> None:
+    done = worker("bash", "-c", "yes | head -n 1; echo ${PIPESTATUS[0]}", cwd=tmp_path)
+    assert done.stdout.split() == ["y", str(128 + signal.SIGPIPE)]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (["no_such_program", "x"], 127, "program not found: 'no_such_program'"),
+        (["./plain"], 126, "cannot run './plain': Permission denied; make it executable"),
+        (["python", "no_such.py"], 2, "script not found: 'no_such.py'"),
+        (["no_such.py"], 2, "script not found: 'no_such.py'"),
+        (["python", "-m", "no.such.module"], 2, "module not found: 'no.such.module'"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_line(command: list[str], code: int, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("no program")
+    done = worker(*command, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"roxxel-dist: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+# What leaves the usual way runs the handler of atexit (or hangs in the thread); nothing printed may be lost either way.
+PRELUDE = "import atexit, os, signal, sys, threading, time\natexit.register(print, 'atexit')\nprint('out', end='')\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "out", "err"),
+    [
+        ("threading.Thread(target=time.sleep, args=(1000,)).start(); {}['key [/x]']", 1, "out", "KeyError: 'key [/x]'"),
+        ("sys.exit(7)", 7, "out", ""),
+        ("sys.exit('in words')", 1, "out", "in words"),
+        ("raise KeyboardInterrupt", 130, "out", ""),
+        ("os.kill(os.getpid(), signal.SIGUSR1); sys.exit(42)", 42, "outatexit\n", "most recent call first"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, "", "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_how_a_script_ends(end: str, code: int, out: str, err: str, tmp_path: Path) -> None:
+    (tmp_path / "end.py").write_text(PRELUDE + end)
+    done = worker("end.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert err in done.stderr
+    if "KeyError" in err:
+        assert done.stderr.splitlines()[:2] == [
+            "Traceback (most recent call last):",
+            '  File "end.py", line 4, in <module>',
+        ]
+        assert "runpy" not in done.stderr
