@@ -33,7 +33,7 @@ def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokeniz
     try:
         newest = checkpointer.latest_step()
         if newest is None:
-            raise ValueError(f"{run} has no checkpoint yet: train it for longer than its first step")
+            raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
         model = nnx.jit(lambda: Transformer(config.part(ModelConfig), nnx.Rngs(0)))()
         parts, params, rest = take_apart(model)
         restored = checkpointer.restore_params(newest if step is None else step, params)

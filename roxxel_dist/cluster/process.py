@@ -51,15 +51,16 @@ def initialize() -> None:
         jax.config.update("jax_num_cpu_devices", int(devices))
     pin_threads()
     if coordinator := env.get("ROXXEL_COORDINATOR"):
-        if int(env["ROXXEL_NUM_PROCESSES"]) > 1:
-            jax.distributed.initialize(
-                coordinator,
-                int(env["ROXXEL_NUM_PROCESSES"]),
-                int(env["ROXXEL_PROCESS_ID"]),
-                # The coordinator would listen on every interface: it has no password.
-                coordinator_bind_address=coordinator,
-                initialization_timeout=INIT_TIMEOUT_S,
-            )
+        # For one process too: its devices then reduce in the order in which those of several processes do, so that the
+        # same number of devices gives the same bits however they are split.
+        jax.distributed.initialize(
+            coordinator,
+            int(env["ROXXEL_NUM_PROCESSES"]),
+            int(env["ROXXEL_PROCESS_ID"]),
+            # The coordinator would listen on every interface: it has no password.
+            coordinator_bind_address=coordinator,
+            initialization_timeout=INIT_TIMEOUT_S,
+        )
         return
     try:
         jax.distributed.initialize()

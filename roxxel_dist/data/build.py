@@ -68,14 +68,7 @@ def build(
     ready = _ready_tokenizer(tokenizer, vocab_size)
     corpus = find_corpus(named, include, exclude, place)
     report.line(_found(corpus))
-    record: dict[str, Any] = {
-        "inputs": {"bytes": corpus.size, "digest": corpus.digest, "files": len(corpus.files)},
-        "settings": {
-            "max_shard_bytes": max_shard_bytes,
-            "tokenizer": ready.fingerprint if ready else str(tokenizer),
-            "vocab_size": vocab_size,
-        },
-    }
+    record = _record(corpus, ready.fingerprint if ready else str(tokenizer), vocab_size, max_shard_bytes)
     if place.is_dir():
         finish_interrupted(place)
     there = _ours(place)
@@ -95,6 +88,14 @@ def build(
         _fill(staged, corpus, made, record, report)
         publish(staged, there)
     return Roxxel(place)
+
+
+def _record(corpus: Corpus, tokenizer: str, vocab_size: int | None, max_shard_bytes: int) -> dict[str, Any]:
+    """What decides the result of a build; kept beside it to know it again."""
+    return {
+        "inputs": {"bytes": corpus.size, "digest": corpus.digest, "files": len(corpus.files)},
+        "settings": {"max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer, "vocab_size": vocab_size},
+    }
 
 
 def _fill(staged: Path, corpus: Corpus, tokenizer: Tokenizer, record: dict[str, Any], report: Report) -> None:

@@ -66,9 +66,11 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
         yield staged
     finally:
         if lock is not None:
-            if _is(staged, lock):  # after `publish` the name may be another writer's
-                shutil.rmtree(staged)
-            os.close(lock)
+            try:
+                if _is(staged, lock):  # after `publish` the name may be another writer's
+                    _leave(staged)
+            finally:
+                os.close(lock)
         for path in absent:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
@@ -113,6 +115,14 @@ def finish_interrupted(folder: Path) -> None:
             if time.monotonic() > deadline:
                 raise ValueError(f"{folder}: a writer has held {staged.name} for {FINISH_LIMIT_S:.0f} s; end it first")
             time.sleep(0.01)
+
+
+def _leave(staged: Path) -> None:
+    """Throw away what was not committed; what was, and an exception came in between, is finished."""
+    if (staged / COMMIT).exists():
+        _move(staged)
+    else:
+        shutil.rmtree(staged)
 
 
 def _move(staged: Path) -> None:

@@ -105,6 +105,6 @@ def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype
     if separator is None:
         return None
     value = np.asarray([separator])
-    if value.dtype.kind not in "iuf" or not _keeps(value, dtype):
+    if value.ndim != 1 or value.dtype.kind not in "iuf" or not _keeps(value, dtype):
         raise ValueError(f"separator={separator!r} is not an element of {dtype}; give one that is, or None")
     return value.astype(dtype)[0].item()

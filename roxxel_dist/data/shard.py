@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,8 +159,8 @@ class ShardWriter:
         self.settings = settings
         self.tokens = 0
         self._after = after
-        self._ends: list[int] = []
-        self._sums: list[int] = []
+        self._ends = array("q")
+        self._sums = array("Q")
         self._pending = bytearray()
         self._tail = b""
         if settings.separator is not None:

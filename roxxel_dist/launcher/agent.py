@@ -18,7 +18,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
-from roxxel_dist.launcher.guard import Guard, kill_sessions
+from roxxel_dist.launcher.guard import Guard, is_ending, kill_sessions
 from roxxel_dist.launcher.job import CONTRACT
 from roxxel_dist.launcher.logs import Lines, take_status
 from roxxel_dist.launcher.outcome import CONFIG_ERROR, CONFIG_ERROR_S, ORDERLY
@@ -38,7 +38,7 @@ class Rank:
     output: int
     lines: Lines = field(default_factory=Lines)
     code: int | None = None  # negative: a signal
-    culled: bool = False  # killed by this agent before it ended by itself
+    culled: bool = False  # killed by this agent, and not on its way out before
     swept: bool = False  # its session is dead; what the pipe still holds is all there will be
     settled: bool = False
 
@@ -139,7 +139,7 @@ class Agent:
         self._kill_at = None
         rest = [rank for rank in self._ranks if not rank.settled]
         for rank in rest:
-            rank.culled = rank.culled or rank.code is None
+            rank.culled = rank.culled or (rank.code is None and not is_ending(rank.process.pid))
         self._sweep(rest)
 
     def _sweep(self, ranks: list[Rank]) -> None:

@@ -14,6 +14,16 @@ from pathlib import Path
 
 ROUNDS = 200
 PAUSE_S = 0.005
+PF_EXITING = 0x4
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process that was not reaped is on its way out or dead.
+
+    It closes its files before anybody can see that it ended: who read from it may be gone earlier.
+    """
+    flags = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[6]
+    return bool(int(flags) & PF_EXITING)
 
 
 def _members(sessions: set[int]) -> Iterator[int]:

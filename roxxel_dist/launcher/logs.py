@@ -1,6 +1,7 @@
 """The lines of the ranks: cut from their bytes, kept in one file a rank, shown on the screen."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -79,7 +80,12 @@ def _record(text: str) -> dict[str, Any] | None:
         record = json.loads(text)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not all(
+        isinstance(record.get(name), int) for name in ("step", "total", "start")
+    ):
+        return None
+    numbers = (record.get(name) for name in ("loss", "tokens_per_s", "eta_s"))
+    return record if all(isinstance(number, int | float | None) for number in numbers) else None
 
 
 class Logs:
@@ -190,6 +196,9 @@ class Screen:
             sys.stdout.flush()
         except OSError:  # the terminal or the pipe is gone; the logs go on
             self._gone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # or what is buffered would fail once more at exit
+            os.close(nowhere)
 
     def __enter__(self) -> "Screen":
         return self

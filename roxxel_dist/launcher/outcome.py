@@ -8,6 +8,8 @@ from pathlib import Path
 CONFIG_ERROR = 2
 DRAINED = 42
 HANG = 124
+FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
+"""Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
 CONFIG_ERROR_S = 1.0
 """Seconds the others get after a configuration error, so that the rank that prints it (rank 0) comes to it as well."""
 ORDERLY = (0, DRAINED)
@@ -47,12 +49,20 @@ class Outcome:
 
 
 def first_failure(outcome: Outcome) -> Exit | None:
-    """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not."""
-    for end in outcome.exits:
-        if end.code not in ORDERLY and not end.culled:
-            stopped = outcome.requested is not None and as_code(end.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-            return None if stopped else end
-    return None
+    """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not.
+
+    The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
+    crashed is the cause of one that gave up: it closes its connections before its end can be seen.
+    """
+    failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled]
+    if not failures:
+        return None
+    first = failures[0]
+    if outcome.requested is not None:
+        return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
+    if first.code == CONFIG_ERROR:
+        return first
+    return next((end for end in failures if end.code < 0 and -end.code not in FOLLOWING), first)
 
 
 def as_code(code: int) -> int:
@@ -67,7 +77,7 @@ def exit_code(outcome: Outcome) -> int:
         return as_code(failure.code)
     if outcome.lost is not None:
         return as_code(outcome.lost[1]) or 1
-    if outcome.late:
+    if outcome.late and any(end.culled for end in outcome.exits):
         return HANG
     codes = {end.code for end in outcome.exits}
     if outcome.requested is not None and not codes <= set(ORDERLY):
@@ -108,6 +118,6 @@ def late_report(outcome: Outcome, exit_timeout: float) -> str:
     ended = next(end.rank for end in outcome.exits if end.code in ORDERLY)
     names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
     return (
-        f"roxxel-dist: rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "
+        f"rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "
         "--exit-timeout sets this limit"
     )

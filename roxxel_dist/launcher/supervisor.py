@@ -251,17 +251,22 @@ def _report(job: JobSpec, outcome: Outcome, code: int, logs: Logs) -> None:
     elif failure is not None and failure.code == CONFIG_ERROR:
         tail = logs.tail(failure.rank)
         if not (job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))):
-            print(*tail, sep="\n", file=sys.stderr)
+            _print(tail)
     elif failure is not None:
-        print(*failure_report(failure, logs.tail(failure.rank), logs.path(failure.rank)), sep="\n", file=sys.stderr)
+        _print(failure_report(failure, logs.tail(failure.rank), logs.path(failure.rank)))
     elif outcome.lost is not None:
         host, end = outcome.lost
         _say(f"the agent on host {host} ended before its ranks ({how(end)}); they were killed")
     elif outcome.late:
-        print(late_report(outcome, job.exit_timeout), file=sys.stderr)
+        _say(late_report(outcome, job.exit_timeout))
     else:
         _say(f"stopped on request ({how(-(outcome.requested or 0))}) before the ranks had saved")
 
 
 def _say(text: str) -> None:
-    print(f"roxxel-dist: {text}", file=sys.stderr, flush=True)
+    _print([f"roxxel-dist: {text}"])
+
+
+def _print(lines: Sequence[str]) -> None:
+    with suppress(OSError):  # a terminal that was closed must not keep the ranks from saving
+        print(*lines, sep="\n", file=sys.stderr, flush=True)

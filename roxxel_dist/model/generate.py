@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-
 WINDOW_STEP = 64
 
 

@@ -1,5 +1,6 @@
 """The live bar of a training run, at the bottom of the terminal; lines are printed above it."""
 
+import math
 import time
 from types import TracebackType
 from typing import Any
@@ -33,14 +34,14 @@ class Bar:
         """Show a record."""
         now = time.monotonic()
         step, total = int(record["step"]), int(record["total"])
-        first_step, first_time = self._first = self._first or (int(record.get("start") or 0), now)
+        first_step, first_time = self._first = self._first or (int(record["start"]), now)
         left = record.get("eta_s")
-        if left is None and step > first_step:
+        if (left is None or not math.isfinite(left)) and step > first_step:
             left = (now - first_time) / (step - first_step) * (total - step)
         facts = [
             f"loss {record['loss']:.4f}" if record.get("loss") is not None else "",
             f"{_short(record['tokens_per_s'])} tok/s" if record.get("tokens_per_s") is not None else "",
-            f"{_clock(left)} left" if left is not None else "",
+            f"{_clock(left)} left" if left is not None and math.isfinite(left) else "",
         ]
         self._progress.update(
             self._task,

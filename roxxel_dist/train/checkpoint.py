@@ -4,6 +4,7 @@ A checkpoint holds the train state (parameters, optimizer, random streams, step)
 needs to continue. It counts only once it is complete: Orbax renames its folder at the very end.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int | None = 3, *, read_only: bool = False) -> None:
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of every option that read_only implies
+        self.folder = Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else max_to_keep,
             enable_async_checkpointing=not read_only,
@@ -31,8 +34,8 @@ class Checkpointer:
             create=not read_only,
             read_only=read_only,
         )
-        self.folder = Path(folder).absolute()
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, as rank 0 sees it; None where there is none."""
@@ -43,7 +46,7 @@ class Checkpointer:
         """Begin to save; returns once the state may change. A step that is saved already is left as it is."""
         if self._manager.latest_step() == step:
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(_keys_to_data(state)), meta=ocp.args.JsonSave(meta))
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(_keys_to_data(state)), meta=ocp.args.JsonSave(meta))
         self._manager.save(step, args=items)
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -51,36 +54,34 @@ class Checkpointer:
         return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def restore(self, step: int, like: Any) -> Any:
-        """The state of a checkpoint, with the structure, shapes and shardings of `like`.
+        """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
 
         Raises:
-            ValueError: the checkpoint is of another model or optimizer.
+            ValueError: the checkpoint is of another model or optimizer, or there is none of that step.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _keys_to_data(like))
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
-        except (ValueError, KeyError) as error:
-            why = str(error).strip().splitlines()[0][:200]
-            raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer: start with "
-                f"the config that it was made with, or in a new run directory ({why})"
-            ) from error
-        return _data_to_keys(restored["state"], like)
+        return _data_to_keys(self._restore(step, _keys_to_data(like), whole=True), like)
 
     def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters alone, onto this process's first device, whatever the run's optimizer was.
+        """The parameters alone, placed as `like`, whatever the run's optimizer was.
 
         Raises:
-            ValueError: there is no checkpoint of that step, or it is of another model.
+            ValueError: the checkpoint is of another model, or there is none of that step.
         """
+        return self._restore(step, {"params": like}, whole=False)["params"]
+
+    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
         if step not in self._manager.all_steps():
-            known = ", ".join(map(str, sorted(self._manager.all_steps())))
-            raise ValueError(f"{self.folder} has no checkpoint of step {step}: it has {known}")
-        abstract = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
-        restore = ocp.args.PyTreeRestore(
-            item=abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True
-        )
-        return self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]["params"]
+            known = ", ".join(map(str, sorted(self._manager.all_steps()))) or "none"
+            raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
+        if wrong := _difference(_shapes(self._manager.item_metadata(step)["state"].tree), _shapes(like), whole):
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer ({wrong}): "
+                f"use the config that it was made with, or a new run directory"
+            )
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
+        return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
 
     def wait(self) -> None:
         """Until every save that was begun is complete."""
@@ -89,6 +90,23 @@ class Checkpointer:
     def close(self) -> None:
         """Finish what is being saved and let go of the threads."""
         self._manager.close()
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Every leaf's shape by its name: a saved tree has dictionaries where the living one has tuples."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in paths}
+
+
+def _difference(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], whole: bool) -> str:
+    """The first thing in which a checkpoint differs from what shall be restored, or nothing."""
+    for name, shape in wanted.items():
+        if name not in saved:
+            return f"it has no {name}"
+        if saved[name] != shape:
+            return f"{name} is {saved[name]} in it and {shape} here"
+    extra = [name for name in saved if name not in wanted] if whole else []
+    return f"it has {extra[0]}, which is not here" if extra else ""
 
 
 def _is_key(leaf: Any) -> bool:

@@ -113,4 +113,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     for process in started:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        process.wait()

@@ -67,10 +67,14 @@ def test_an_endless_progress_bar_needs_no_memory() -> None:
     assert lines.close() == ["step 99999"]
 
 
+STATUS = '\x1e{"step": %d, "total": 9, "start": 0, "loss": null}'
+FOREIGN = ["\x1enot json", "\x1e[1]", '\x1e{"step": 1}', '\x1e{"step": 1, "total": 9, "start": 0, "loss": "low"}']
+
+
 def test_status_records_are_no_text() -> None:
-    text, record = take_status(["a", '\x1e{"step": 1}', 'half\x1e{"step": 2}', "\x1enot json", "\x1e[1]", "b"])
-    assert text == ["a", "half", "\x1enot json", "\x1e[1]", "b"]
-    assert record == {"step": 2}
+    text, record = take_status(["a", STATUS % 1, "half" + STATUS % 2, *FOREIGN, "b"])
+    assert text == ["a", "half", *FOREIGN, "b"]
+    assert record == {"step": 2, "total": 9, "start": 0, "loss": None}
     assert take_status(["a"]) == (["a"], None)
 
 
@@ -133,6 +137,6 @@ def test_the_screen_shows_rank_0_or_all(capsys: pytest.CaptureFixture[str]) -> N
         with Screen(all_ranks=everybody) as screen:
             screen.lines(0, 0.0, ["[/x] a", "b"])
             screen.lines(1, 0.0, ["c"])
-            screen.status(0, {"step": 1, "total": 2})
+            screen.status(0, {"step": 1, "total": 2, "start": 0})
         shown = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
         assert shown == ["0 | [/x] a", "0 | b", *(["1 | c"] if everybody else [])]

@@ -50,14 +50,15 @@ def test_the_first_failure_ends_the_job(end: str, code: int, words: str, launch:
     assert list((job.folder / "tmp").iterdir()) == []
 
 
-def test_the_one_that_failed_first_counts_not_those_who_followed(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_the_one_that_failed_first_counts_not_those_who_followed(number: int, launch: Launch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     script = """
-    if [ $ROXXEL_PROCESS_ID = 2 ]; then exec 3> fifo; sleep 0.1; kill -SEGV $$; fi
+    if [ $ROXXEL_PROCESS_ID = 2 ]; then exec 3> fifo; sleep 0.1; kill -$NUMBER $$; fi
     if [ $ROXXEL_PROCESS_ID = 0 ]; then exec 3< fifo; read -u 3 line; exit 5; fi
     sleep 1000"""
-    code, _, err = launch("bash", "-c", script, nprocs=3).wait()
-    assert code == 139
+    code, _, err = launch("bash", "-c", script, nprocs=3, env={"NUMBER": str(int(number))}).wait()
+    assert code == 128 + number
     assert "rank 2 failed first" in err
 
 
@@ -128,6 +129,26 @@ def test_a_request_to_stop(number: int, trap: str, code: int, words: str, launch
         assert job.lines(0)[-1] == job.lines(1)[-1] == "saved"
 
 
+def test_a_closed_terminal_asks_to_stop_and_the_ranks_can_still_save(launch: Launch) -> None:
+    job = launch("bash", "-c", "trap 'echo saved; exit 42' TERM; " + READY)
+    job.marks("ready.*", 2)
+    job.process.stdout.close()
+    job.process.stderr.close()
+    job.process.send_signal(signal.SIGHUP)
+    assert job.process.wait(60) == 42
+    assert job.lines(0)[-1] == "saved"
+
+
+def test_a_screen_that_goes_away_does_not_end_the_job(launch: Launch) -> None:
+    job = launch("bash", "-c", "echo one; until [ -e on ]; do sleep 0.01; done; seq 1000")
+    assert job.process.stdout.readline().endswith(b"0 | one\n")
+    job.process.stdout.close()
+    (job.folder / "on").touch()
+    assert job.process.wait(60) == 0
+    assert job.process.stderr.read() == b""
+    assert len(job.lines(0)) == 1001
+
+
 def test_the_second_ctrl_c_kills_at_once(launch: Launch, alive: Alive) -> None:
     job = launch("bash", "-c", "trap 'touch asked.$ROXXEL_PROCESS_ID' TERM; " + READY, grace=1000)
     job.marks("ready.*", 2)
@@ -179,7 +200,7 @@ def test_signals_to_the_agent_do_nothing(launch: Launch, alive: Alive) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(family["agent"][0], number)
         os.kill(family["guard"][0], number)
-    assert all(map(alive, family["all"]))
+    assert all(map(alive, family["agent"] + family["guard"]))
     job.process.send_signal(signal.SIGTERM)
     assert job.wait()[0] == 42
 

@@ -1,0 +1,40 @@
+"""What every test shares: simulated devices, a compilation cache, and no silent skips in CI."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Before jax is imported, here and in every process that a test starts.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["PJRT_NPROC"] = "8"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+import jax
+import numpy as np
+import pytest
+
+from roxxel_dist.data.dataset import Roxxel
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """With ROXXEL_NO_SKIP=1, as in CI, a skipped test is a failed one."""
+    report = yield
+    if report.skipped and os.environ.get("ROXXEL_NO_SKIP") == "1" and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where nothing may be skipped: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A data set of 60 documents in several shards: 20,000-odd tokens below 500, with token 0 between documents."""
+    rng = np.random.default_rng(7)
+    documents = [rng.integers(1, 500, rng.integers(100, 600)).astype(np.uint16) for _ in range(60)]
+    data = Roxxel(tmp_path / "corpus_*.rox")
+    data.write(iter(documents), vocab_size=500, max_shard_bytes=20_000)
+    with Roxxel(tmp_path / "corpus_*.rox") as opened:
+        yield opened

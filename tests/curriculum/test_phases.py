@@ -1,0 +1,49 @@
+import pytest
+
+from roxxel_dist import Curriculum, Phase
+
+
+def test_positional_order_is_steps_batch_seq_len_epochs():
+    phase = Phase(10, 8, 129)
+    assert (phase.steps, phase.batch_size, phase.seq_len, phase.epochs) == (10, 8, 129, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_size": 1, "seq_len": 2}, "give steps or epochs"),
+        ({"steps": 1, "epochs": 1, "batch_size": 1, "seq_len": 2}, "give steps or epochs"),
+        ({"steps": 1, "seq_len": 2}, "batch_size and seq_len must be given"),
+        ({"steps": 0, "batch_size": 1, "seq_len": 2}, "steps is 0, and must be a whole number of at least 1"),
+        ({"steps": 1, "batch_size": 2.0, "seq_len": 2}, "batch_size is 2.0"),
+        ({"steps": 1, "batch_size": 1, "seq_len": 1}, "seq_len is 1, and must be a whole number of at least 2"),
+        ({"epochs": -1, "batch_size": 1, "seq_len": 2}, "epochs is -1"),
+    ],
+)
+def test_errors_name_field_value_and_rule(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Phase(**fields)
+
+
+def test_mappings_stand_for_phases(corpus):
+    curriculum = Curriculum(corpus, [{"steps": 3, "batch_size": 2, "seq_len": 17}, Phase(4, 2, 33)])
+    assert [p.steps for p in curriculum.phases] == [3, 4]
+    assert curriculum.total_steps == 7
+    with pytest.raises(ValueError, match="'batchsize' is not a field of a phase"):
+        Curriculum(corpus, [{"steps": 3, "batchsize": 2, "seq_len": 17}])
+    with pytest.raises(ValueError, match="at least one phase"):
+        Curriculum(corpus, [])
+
+
+@pytest.mark.parametrize("epochs", [0.25, 1, 2.5])
+def test_epochs_become_steps(corpus, epochs):
+    one_pass = corpus.estimate_steps(seq_len=65, batch_size=4)
+    curriculum = Curriculum(corpus, [Phase(epochs=epochs, batch_size=4, seq_len=65)])
+    assert curriculum.phases[0].steps == int(one_pass * epochs)
+    passes = {segment.pass_index for segment in curriculum.plan(0).segments}
+    assert passes == set(range(-(-int(epochs * 4) // 4)))
+
+
+def test_epochs_of_less_than_a_step(corpus):
+    with pytest.raises(ValueError, match="less than is asked for"):
+        Curriculum(corpus, [Phase(epochs=0.001, batch_size=64, seq_len=65)])

@@ -1,0 +1,247 @@
+"""`data build`: from folders of text to a data set, the same every time, complete or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from roxxel_dist.data.build import build, info
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.tokenizer import EOS, train_tokenizer
+
+FILES = {
+    "b.txt": "beta\nbeta beta\n" * 30,
+    "a.md": "# alpha\n",
+    "sub/c.py": f"print('{EOS}')\n",
+    "sub/deep/d.txt": "naïve 東京\n",
+}
+LEFT_OUT = {
+    "empty.txt": b"",
+    "latin.txt": b"caf\xe9 au lait",
+    ".hidden.txt": b"hidden",
+    ".git/x.txt": b"hidden",
+    "__pycache__/x.py": b"cache",
+    "site-packages/x.py": b"installed",
+    "picture.png": b"png",
+}
+ORDER = ["a.md", "b.txt", "sub/c.py", "sub/deep/d.txt"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    root = tmp_path / "texts"
+    for name, data in (FILES | LEFT_OUT).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return root
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bpe", "uint16"), ("byte", "uint16"), ("char", "uint8")])
+def test_one_file_is_one_document(texts, tmp_path, kind, dtype):
+    out = tmp_path / "out"
+    ds = build(texts, out, tokenizer=kind, vocab_size=300 if kind == "bpe" else None, progress=False)
+    tokenizer = ds.tokenizer
+    assert tokenizer is not None
+    assert [tokenizer.decode(document.tolist()) for document in ds] == [FILES[name] for name in ORDER]
+    assert tokenizer.kind == kind
+    assert ds.dtype == dtype
+    assert ds.vocab_size == tokenizer.vocab_size
+    assert ds.tokenizer_fingerprint == tokenizer.fingerprint
+    tokens = ds.shards[0].tokens
+    assert np.count_nonzero(tokens == tokenizer.eos_id) == 4
+    assert tokens[-1] == tokenizer.eos_id
+    assert sorted(os.listdir(out)) == ["build.json", "shard_00000.rox", "tokenizer.json"]
+    ds.verify()
+
+
+def test_the_same_texts_give_the_same_files(texts, tmp_path):
+    outs = [tmp_path / name for name in ("one", "two", "three")]
+    build(texts, outs[0], vocab_size=280, progress=False)
+    build(str(texts), str(outs[1]), vocab_size=280, workers=1, progress=False)
+    texts.rename(tmp_path / "moved")
+    build([tmp_path / "moved"], outs[2], vocab_size=280, progress=False)
+    assert snapshot(outs[0]) == snapshot(outs[1]) == snapshot(outs[2])
+
+
+def test_a_second_build_returns_the_first(texts, tmp_path, capsys):
+    out = tmp_path / "out"
+    first = build(texts, out, tokenizer="byte")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "4 text files" in said.err
+    assert "1 empty, 1 not UTF-8" in said.err
+    assert "100 %" in said.err
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    second = build(texts, out, tokenizer="byte")
+    assert "holds this very data set already" in capsys.readouterr().err
+    assert second.fingerprint == first.fingerprint
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    build(texts, out, tokenizer="byte", progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("change", ["text", "name", "setting", "appended", "tokenizer", "damaged"])
+def test_another_corpus_in_out_is_refused_and_replaced_on_request(texts, tmp_path, change):
+    out, options = tmp_path / "out", {"tokenizer": "byte", "progress": False}
+    first = build(texts, out, **options, max_shard_bytes=400)
+    assert len(first.shards) > 1
+    options["max_shard_bytes"] = 10**6 if change == "setting" else 400
+    if change == "text":
+        (texts / "a.md").write_text("# Alpha\n")
+    elif change == "name":
+        (texts / "a.md").rename(texts / "aa.md")
+    elif change == "appended":
+        first.write([[1, 2]], append=True, separator=256)
+    elif change == "tokenizer":
+        train_tokenizer("char", ["x"]).save(out / "tokenizer.json")
+    elif change == "damaged":
+        os.truncate(out / "shard_00001.rox", 5000)
+    (out / "note").write_text("mine")
+    before = snapshot(out)
+    with pytest.raises(ValueError, match=r"out holds another data set \(build\.json.*--overwrite True"):
+        build(texts, out, **options)
+    assert snapshot(out) == before
+    ds = build(texts, out, **options, overwrite=True)
+    ds.verify()
+    fresh = build(texts, tmp_path / "fresh", **options)
+    assert ds.fingerprint == fresh.fingerprint
+    assert snapshot(out) == snapshot(tmp_path / "fresh") | {"note": b"mine"}
+
+
+def test_include_and_exclude(texts, tmp_path):
+    def built(**options):
+        ds = build(texts, tmp_path / "out", tokenizer="byte", progress=False, overwrite=True, **options)
+        return [bytes(document.tolist()).decode() for document in ds]
+
+    def names(*some):
+        return [FILES[name] for name in some]
+
+    assert built(include=["*.txt"]) == names("b.txt", "sub/deep/d.txt")
+    assert built(exclude=["sub/*"]) == names("a.md", "b.txt")
+    assert built(exclude=["deep"]) == names("a.md", "b.txt", "sub/c.py")
+    assert built(exclude=["sub/deep/*", "*.md"]) == names("b.txt", "sub/c.py")
+    assert built(include=["*.png"]) == ["png"]
+
+
+def test_files_that_are_named_are_taken_whatever_they_are_called(texts, tmp_path):
+    named = [texts / "picture.png", texts / "a.md", texts, texts / "b.txt"]
+    ds = build(named, tmp_path / "out", tokenizer="byte", progress=False)
+    everything = ["png", *(FILES[name] for name in ORDER)]
+    assert [bytes(document.tolist()).decode() for document in ds] == everything, "each file once, where it came first"
+
+
+def test_out_inside_the_folder_is_not_read(texts):
+    first = build(texts, texts / "out", tokenizer="byte", progress=False)
+    assert build(texts, texts / "out", tokenizer="byte", progress=False).fingerprint == first.fingerprint
+    assert len(first) == 4
+
+
+def test_a_ready_made_tokenizer(texts, tmp_path):
+    made = train_tokenizer("bpe", FILES.values(), 290)
+    made.save(tmp_path / "tokenizer.json")
+    for number, way in enumerate([tmp_path / "tokenizer.json", str(tmp_path)]):
+        ds = build(texts, tmp_path / f"out{number}", tokenizer=way, progress=False)
+        assert ds.tokenizer_fingerprint == made.fingerprint
+        assert ds[1].tolist() == made.encode(FILES["b.txt"])
+    with pytest.raises(ValueError, match="vocab_size=999"):
+        build(texts, tmp_path / "out", tokenizer=tmp_path, vocab_size=999, progress=False)
+
+
+def test_a_long_document_is_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("roxxel_dist.data.corpus.PIECE_CHARACTERS", 300)
+    monkeypatch.setattr("roxxel_dist.data.build.BATCH_CHARACTERS", 1000)
+    texts = ["".join(f"line {number} of text {text}\n" for number in range(300)) for text in "abc"]
+    for name, text in zip("abc", texts, strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    ds = build(tmp_path, tmp_path / "out", vocab_size=300, progress=False)
+    assert ds.tokenizer is not None
+    assert [document.tolist() for document in ds] == [ds.tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"paths": "nowhere"}, FileNotFoundError, "nowhere: no such file or folder"),
+        ({"include": ["*.xyz"]}, ValueError, "no file there matches"),
+        ({"include": ["empty.txt", "latin.txt"]}, ValueError, "1 files are empty, 1 are not UTF-8"),
+        ({"tokenizer": "nothing.json"}, FileNotFoundError, "tokenizer=nothing.json: neither a kind"),
+        ({"tokenizer": "bpe", "vocab_size": 100}, ValueError, "vocab_size=100"),
+        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0"),
+        ({"workers": 0}, ValueError, "workers=0"),
+        ({"out": "texts/a.md"}, ValueError, "is a file"),
+        ({"out": "texts/a.md/out"}, ValueError, "cannot write there"),
+        ({"out": "/proc/out"}, ValueError, "/proc/out: cannot write there"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing(texts, tmp_path, monkeypatch, options, error, message):
+    monkeypatch.chdir(tmp_path)
+    given = {"paths": "texts", "out": "new/out", "tokenizer": "byte"} | options
+    with pytest.raises(error, match=message):
+        build(given.pop("paths"), given.pop("out"), **given, progress=False)
+    assert os.listdir(tmp_path) == ["texts"]
+
+
+# Gets a signal when it opens a certain file to write.
+BUILD = """
+import os, sys
+from roxxel_dist.data.build import build
+texts, out, name, number = sys.argv[1:]
+def hook(event, args):
+    if event == "open" and args[2] & os.O_WRONLY and os.path.basename(args[0]).startswith(name):
+        os.kill(os.getpid(), int(number))
+sys.addaudithook(hook)
+build(texts, out, tokenizer="byte", max_shard_bytes=600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("name", ["shard_00001.rox", ".tokenizer.json", ".build.json", ".commit.json"])
+def test_an_interrupted_build_leaves_no_data_set_and_can_be_repeated(texts, tmp_path, name, number):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", BUILD, texts, out, name, str(int(number))]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ended.returncode != 0
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in ended.stderr
+    assert out.exists() == (number == signal.SIGKILL)
+    assert [path.name for path in out.glob("*") if not path.name.startswith(".")] == []
+    ds = build(texts, out, tokenizer="byte", max_shard_bytes=600, progress=False)
+    assert len(ds) == 4
+    assert len(ds.shards) == 3
+    assert len(os.listdir(out)) == 5, "three shards, the tokenizer, the record, and nothing of the first attempt"
+
+
+def test_info_is_a_table_for_people(texts, tmp_path):
+    ds = build(texts, tmp_path / "out", vocab_size=300, progress=False)
+    lines = dict(line.split(None, 1) for line in info(ds).splitlines())
+    assert lines["shards"].startswith("1 ")
+    assert lines["tokens"] == f"{ds.num_tokens:,}"
+    assert lines["documents"] == f"4 (mean {ds.num_tokens / 4:.1f} tokens)"
+    assert lines["dtype"] == "uint16"
+    assert lines["vocabulary"] == f"{ds.vocab_size} ids"
+    assert lines["tokenizer"] == f"bpe, {ds.tokenizer_fingerprint}"
+    assert lines["bytes"] == f"{os.path.getsize(tmp_path / 'out/shard_00000.rox'):,} on disk"
+    assert lines["begins"] == repr(FILES["a.md"])
+
+
+def test_info_without_a_tokenizer(tmp_path):
+    ds = Roxxel(tmp_path / "a.rox")
+    ds.write(["naïve " * 100])
+    assert f"begins       {('naïve ' * 100)[:200]!r}" in info(ds)
+    ds.write([np.arange(99, dtype=np.int32)])
+    assert "begins       0 1 2 3 " in info(ds)
+    assert "(no document)" in info(ds.split(0)[1])
+
+
+def test_the_wrong_tokenizer_beside_the_shards_is_noticed(texts, tmp_path):
+    build(texts, tmp_path / "out", tokenizer="byte", progress=False)
+    train_tokenizer("char", ["abc"]).save(tmp_path / "out" / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: its fingerprint is"):
+        _ = Roxxel(tmp_path / "out").tokenizer

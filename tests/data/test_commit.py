@@ -1,0 +1,152 @@
+"""Several files appear together or not at all, wherever their writer is killed."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from roxxel_dist.data.commit import finish_interrupted, publish, staging, write_file
+from roxxel_dist.data.dataset import Roxxel
+
+OLD = [b"old-one", b"old-two", b"old-three"]
+NEW = [b"new-1", b"new-2"]
+
+# Gets a signal just before its n-th change of a folder.
+WRITER = """
+import os, sys
+from roxxel_dist.data.dataset import Roxxel
+pattern, left, append, number = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "append", int(sys.argv[4])
+ds = Roxxel(pattern)
+def hook(event, args):
+    global left
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), number)
+sys.addaudithook(hook)
+ds.write([b"new-1", b"new-2"], max_shard_bytes=6, append=append)
+"""
+
+
+def write_and_interrupt(pattern, left, mode, number=signal.SIGKILL):
+    """The exit code of a writer that gets a signal at its change number `left`."""
+    command = [sys.executable, "-c", WRITER, str(pattern), str(left), mode, str(int(number))]
+    return subprocess.run(command, timeout=120, check=False, stderr=subprocess.DEVNULL).returncode
+
+
+def contents(pattern):
+    return [document.tobytes() for document in Roxxel(pattern)]
+
+
+@pytest.mark.parametrize("mode", ["replace", "append"])
+def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(tmp_path, mode):
+    after = OLD + NEW if mode == "append" else NEW
+    seen = []
+    for left in range(1, 40):
+        folder = tmp_path / str(left)
+        pattern = folder / "a_*.rox"
+        Roxxel(pattern).write(OLD, max_shard_bytes=8)
+        code = write_and_interrupt(pattern, left, mode)
+        seen.append(contents(pattern))
+        assert seen[-1] in (OLD, after)
+        Roxxel(pattern).verify()
+        Roxxel(pattern).write([b"again"])
+        assert os.listdir(folder) == ["a_00000.rox"], "nothing of a killed writer stays behind"
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert code == 0
+    assert seen == sorted(seen, key=[OLD, after].index), "once it is new it stays new"
+    assert seen.count(OLD) >= 2
+    assert seen.count(after) >= 4
+
+
+def test_ctrl_c_anywhere_leaves_the_old_or_the_new_and_no_rest(tmp_path):
+    found = []
+    for left in range(1, 40):
+        folder = tmp_path / str(left)
+        Roxxel(folder / "a_*.rox").write(OLD, max_shard_bytes=8)
+        code = write_and_interrupt(folder / "a_*.rox", left, "replace", signal.SIGINT)
+        shards = 3 if (old := contents(folder) == OLD) else 2
+        assert sorted(os.listdir(folder)) == [f"a_{number:05d}.rox" for number in range(shards)]
+        assert old or contents(folder) == NEW
+        found.append(old)
+        if code == 0:
+            break
+    assert code == 0
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {True, False}
+
+
+def test_a_first_write_killed_anywhere_leaves_nothing_or_all(tmp_path):
+    found = set()
+    for left in range(1, 40):
+        pattern = tmp_path / str(left) / "a_*.rox"
+        code = write_and_interrupt(pattern, left, "new")
+        ds = Roxxel(pattern)
+        there = "no file yet" not in repr(ds)
+        found.add(there)
+        assert not there or contents(pattern) == NEW
+        if code == 0:
+            break
+    assert code == 0
+    assert found == {False, True}
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    with staging(tmp_path, "x") as staged:
+        (staged / "kept").write_bytes(b"1")
+        with pytest.raises(ValueError, match="another process is writing x"), staging(tmp_path, "x"):
+            pass
+        with staging(tmp_path, "y"):
+            pass
+        assert (staged / "kept").read_bytes() == b"1"
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_not_published_is_gone(tmp_path):
+    def write():
+        with staging(tmp_path / "a" / "b", "x") as staged:
+            (staged / "f").write_bytes(b"1")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_publishing_replaces_and_removes(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"old")
+    with staging(tmp_path, "x") as staged:
+        for name in ("a", "d"):
+            (staged / name).write_bytes(b"new")
+        publish(staged, ["a", "b"])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new", "c": b"old", "d": b"new"}
+
+
+def test_a_writer_that_does_not_get_on_is_waited_for_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("roxxel_dist.data.commit.FINISH_LIMIT_S", 0.2)
+    staged = tmp_path / ".x.writing"
+    staged.mkdir()
+    (staged / "commit.json").write_text('{"remove": []}')
+    descriptor = os.open(staged, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="has held"):
+        finish_interrupted(tmp_path)
+    os.close(descriptor)
+    finish_interrupted(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_is_written_whole_or_not(tmp_path):
+    write_file(tmp_path / "a", b"one")
+    write_file(tmp_path / "a", b"two")
+    assert (tmp_path / "a").read_bytes() == b"two"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_file(tmp_path / "folder", b"x")
+    assert sorted(os.listdir(tmp_path)) == ["a", "folder"]

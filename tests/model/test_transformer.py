@@ -1,0 +1,146 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.generate import generate
+from roxxel_dist.model.position import rotate
+from roxxel_dist.model.transformer import Transformer, next_token_loss
+
+SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64}
+
+
+def build(**fields):
+    return Transformer(ModelConfig(**{**SMALL, **fields}), nnx.Rngs(params=0, dropout=1))
+
+
+def tokens(*shape, seed=0):
+    return jax.random.randint(jax.random.key(seed), shape, 0, 50)
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "head_size": 8}, {"weight_tying": False}])
+def test_no_position_sees_what_comes_later(fields):
+    model, x = build(**fields), tokens(2, 20)
+    changed = x.at[:, 12].set((x[:, 12] + 1) % 50)
+    before, after = model(x), model(changed)
+    assert before.shape == (2, 20, 50)
+    assert np.array_equal(before[:, :12], after[:, :12])
+    assert not np.allclose(before[:, 12:], after[:, 12:])
+
+
+def test_attention_against_plain_numpy():
+    """Grouped heads, rotary positions, causal softmax: written out in float64."""
+    model = build(head_size=8, kv_heads=2)
+    attention = model.blocks[0].attention
+    x = np.asarray(jax.random.normal(jax.random.key(3), (1, 7, 32)), np.float64)
+    heads = (x @ np.asarray(attention.qkv.kernel[...], np.float64)).reshape(7, 8, 8)
+    angle = np.arange(7)[:, None] * 10_000.0 ** (-np.arange(4) / 4)
+
+    def turn(v):
+        a, b = v[:, :4], v[:, 4:]
+        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], 1)
+
+    mixed = np.zeros((7, 4, 8))
+    for head in range(4):
+        q, k, v = turn(heads[:, head]), turn(heads[:, 4 + head // 2]), heads[:, 6 + head // 2]
+        scores = np.where(np.tril(np.ones((7, 7))) > 0, q @ k.T / np.sqrt(8), -np.inf)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        mixed[:, head] = weights / weights.sum(1, keepdims=True) @ v
+    expected = mixed.reshape(7, 32) @ np.asarray(attention.out.kernel[...], np.float64)
+    np.testing.assert_allclose(attention(jnp.float32(x))[0], expected, atol=1e-5)
+
+
+def test_rotary_depends_on_the_distance_alone():
+    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 16)) for i in range(2))
+
+    def score(i, j):
+        return float((rotate(q, jnp.array([i])) * rotate(k, jnp.array([j]))).sum())
+
+    assert score(5, 3) == pytest.approx(score(25, 23), abs=1e-4)
+    assert score(5, 3) != pytest.approx(score(5, 4), abs=1e-3)
+
+
+def test_loss_of_an_untrained_model_is_that_of_guessing():
+    assert float(next_token_loss(build(), tokens(8, 33))) == pytest.approx(np.log(50), abs=0.1)
+
+
+def test_checkpointed_gradients_are_the_same():
+    x = tokens(4, 17)
+    plain, remat = (nnx.value_and_grad(next_token_loss)(build(gradient_checkpointing=g), x) for g in (False, True))
+    assert float(plain[0]) == pytest.approx(float(remat[0]), rel=1e-6)
+    for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_dropout_only_while_training():
+    model, x = build(dropout_rate=0.5), tokens(1, 10)
+    assert not np.array_equal(model(x), model(x))
+    model.eval()
+    assert np.array_equal(model(x), model(x))
+
+
+def test_tying_saves_the_output_matrix():
+    sizes = [sum(p.size for p in jax.tree.leaves(nnx.state(build(weight_tying=t), nnx.Param))) for t in (True, False)]
+    assert sizes[1] - sizes[0] == 50 * 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"dim": 256}, (4, 4, 64)),
+        ({"dim": 256, "kv_heads": 2}, (4, 2, 64)),
+        ({"dim": 96, "n_heads": 3}, (3, 3, 32)),
+        ({"dim": 128, "head_size": 32, "kv_heads": 2}, (4, 2, 32)),
+        ({"dim": 384, "kv_heads": 3}, (6, 3, 64)),
+    ],
+)
+def test_heads_are_derived(fields, heads):
+    assert ModelConfig(**fields).heads() == heads
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dim": 100, "n_heads": 3}, "n_heads x head_size must be dim, and 3 x 33 is not 100"),
+        ({"dim": 96, "n_heads": 32}, "head_size is 3"),
+        ({"dim": 128, "n_heads": 4, "kv_heads": 3}, "kv_heads is 3: it must divide n_heads, which is 4"),
+        ({"dim": 64, "kv_heads": 5}, "no multiple of kv_heads"),
+        ({"dim": 0}, "dim is 0: it must be at least 1"),
+        ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**fields)
+
+
+def test_more_tokens_than_the_context():
+    with pytest.raises(ValueError, match=r"65 tokens is longer than max_context \(64\)"):
+        build()(tokens(1, 65))
+
+
+def test_greedy_text_is_what_the_logits_say():
+    model = build()
+    prompt = [3, 1, 4]
+    expected = list(prompt)
+    for _ in range(6):
+        expected.append(int(jnp.argmax(model(jnp.array([expected]))[0, -1])))
+    assert generate(model, prompt, 6, max_context=64, temperature=0) == expected[3:]
+
+
+def test_draws_follow_the_seed_and_stop_at_the_end():
+    model = build()
+    one, same, other = (generate(model, [1], 40, max_context=64, temperature=1.0, seed=s) for s in (1, 1, 2))
+    assert one == same != other
+    end = one[10]
+    assert generate(model, [1], 40, max_context=64, temperature=1.0, seed=1, eos_id=end) == one[: one.index(end)]
+
+
+def test_generation_refuses_what_cannot_be():
+    for words, message in (([], "prompt is empty"), ([1], "max_new_tokens is 64")):
+        with pytest.raises(ValueError, match=message):
+            generate(build(), words, 64, max_context=64)
+    with pytest.raises(ValueError, match="temperature is -1"):
+        generate(build(), [1], 5, max_context=64, temperature=-1)

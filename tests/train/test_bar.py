@@ -1,0 +1,42 @@
+"""The bar in a terminal of its own, and what it prints where there is none."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+PROGRAM = """
+from roxxel_dist.train.bar import Bar
+with Bar() as bar:
+    for step in (900, 950, 1000):
+        bar.update({"step": step, "total": 1000, "start": 900, "phase": "long [/x]", "loss": 2.5, "tokens_per_s": 45678.0,
+                    "eta_s": {900: 3725.0, 950: float("nan"), 1000: None}[step]})
+        bar.print(f"line [/x] :smile: {step}")
+"""
+LINES = [f"line [/x] :smile: {step}" for step in (900, 950, 1000)]
+
+
+def test_a_bar_below_lines_that_stand_as_they_are() -> None:
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=theirs, env=environ) as program:
+        os.close(theirs)
+        data = b""
+        try:
+            while piece := os.read(ours, 4096):
+                data += piece
+        except OSError:  # how a terminal says that its last writer is gone
+            pass
+    os.close(ours)
+    assert program.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode()).replace("\r", "\n")
+    assert [line for line in text.split("\n") if line.startswith("line")] == LINES
+    assert "long [/x]" in text
+    assert re.search(r"900/1000 loss 2\.5000 +45\.7k tok/s +1:02:05 left", text)
+    assert re.search(r"1000/1000 loss 2\.5000 +45\.7k tok/s +0:00 left", text), "its own estimate, from the start"
+
+
+def test_without_a_terminal_there_are_only_lines() -> None:
+    out = subprocess.check_output([sys.executable, "-c", PROGRAM], text=True)
+    assert out.splitlines() == LINES

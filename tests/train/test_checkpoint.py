@@ -1,0 +1,62 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from roxxel_dist.train.checkpoint import Checkpointer
+
+
+@pytest.fixture
+def state():
+    return {"params": {"w": jnp.arange(6.0).reshape(2, 3)}, "key": jax.random.key(5), "step": jnp.int32(3)}
+
+
+def test_what_is_saved_comes_back(tmp_path, state):
+    saver = Checkpointer(tmp_path / "c")
+    assert saver.latest_step() is None
+    saver.save(3, state, {"corpus": "abc"})
+    saver.wait()
+    assert saver.latest_step() == 3
+    assert saver.meta(3) == {"corpus": "abc"}
+    saver.close()
+    reader = Checkpointer(tmp_path / "c")
+    back = reader.restore(3, jax.tree.map(jnp.zeros_like, {k: v for k, v in state.items() if k != "key"}) | {"key": jax.random.key(0)})
+    reader.close()
+    assert np.array_equal(back["params"]["w"], state["params"]["w"])
+    assert float(jax.random.uniform(back["key"])) == float(jax.random.uniform(state["key"]))
+
+
+def test_the_newest_ones_are_kept_and_dead_saves_swept(tmp_path, state):
+    (tmp_path / "c" / "9.orbax-checkpoint-tmp").mkdir(parents=True)
+    saver = Checkpointer(tmp_path / "c", max_to_keep=2)
+    for step in (1, 2, 3):
+        saver.save(step, state, {})
+        saver.save(step, state, {})  # again: nothing happens
+    saver.close()
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["2", "3"]
+
+
+def test_another_model_is_refused(tmp_path, state):
+    saver = Checkpointer(tmp_path / "c")
+    saver.save(1, state, {})
+    saver.wait()
+    others = [
+        ({"params": {"other": jnp.zeros(3)}}, "it has no params/other"),
+        ({**state, "params": {"w": jnp.zeros((4, 3))}}, r"params/w is \(2, 3\) in it and \(4, 3\) here"),
+        ({k: v for k, v in state.items() if k != "step"}, "it has step, which is not here"),
+    ]
+    for other, message in others:
+        with pytest.raises(ValueError, match=f"of another model or optimizer .{message}.: use the config"):
+            saver.restore(1, other)
+    saver.close()
+
+
+def test_parameters_alone(tmp_path, state):
+    saver = Checkpointer(tmp_path / "c")
+    saver.save(1, state, {})
+    saver.close()
+    reader = Checkpointer(tmp_path / "c", read_only=True)
+    assert np.array_equal(reader.restore_params(1, {"w": jnp.zeros((2, 3))})["w"], state["params"]["w"])
+    with pytest.raises(ValueError, match="no checkpoint of step 7; those there are: 1"):
+        reader.restore_params(7, {"w": jnp.zeros((2, 3))})
+    reader.close()
