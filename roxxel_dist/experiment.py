@@ -121,10 +121,11 @@ class Experiment:
                     f"{model.max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
                 )
             # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
-            if rows > devices and rows % (devices * loop.grad_accum):
+            if rows > devices and rows % loop.grad_accum == 0 and (rows // loop.grad_accum) % devices:
+                multiple = devices * loop.grad_accum
                 raise ValueError(
-                    f"phase {i + 1}: a batch of {rows} rows does not divide by {devices} devices x {loop.grad_accum} "
-                    f"micro-batches: use a multiple of {devices * loop.grad_accum}"
+                    f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
+                    f"({loop.grad_accum}): use a multiple of {multiple}"
                 )
         return curriculum, held_out
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 STATUS = "\x1e"
 """Starts a line that is a record for the live bar and not text."""
 LONGEST = 8 << 20
+CHATTER = ("[Gloo] Rank ",)
+"""How lines begin that a library prints without being asked: kept in the log, not shown."""
 TAIL_LINES = 40
 TAIL_COLUMNS = 2000
 
@@ -98,6 +101,8 @@ class Logs:
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
         self._made: list[Path] = []
+        # A rank may make the run directory before its first line makes `logs` in it: what is new is told beforehand.
+        self._new = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._tails: dict[int, deque[str]] = {}
         self._broken = False
 
@@ -129,24 +134,22 @@ class Logs:
 
     def _open(self, rank: int) -> TextIO:
         path = self.path(rank)
-        for folder in (*reversed(path.parents), path):
-            if not folder.exists():
-                self._made.append(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            self._made.append(path)
         self._files[rank] = file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         file.write(self._header)
         return file
 
     def remove(self) -> None:
-        """Take away the files and the folders that this launch made; a folder that holds more stays."""
+        """Take away the files and the folders that came with this launch; a folder that holds more stays."""
         self.close()
-        for path in reversed(self._made):
-            if path.is_dir():
-                if not any(path.iterdir()):
-                    path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
+        for path in self._made:
+            path.unlink(missing_ok=True)
         self._made.clear()
+        with suppress(OSError):  # not empty, or never made
+            for folder in self._new:
+                folder.rmdir()
 
     def close(self) -> None:
         """Close the files."""
@@ -169,7 +172,8 @@ class Screen:
 
     def lines(self, rank: int, when: float, lines: list[str]) -> None:
         """Show lines of a rank."""
-        if not self.shows(rank):
+        lines = [line for line in lines if not line.startswith(CHATTER)]
+        if not self.shows(rank) or not lines:
             return
         prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "
         self._print(prefix + f"\n{prefix}".join(lines))

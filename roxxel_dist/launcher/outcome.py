@@ -71,7 +71,7 @@ def as_code(code: int) -> int:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """The job's exit code (DESIGN 3.4)."""
+    """The job's exit code."""
     failure = first_failure(outcome)
     if failure is not None:
         return as_code(failure.code)

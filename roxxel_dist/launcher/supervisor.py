@@ -225,7 +225,7 @@ class Attempt:
 
 
 def run(job: JobSpec, backend: Backend) -> int:
-    """Run a job to its end and return its exit code (DESIGN 3.4). Call it from the main thread.
+    """Run a job to its end and return its exit code. Call it from the main thread.
 
     Raises ValueError, before anything was started, where the port of the job is in use.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Bar:
-    """A progress bar moved by records of one step; the terminal is its own from construction to `close`.
+    """A progress bar moved by records of one step; the bottom line is its own from the first to `close`.
 
     A record: step, total, start (ints), phase (str), loss, tokens_per_s, eta_s (floats or None).
     """
@@ -28,7 +28,6 @@ class Bar:
         )
         self._task = self._progress.add_task("", total=1, facts="")
         self._first: tuple[int, float] | None = None
-        self._progress.start()
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a record."""
@@ -50,6 +49,7 @@ class Bar:
             total=max(total, 1),
             facts="  ".join(fact for fact in facts if fact),
         )
+        self._progress.start()  # with something to show; again and again it does nothing
 
     def print(self, line: str) -> None:
         """Print text above the bar, as it stands."""

@@ -7,9 +7,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.units import Units, unit_size
 
 RANGES = [(0, 50_000), (50_000, 31_007), (90_000, 12_345), (110_000, 40_000)]  # with gaps: held-out text
-phases = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(2, 300)), min_size=1, max_size=4
-)
+phases = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(2, 300)), min_size=1, max_size=4)
 
 
 def spans(plan, step):

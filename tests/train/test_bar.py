@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 PROGRAM = """
+import time
 from roxxel_dist.train.bar import Bar
 with Bar() as bar:
-    for step in (900, 950, 1000):
-        bar.update({"step": step, "total": 1000, "start": 900, "phase": "long [/x]", "loss": 2.5, "tokens_per_s": 45678.0,
-                    "eta_s": {900: 3725.0, 950: float("nan"), 1000: None}[step]})
+    for step, left in ((900, 3725.0), (950, float("nan")), (1000, None)):
+        record = {"step": step, "total": 1000, "start": 900, "phase": "long [/x]", "eta_s": left}
+        bar.update(record | {"loss": 2.5, "tokens_per_s": 45678.0})
         bar.print(f"line [/x] :smile: {step}")
+        time.sleep(0.3)  # it draws ten times a second
 """
 LINES = [f"line [/x] :smile: {step}" for step in (900, 950, 1000)]
 
@@ -33,6 +35,7 @@ def test_a_bar_below_lines_that_stand_as_they_are() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode()).replace("\r", "\n")
     assert [line for line in text.split("\n") if line.startswith("line")] == LINES
     assert "long [/x]" in text
+    assert "0/1 " not in text, "nothing is drawn before there is something to show"
     assert re.search(r"900/1000 loss 2\.5000 +45\.7k tok/s +1:02:05 left", text)
     assert re.search(r"1000/1000 loss 2\.5000 +45\.7k tok/s +0:00 left", text), "its own estimate, from the start"
 

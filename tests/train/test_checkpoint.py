@@ -20,7 +20,9 @@ def test_what_is_saved_comes_back(tmp_path, state):
     assert saver.meta(3) == {"corpus": "abc"}
     saver.close()
     reader = Checkpointer(tmp_path / "c")
-    back = reader.restore(3, jax.tree.map(jnp.zeros_like, {k: v for k, v in state.items() if k != "key"}) | {"key": jax.random.key(0)})
+    back = reader.restore(
+        3, jax.tree.map(jnp.zeros_like, {k: v for k, v in state.items() if k != "key"}) | {"key": jax.random.key(0)}
+    )
     reader.close()
     assert np.array_equal(back["params"]["w"], state["params"]["w"])
     assert float(jax.random.uniform(back["key"])) == float(jax.random.uniform(state["key"]))

@@ -49,9 +49,13 @@ def test_a_broken_tracker_stops_nobody(capsys):
 
 
 def test_a_crash_is_written_before_it_goes_on(tmp_path):
-    with pytest.raises(ZeroDivisionError), Logger([TextTracker(tmp_path / "rank-0.log", 20)]) as logger:
-        logger.row(ROWS[0])
-        1 / 0  # noqa: B018
+    def crash():
+        with Logger([TextTracker(tmp_path / "rank-0.log", 20)]) as logger:
+            logger.row(ROWS[0])
+            return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
     text = (tmp_path / "rank-0.log").read_text()
     assert "step  1/20" in text
     assert "ZeroDivisionError: division by zero" in text

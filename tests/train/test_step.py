@@ -34,7 +34,9 @@ def test_a_step_is_a_gradient_step():
     model = transformer()
     state, step, batch, _ = prepare(model, optax.sgd(0.1))
     loss, grads = nnx.value_and_grad(next_token_loss)(model, np.asarray(batch))
-    expected = [p - 0.1 * g for p, g in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(grads), strict=True)]
+    expected = [
+        p - 0.1 * g for p, g in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(grads), strict=True)
+    ]
     state, metrics = step(state, batch)
     assert fetch(metrics)["loss"] == pytest.approx(float(loss), rel=1e-6)
     assert int(state.step) == 1

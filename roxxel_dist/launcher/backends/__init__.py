@@ -1,0 +1,1 @@
+"""Where ranks can run, a file each."""

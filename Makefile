@@ -1,0 +1,48 @@
+# Everything happens in .venv, which the first target that needs it makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+DEMO_DATA := demo_data
+DEMO_RUN := runs/demo
+
+.PHONY: demo test test-all lint format clean
+
+demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
+	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
+	    --out $(DEMO_DATA) --tokenizer bpe --vocab_size 2048 --include '*.py' \
+	    --exclude test tests idlelib lib2to3 encodings pydoc_data
+	@JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
+	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
+
+test: $(VENV)/dev-installed lint ## every test and the linters: what CI runs
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: $(VENV)/dev-installed ## put the sources into their form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## take away what make demo and make test made
+	rm -rf $(VENV) $(DEMO_DATA) $(DEMO_RUN) .cache .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[plot]'
+	@touch $@
+
+$(VENV)/dev-installed: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/demo-installed

@@ -1,0 +1,106 @@
+"""Running the real command line with real processes, on a corpus of real text."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+TINY = """
+dim: 32
+num_blocks: 2
+kv_heads: 1
+head_size: 8
+max_context: 64
+dropout_rate: 0.1
+phases:
+  - {steps: 12, batch_size: 8, seq_len: 33}
+  - {steps: 10, batch_size: 4, seq_len: 65}
+grad_accum: 1
+lr: 3.0e-3
+log_every: 1
+eval_every: 6
+eval_iters: 2
+checkpoint_every: 5
+max_to_keep: 20
+"""
+
+
+def environment(**more):
+    """This process's environment without what an outer launcher may have left in it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ROXXEL_") or k == "ROXXEL_NO_SKIP"}
+    return kept | {"PYTHONWARNINGS": "default"} | more
+
+
+def command(*words):
+    return [sys.executable, "-m", "roxxel_dist", *map(str, words)]
+
+
+def run(*words, cwd, timeout=240, **more):
+    """Run `roxxel-dist WORDS` to its end."""
+    return subprocess.run(
+        command(*words), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def start(*words, cwd):
+    """Start `roxxel-dist WORDS`; the caller ends it."""
+    with (Path(cwd) / "started.log").open("a") as log:
+        return subprocess.Popen(command(*words), cwd=cwd, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+
+
+def make_corpus(folder):
+    """Shards of a few of the standard library's sources, in `folder/data`, and a small config beside them."""
+    (folder / "tiny.yaml").write_text(TINY)
+    source = Path(sysconfig.get_paths()["stdlib"])
+    result = run(
+        "data",
+        "build",
+        source / "json",
+        source / "email",
+        source / "logging",
+        "--out",
+        "data",
+        "--vocab_size",
+        512,
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def launched(processes, devices, run_dir, *more):
+    """Words that train the small config on so many processes and devices."""
+    train = ["train", "--config", "tiny.yaml", "--data_path", "data", "--run_dir", run_dir, *more]
+    return ["launch", "local", "--nprocs", processes, "--devices-per-proc", devices, "--", *train]
+
+
+def rows(run_dir):
+    """Every complete row of metrics.jsonl by step; two of one step are an error."""
+    path = Path(run_dir) / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    assert len({row["step"] for row in found}) == len(found)
+    return {row["step"]: row for row in found}
+
+
+def losses(run_dir):
+    """Training and validation losses by step, to the bit."""
+    return {step: (row["train_loss"], row.get("val_loss")) for step, row in rows(run_dir).items()}
+
+
+def wait_for(condition, limit_s=120, what="it"):
+    """Poll until `condition()` is true."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {limit_s} s"
+        time.sleep(0.02)
+
+
+def gone(pid):
+    """Whether no such process runs any more (a zombie does not run)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -1,0 +1,142 @@
+"""The main job with real processes: the same data and losses on any topology, and after any death."""
+
+import os
+import random
+import signal
+
+import pytest
+from commands import gone, launched, losses, make_corpus, rows, run, start, wait_for
+
+TOPOLOGIES = [(1, 4), (2, 2), (4, 1)]
+STEPS = 22
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a corpus, and the undisturbed run on 2 processes x 2 devices in `whole`."""
+    folder = tmp_path_factory.mktemp("work")
+    make_corpus(folder)
+    result = run(*launched(2, 2, "whole"), cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_every_topology_reads_the_same_tokens(work):
+    script = os.path.join(os.path.dirname(__file__), "batch_hashes.py")
+    seen = []
+    for processes, devices in TOPOLOGIES:
+        words = ["--nprocs", processes, "--devices-per-proc", devices, "--", "python", script, "data"]
+        result = run("launch", "local", *words, cwd=work)
+        assert result.returncode == 0, result.stdout + result.stderr
+        seen.append([line.split("hash ")[1] for line in result.stdout.splitlines() if "hash " in line])
+    assert len(seen[0]) == STEPS
+    assert len(set(seen[0])) == STEPS
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_every_topology_has_the_same_losses_to_the_bit(work):
+    """With the same number of devices, whatever processes they belong to."""
+    for processes, devices in ((1, 4), (4, 1)):
+        run_dir = f"topology{processes}"
+        result = run(*launched(processes, devices, run_dir), cwd=work)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert losses(work / run_dir) == losses(work / "whole")
+    assert len(losses(work / "whole")) == STEPS
+
+
+def ranks_of(launcher):
+    """{rank: pid} of the ranks below a launcher."""
+    import psutil
+
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        try:
+            rank = process.environ().get("ROXXEL_PROCESS_ID")
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if rank is not None and "roxxel_dist.launcher.worker" in words:
+            found[int(rank)] = process.pid
+    return found
+
+
+@pytest.mark.parametrize("whom", ["rank 0", "rank 1", "launcher"])
+def test_killed_and_started_again_it_is_the_same_run(work, whom):
+    """kill -9 at a random step, twice; then on to the end. Every loss is that of the run that never stopped."""
+    chosen = random.Random()
+    run_dir = f"killed-{whom.replace(' ', '')}"
+    for death in range(2):
+        launcher = start(*launched(2, 2, run_dir, "--resume"), cwd=work)
+        try:
+            begun = max(rows(work / run_dir), default=0)
+            target = min(STEPS - 2, begun + chosen.randint(1, 8))
+            wait_for(lambda target=target: max(rows(work / run_dir), default=0) >= target, what=f"step {target}")
+            ranks = ranks_of(launcher)
+            os.kill(launcher.pid if whom == "launcher" else ranks[int(whom[-1])], signal.SIGKILL)
+            code = launcher.wait(60)
+        finally:
+            launcher.kill()
+            launcher.wait()
+        assert code == (-signal.SIGKILL if whom == "launcher" else 128 + signal.SIGKILL), f"death {death} at {target}"
+        wait_for(lambda ranks=ranks: all(gone(pid) for pid in ranks.values()), limit_s=20, what="the end of all ranks")
+    result = run(*launched(2, 2, run_dir, "--resume"), cwd=work)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "resuming after step" in result.stdout
+    assert losses(work / run_dir) == losses(work / "whole")
+
+
+def test_asked_to_stop_it_saves_and_goes_on_later(work):
+    launcher = start(*launched(2, 2, "stopped"), cwd=work)
+    try:
+        wait_for(lambda: max(rows(work / "stopped"), default=0) >= 3, what="step 3")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 42
+    finally:
+        launcher.kill()
+        launcher.wait()
+    saved = max(int(path.name) for path in (work / "stopped" / "checkpoints").iterdir())
+    result = run(*launched(2, 2, "stopped", "--resume"), cwd=work)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"resuming after step {saved} of {STEPS}" in result.stdout
+    assert losses(work / "stopped") == losses(work / "whole")
+
+
+def test_other_processes_go_on_where_these_stopped(work):
+    """A run begun on 2 x 2 ends on 4 x 1: the same devices, so the same bits."""
+    first = run(*launched(2, 2, "moved", "--max_steps", 10), cwd=work)
+    second = run(*launched(4, 1, "moved", "--resume", "--max_steps", STEPS), cwd=work)
+    assert (first.returncode, second.returncode) == (0, 0), second.stdout + second.stderr
+    expected = losses(work / "whole")
+    got = losses(work / "moved")
+    assert got.pop(10)[0] == expected.pop(10)[0]  # the last step of the first part was validated too
+    assert got == expected
+
+
+def test_a_finished_run_says_so(work):
+    before = (work / "whole" / "metrics.jsonl").read_bytes()
+    result = run(*launched(2, 2, "whole", "--resume"), cwd=work)
+    assert result.returncode == 0
+    assert f"this run is finished: step {STEPS} of {STEPS}" in result.stdout
+    assert (work / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_a_run_leaves(work):
+    whole = work / "whole"
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.yaml", "tokenizer.json", "model_summary.json", "training_log.csv", "metrics.jsonl"} <= names
+    assert (whole / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: 2 of 4 cpu devices" in (whole / "logs" / f"rank-{rank}.log").read_text()
+    steps = losses(whole)
+    assert steps[1][1] is not None
+    assert steps[STEPS][1] is not None
+    assert steps[STEPS][1] < steps[1][1]
+    assert {1, STEPS} <= {int(path.name) for path in (whole / "checkpoints").iterdir()}
+
+
+def test_it_generates(work):
+    words = ["generate", "whole", "--prompt", "import ", "--max_new_tokens", 12]
+    results = [run(*words, cwd=work), run(*words, cwd=work)]
+    assert [r.returncode for r in results] == [0, 0]
+    assert results[0].stdout.startswith("import ")
+    assert results[0].stdout == results[1].stdout

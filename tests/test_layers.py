@@ -1,0 +1,80 @@
+"""The house: who may import whom, and what costs start-up time."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
+# From the top of the house down; a file imports from its own layer and from those below it.
+LAYERS = [
+    ["__main__"],
+    ["cli"],
+    ["launcher"],
+    ["experiment", "load"],
+    ["record"],
+    ["config"],
+    ["train"],
+    ["stream"],
+    ["curriculum"],
+    ["data"],
+    ["model"],
+    ["cluster"],
+]
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+# The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
+LIGHT = ["roxxel_dist", "roxxel_dist.cli", "roxxel_dist.config", "roxxel_dist.launcher.supervisor"]
+HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "ray", "wandb", "tokenizers", "matplotlib"}
+
+
+def layer(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """(line, layer) of every import of this package, at module level or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "roxxel_dist" and len(parts) > 1:
+                yield node.lineno, parts[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    own = RANK[layer(path)]
+    for line, name in imported(path):
+        same = name == layer(path)
+        assert same or RANK[name] > own, f"{path}:{line}: {layer(path)} imports {name}, which is not below it"
+
+
+def test_nothing_imports_the_command_line():
+    assert not [path for path in FILES if layer(path) != "__main__" for _, name in imported(path) if name == "cli"]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_help_and_the_launcher_start_without_heavy_imports(module):
+    code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_data_needs_no_jax():
+    modules = [f"roxxel_dist.data.{path.stem}" for path in (PACKAGE / "data").glob("*.py") if path.stem != "__init__"]
+    code = f"import sys, {', '.join(modules)}, roxxel_dist.curriculum.phases; print('jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_the_layers_name_every_file():
+    assert {layer(path) for path in FILES} == set(RANK)
