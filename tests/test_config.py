@@ -46,7 +46,7 @@ def test_a_wrong_file_is_told(tmp_path, text, message):
 
 def test_a_missing_file_is_told(tmp_path):
     with pytest.raises(
-        ValueError, match="cannot be read .No such file or directory.: check the path given to --config"
+        ValueError, match=r"cannot be read .No such file or directory.: check the path given to --config"
     ):
         Config.from_yaml(tmp_path / "none.yaml")
 
