@@ -184,6 +184,7 @@ class Trainer:
         self._progress.enter(step + 1, phase)
         self._new_shape = step == self.start_step or shape != self.plan.shape(step - 1)
         if step == self.start_step or phase != self.plan.phase(step - 1):
+            self._log_late()  # before the line that announces the next phase
             self._meter.pause()
             lies = fit_sharding(self._sharding, shape).spec
             how = (
