@@ -7,6 +7,8 @@ import signal
 import pytest
 from commands import gone, launched, losses, make_corpus, rows, run, start, wait_for
 
+pytestmark = pytest.mark.xdist_group("training")  # one worker: the undisturbed run is made once
+LONG = pytest.mark.slow
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1)]
 STEPS = 22
 
@@ -60,7 +62,7 @@ def ranks_of(launcher):
     return found
 
 
-@pytest.mark.parametrize("whom", ["rank 0", "rank 1", "launcher"])
+@pytest.mark.parametrize("whom", ["rank 1", pytest.param("rank 0", marks=LONG), pytest.param("launcher", marks=LONG)])
 def test_killed_and_started_again_it_is_the_same_run(work, whom):
     """kill -9 at a random step, twice; then on to the end. Every loss is that of the run that never stopped."""
     chosen = random.Random()
@@ -101,6 +103,7 @@ def test_asked_to_stop_it_saves_and_goes_on_later(work):
     assert losses(work / "stopped") == losses(work / "whole")
 
 
+@LONG
 def test_other_processes_go_on_where_these_stopped(work):
     """A run begun on 2 x 2 ends on 4 x 1: the same devices, so the same bits."""
     first = run(*launched(2, 2, "moved", "--max_steps", 10), cwd=work)
