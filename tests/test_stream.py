@@ -5,13 +5,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
-from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.stream import Stream
 
 
 @pytest.fixture
 def plan(corpus):
-    return Plan([(6, 8, 33), (4, 2, 65)], {"self": corpus.ranges}, 11)
+    return Curriculum(corpus, [Phase(6, 8, 33), Phase(4, 2, 65)]).plan(11)
 
 
 def test_a_mesh_gets_the_same_tokens_as_numpy(corpus, plan):
@@ -60,7 +60,7 @@ def test_what_does_not_divide_is_laid_out_otherwise(shape, expected):
 
 
 def test_one_long_row_is_cut_along_its_tokens(corpus):
-    plan = Plan([(2, 1, 64)], {"self": corpus.ranges}, 1)
+    plan = Curriculum(corpus, [Phase(2, 1, 64)]).plan(1)
     sharding = NamedSharding(make_mesh(), P("data", None))
     batch = Stream(plan, corpus, sharding).batch(0)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 8)}

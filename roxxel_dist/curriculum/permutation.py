@@ -5,7 +5,7 @@ A balanced Feistel network over the smallest even number of bits that holds n, w
 is not linear: linear rounds leave patterns on small domains. Memory and time for a value do not depend on n.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,19 +34,51 @@ class Permutation:
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """The images of `index` (integers in [0, n), any shape), int64 of the same shape."""
-        x = self._network(index.astype(np.uint64))
+        return self._walk(index, self._forward)
+
+    def inverse(self, image: np.ndarray) -> np.ndarray:
+        """The indices whose images these are: int64 of the same shape."""
+        return self._walk(image, self._backward)
+
+    def _walk(self, index: np.ndarray, network: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        x = network(index.astype(np.uint64))
         outside = x >= self.n
         while outside.any():
-            x[outside] = self._network(x[outside])
+            x[outside] = network(x[outside])
             outside = x >= self.n
         return x.astype(np.int64)
 
-    def _network(self, x: np.ndarray) -> np.ndarray:
+    def _forward(self, x: np.ndarray) -> np.ndarray:
         left, right = x >> self._half, x & self._mask
         for key in self._keys:
-            f = (right + key) * _GOLDEN  # arrays of uint64 wrap round without a warning
-            f ^= f >> _S29
-            f *= key
-            f ^= f >> _S32
-            left, right = right, (left ^ f) & self._mask
+            left, right = right, (left ^ _scramble(right, key)) & self._mask
         return (left << self._half) | right
+
+    def _backward(self, x: np.ndarray) -> np.ndarray:
+        left, right = x >> self._half, x & self._mask
+        for key in self._keys[::-1]:
+            left, right = (right ^ _scramble(left, key)) & self._mask, left
+        return (left << self._half) | right
+
+
+def _scramble(x: np.ndarray, key: np.uint64) -> np.ndarray:
+    f = (x + key) * _GOLDEN  # arrays of uint64 wrap round without a warning
+    f ^= f >> _S29
+    f *= key
+    f ^= f >> _S32
+    return f
+
+
+def shuffled_blocks(first: int, count: int, length: int, key: Sequence[int]) -> np.ndarray:
+    """A permutation of [0, length) for each of the blocks first, first + 1, …: int64[count, length].
+
+    Block b's depends on (key, b) alone. For short blocks: it sorts `length` random numbers each.
+    """
+    word = np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0]
+    block = np.arange(first, first + count, dtype=np.uint64)[:, None]
+    x = word + (block << _S32) + np.arange(length, dtype=np.uint64)
+    for _ in range(2):  # splitmix64's finish (Steele, Lea and Flood, 2014), twice
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return np.argsort(x, axis=1, kind="stable")

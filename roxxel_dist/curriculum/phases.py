@@ -2,10 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from math import isfinite
+from typing import Any, Literal
 
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
+
+
+LEAST_SHARE = 1e-4
+"""Of a data set in a blend: rarer ones would make the blocks in which shares are exact too long."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,10 @@ class Phase:
     """Tokens read for a row, the last target included: a model sees `seq_len - 1` positions."""
     epochs: float | None = None
     """Passes over the primary data set, fractions allowed, instead of `steps`."""
+    weights: Mapping[str, float] | None = None
+    """Share of each data set, "self" being the primary one; they are normalised. None: all of it is "self"."""
+    blend: Literal["step", "row"] = "step"
+    """Whether each step, or each row of a batch, is of one data set."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -37,6 +47,31 @@ class Phase:
                 )
         if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < 1e9):
             raise ValueError(f"{self._named()}: epochs is {self.epochs!r}, and must be a number above 0")
+
+        if self.blend not in ("step", "row"):
+            raise ValueError(f"{self._named()}: blend is {self.blend!r}, and must be 'step' or 'row'")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if self.weights is None:
+            return
+        if not isinstance(self.weights, Mapping) or not self.weights:
+            raise ValueError(f"{self._named()}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
+        for name, weight in self.weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
+                raise ValueError(f"{self._named()}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
+        if sum(self.weights.values()) <= 0:
+            raise ValueError(f"{self._named()}: all weights are 0: at least one must be above")
+        low = min(w for w in self.weights.values() if w > 0) / sum(self.weights.values())
+        if low < LEAST_SHARE:
+            raise ValueError(f"{self._named()}: a share is {low:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
+
+    @property
+    def shape(self) -> Shape:
+        """The phase as the plan sees it; its steps must be known."""
+        shares = tuple((name, float(weight)) for name, weight in (self.weights or {"self": 1.0}).items() if weight > 0)
+        steps, batch_size, seq_len = self.steps or 0, self.batch_size or 0, self.seq_len or 0
+        return Shape(steps=steps, batch_size=batch_size, seq_len=seq_len, weights=shares, blend=self.blend)
 
     def _named(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
@@ -67,15 +102,26 @@ class Curriculum:
     Args:
         primary_streamer: the data set.
         phases: `Phase`s or mappings with their fields.
+        mix_streamers: other data sets by the names that weights use.
 
     Raises:
-        ValueError: no phase, a field that breaks its rule, or `epochs` that come to less than a step.
+        ValueError: no phase, a field that breaks its rule, a weight of a data set that is not there, data sets of
+            different vocabularies, or `epochs` that come to less than a step.
     """
 
-    def __init__(self, primary_streamer: Roxxel, phases: Sequence[Phase | Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        primary_streamer: Roxxel,
+        phases: Sequence[Phase | Mapping[str, Any]],
+        mix_streamers: Mapping[str, Roxxel] | None = None,
+    ) -> None:
         if not phases:
             raise ValueError("phases: a curriculum needs at least one phase")
         self.primary_streamer = primary_streamer
+        self.mix_streamers = dict(mix_streamers or {})
+        if "self" in self.mix_streamers:
+            raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
+        self._check_vocabularies()
         self.phases = tuple(self._with_steps(Phase.of(phase)) for phase in phases)
 
     def _with_steps(self, phase: Phase) -> Phase:
@@ -97,11 +143,36 @@ class Curriculum:
         """Steps of all phases."""
         return sum(phase.steps or 0 for phase in self.phases)
 
-    def plan(self, seed: int) -> Plan:
+    @property
+    def datasets(self) -> dict[str, Roxxel]:
+        """All data sets by name, "self" first."""
+        return {"self": self.primary_streamer, **self.mix_streamers}
+
+    def _check_vocabularies(self) -> None:
+        """A blend of ids of two tokenizers would train on noise."""
+        mine = self.primary_streamer.tokenizer_fingerprint
+        for name, streamer in self.mix_streamers.items():
+            other = streamer.tokenizer_fingerprint
+            if None not in (mine, other) and mine != other:
+                raise ValueError(
+                    f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {mine}: "
+                    f"build both with the same tokenizer.json"
+                )
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The phases as the plan sees them."""
+        return tuple(phase.shape for phase in self.phases)
+
+    def plan(self, seed: int, max_passes: int | None = None) -> Plan:
         """What every step reads, for this seed.
 
+        Args:
+            seed: of all orders.
+            max_passes: the most passes over a data set; None for as many as the steps take.
+
         Raises:
-            ValueError: the data set is too small for a phase's batch.
+            ValueError: a data set is too small for a phase's batch, a weight names none, or the passes are not enough.
         """
-        shapes = [(p.steps or 0, p.batch_size or 0, p.seq_len or 0) for p in self.phases]
-        return Plan(shapes, {"self": self.primary_streamer.ranges}, seed)
+        ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
+        return Plan(self.shapes, ranges, seed, max_passes=max_passes)

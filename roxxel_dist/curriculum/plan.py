@@ -1,26 +1,28 @@
-"""The plan: which tokens every step reads, as a closed form of (phases, corpus, seed, step).
+"""The plan: which tokens every step reads, as a closed form of (data sets, curriculum with amendments, seed, step).
 
-A corpus is cut in units (see `data/units.py`). In pass p the units are visited in the order of a bijection keyed by
-(seed, data set, p). Each *segment*, the steps of one phase within one pass, claims the next run of units in that
-order, enough for its rows, and a second bijection orders all windows of the claim. So phases of any shape share no
-token within a pass, every window is contiguous text, and a step is found by one bisection however far it is.
+A data set is cut in units (see `data/units.py`). In pass p the units are visited in the order of a bijection keyed by
+(seed, data set, p). A *segment* is a run of steps in which nothing changes: one phase, one pass, the same data sets in
+the blend. It claims the next units of each of its data sets, enough for its rows, and a second bijection orders the
+windows of each chunk of the claim. So phases of any shape share no token within a pass, every window is contiguous
+text, and a step is found by one bisection, however far it is and whatever the data sets hold.
 """
 
 import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from roxxel_dist.curriculum.permutation import Permutation
+from roxxel_dist.curriculum.describe import describe
+from roxxel_dist.curriculum.pool import Pool
+from roxxel_dist.curriculum.segments import OF_UNITS, Position, Segment, Shape, Source, cut
 from roxxel_dist.data.units import Ranges, Units, unit_size
 
-# What a permutation orders: part of its key, so that two orders never share one.
-_OF_UNITS, _OF_WINDOWS = 0, 1
+ROWS_AHEAD = 4096
 
 
 @dataclass(frozen=True)
@@ -35,81 +37,122 @@ class Rows:
     """Tokens of a window, the target included."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Steps that lie in one phase and one pass: [first_step, first_step + steps)."""
+@dataclass(frozen=True, kw_only=True)
+class Amendment:
+    """What is read from a step on. The first one, of step 0, is the plan itself."""
 
-    first_step: int
-    steps: int
-    phase: int
-    pass_index: int
-    first_unit: int
-    """The claim's first unit, counted in the order in which the pass visits them."""
-    batch_size: int
-    seq_len: int
-    windows: int
-    """Windows of the claim, of which steps x batch_size are read."""
-    order: Permutation
-    """Of the claim's windows."""
-    visits: Permutation
-    """Of all units in this pass."""
+    from_step: int
+    skip: int
+    """Steps of the plan before it whose data is left out, from `from_step` on."""
+    shapes: tuple[Shape, ...]
+    """All phases, from step 0: those before `from_step` only say how long they were."""
+    sources: Mapping[str, Source]
 
 
 class Plan:
     """What each step trains on.
 
     Args:
-        phases: (steps, batch_size, seq_len) of each.
+        phases: their shapes.
         datasets: name to readable ranges; the first is named "self".
         seed: of all orders, 0 or more.
-        unit: tokens a unit, as an earlier run chose it; by default chosen from the corpus.
+        max_passes: the most passes over a data set; None for as many as the steps take.
 
     Raises:
-        ValueError: a data set cannot fill one batch of a phase in a whole pass.
+        ValueError: a data set cannot fill one batch of a phase in a whole pass, or the passes are not enough.
     """
 
     def __init__(
-        self, phases: Sequence[tuple[int, int, int]], datasets: Mapping[str, Ranges], seed: int, unit: int | None = None
+        self, phases: Sequence[Shape], datasets: Mapping[str, Ranges], seed: int, *, max_passes: int | None = None
     ) -> None:
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed is {seed!r}: it must be a whole number of at least 0")
-        self.phases = tuple(phases)
-        self.datasets = tuple(datasets)
-        self.seed = seed
-        ranges = datasets[self.datasets[0]]
-        self.units = Units(ranges, unit or unit_size(ranges, max(seq_len for _, _, seq_len in phases)))
-        self.segments = self._cut()
-        self._firsts = [segment.first_step for segment in self.segments]
-        self.total_steps = sum(steps for steps, _, _ in phases)
+        self._build(seed, max_passes, [_first_amendment(phases, datasets)])
 
-    def _cut(self) -> list[Segment]:
-        segments: list[Segment] = []
-        step, pass_index, used = 0, 0, 0
-        for phase, (steps, batch, seq_len) in enumerate(self.phases):
-            per_unit = self.units.size // seq_len
-            if self.units.count * per_unit < batch:
-                raise ValueError(
-                    f"phase {phase + 1}: a batch of {batch} rows of {seq_len} tokens does not fit in the data, which "
-                    f"holds {self.units.count * per_unit} such rows: use a smaller batch_size or seq_len, or more text"
-                )
-            end = step + steps
-            while step < end:
-                room = (self.units.count - used) * per_unit // batch
-                if room == 0:
-                    pass_index, used = pass_index + 1, 0
-                    continue
-                take = min(room, end - step)
-                claim = -(-take * batch // per_unit)
-                key = (self.seed, 0, pass_index)
-                segments.append(
-                    Segment(
-                        step, take, phase, pass_index, used, batch, seq_len, claim * per_unit,
-                        order=Permutation(claim * per_unit, (*key, _OF_WINDOWS, used)),
-                        visits=Permutation(self.units.count, (*key, _OF_UNITS)),
-                    )
-                )  # fmt: skip
-                step, used = step + take, used + claim
-        return segments
+    def _build(self, seed: int, max_passes: int | None, amendments: Sequence[Amendment]) -> None:
+        self.seed, self.max_passes, self.amendments = seed, max_passes, tuple(amendments)
+        self.segments: list[Segment] = []
+        for level, amendment in enumerate(amendments):
+            positions = self._positions_for(level) if level else _beginnings(amendment.sources, seed)
+            # A segment that an amendment cuts short keeps its length: its order follows from it.
+            kept = [s for s in self.segments if s.first_step < amendment.from_step]
+            self.segments = kept + cut(
+                amendment.shapes, amendment.sources, positions,
+                seed=seed, first_step=amendment.from_step, level=level, max_passes=max_passes,
+            )  # fmt: skip
+            self._firsts = [segment.first_step for segment in self.segments]
+            self.shapes = amendment.shapes
+            self.total_steps = sum(shape.steps for shape in amendment.shapes)
+        self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
+        self._ahead = (0, np.empty((0, 0), np.int32), np.empty((0, 0), np.int64))
+
+    # -- amending
+
+    def amend(
+        self,
+        step: int,
+        phases: Sequence[Shape] | None = None,
+        *,
+        datasets: Mapping[str, Ranges] | None = None,
+        skip: int = 0,
+    ) -> "Plan":
+        """This plan up to `step`, and another from there on.
+
+        Steps before `step` stay what they are. What this pass has read is not read again, whatever changes: of each
+        data set in use at most the rest of one chunk of units is given up.
+
+        Args:
+            step: the first step that changes.
+            phases: all phases, from step 0; the ones there are where not given.
+            datasets: all data sets by name, with their ranges; the ones there are where not given. Ranges may be
+                added behind those of a data set, or taken away from its end; whole data sets may come and go.
+            skip: leave out what the next so many steps of this plan would have read.
+
+        Raises:
+            ValueError: the step is outside the plan or before the last amendment, or a window is longer than a unit.
+        """
+        last = self.amendments[-1]
+        if not last.from_step <= step < self.total_steps:
+            raise ValueError(
+                f"step {step} cannot be amended: the last amendment is of step {last.from_step}, and the plan has "
+                f"{self.total_steps} steps"
+            )
+        if skip < 0:
+            raise ValueError(f"skip is {skip}: it must be 0 or more steps")
+        shapes = tuple(phases) if phases is not None else last.shapes
+        longest = max(shape.seq_len for shape in shapes)
+        sources = dict(last.sources)
+        if datasets is not None:
+            sources = {
+                name: Source(name=name, units=Units(ranges, _unit_of(name, ranges, longest, last.sources)))
+                for name, ranges in datasets.items()
+            }
+        _check(shapes, sources)
+        total = sum(shape.steps for shape in shapes)
+        if total <= step:
+            raise ValueError(f"the phases end at step {total}, and step {step} was to be amended: give longer ones")
+        plan = object.__new__(Plan)
+        amendment = Amendment(from_step=step, skip=skip, shapes=shapes, sources=sources)
+        plan._build(self.seed, self.max_passes, [*self.amendments, amendment])
+        return plan
+
+    def _positions_for(self, level: int) -> dict[str, Position]:
+        """How far each data set was read when an amendment begins, its pool being what is left.
+
+        One that is taken away keeps its position, for when it comes back.
+        """
+        amendment, earlier = self.amendments[level], self.amendments[:level]
+        done = min(amendment.from_step + amendment.skip, self.total_steps)
+        segment = self.segment(done) if done < self.total_steps else self.segments[-1]
+        before = segment.after(done - segment.first_step)
+        return before | {
+            name: _carried(
+                before.get(name), [a.sources[name] for a in earlier if name in a.sources], source, self.seed, level
+            )
+            for name, source in amendment.sources.items()
+        }
+
+    # -- reading
 
     def segment(self, step: int) -> Segment:
         """The segment that holds `step` (from 0).
@@ -123,12 +166,34 @@ class Plan:
 
     def rows(self, step: int) -> Rows:
         """The rows of step `step`, counted from 0: the same on every process, restart and machine."""
-        s = self.segment(step)
-        first = (step - s.first_step) * s.batch_size
-        windows = s.order(np.arange(first, first + s.batch_size))
-        unit, window = np.divmod(windows, self.units.size // s.seq_len)
-        offset = self.units.start(s.visits(s.first_unit + unit)) + window * s.seq_len
-        return Rows(np.zeros(s.batch_size, np.int32), offset, s.seq_len)
+        segment = self.segment(step)
+        first, dataset, offset = self._ahead
+        if not first <= step < first + len(dataset) or dataset.shape[1] != segment.shape.batch_size:
+            in_order = step == first + len(dataset)
+            count = max(1, ROWS_AHEAD // segment.shape.batch_size) if in_order else 1
+            first, (dataset, offset) = step, self._compute(segment, step, min(count, self._end(segment) - step))
+            self._ahead = (first, dataset, offset)
+        return Rows(dataset[step - first], offset[step - first], segment.shape.seq_len)
+
+    def _end(self, segment: Segment) -> int:
+        """One past the last step that a segment is used for."""
+        following = bisect.bisect_right(self._firsts, segment.first_step)
+        return self._firsts[following] if following < len(self._firsts) else self.total_steps
+
+    def _compute(self, segment: Segment, step: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """(int32[steps, B], int64[steps, B]): data sets and offsets of some steps of a segment."""
+        low = (step - segment.first_step) * segment.items_a_step
+        chosen, rank = segment.blend.choose(low, low + steps * segment.items_a_step)
+        width = segment.rows_an_item
+        windows = rank[:, None] * width + np.arange(width)
+        dataset = np.empty(windows.shape, np.int32)
+        offset = np.empty(windows.shape, np.int64)
+        for number, claim in enumerate(segment.claims):
+            mine = chosen == number
+            if mine.any():
+                offset[mine] = claim.offsets(windows[mine].ravel()).reshape(-1, width)
+                dataset[mine] = self.datasets.index(claim.source.name)
+        return dataset.reshape(steps, -1), offset.reshape(steps, -1)
 
     def phase(self, step: int) -> int:
         """The index of the phase that holds `step`."""
@@ -136,44 +201,127 @@ class Plan:
 
     def shape(self, step: int) -> tuple[int, int]:
         """(batch_size, seq_len) of `step`."""
-        s = self.segment(step)
-        return s.batch_size, s.seq_len
+        shape = self.segment(step).shape
+        return shape.batch_size, shape.seq_len
 
     def tokens(self, step: int) -> int:
         """How many tokens the steps before `step` read."""
-        total = 0
-        for s in self.segments:
-            total += max(0, min(step - s.first_step, s.steps)) * s.batch_size * s.seq_len
-        return total
+        return sum(
+            max(0, min(step, self._end(s)) - s.first_step) * s.shape.batch_size * s.shape.seq_len for s in self.segments
+        )
+
+    # -- keeping and telling
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps to continue this plan: plain numbers, whatever the corpus holds."""
-        return {"step": step, "seed": self.seed, "unit": self.units.size, "phases": [list(p) for p in self.phases]}
+        """What a checkpoint keeps to continue this plan: a few numbers a phase and a shard, whatever they hold."""
+        return {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": [
+            {
+                "from_step": a.from_step, "skip": a.skip,
+                "shapes": [asdict(shape) for shape in a.shapes],
+                "datasets": {
+                    name: {"unit": source.units.size, "ranges": [[int(s), int(n)] for s, n in source.units.ranges]}
+                    for name, source in a.sources.items()
+                },
+            }
+            for a in self.amendments
+        ]}  # fmt: skip
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Plan":
+        """The plan that `state` was taken from."""
+        amendments = [
+            Amendment(
+                from_step=a["from_step"],
+                skip=a["skip"],
+                shapes=tuple(
+                    Shape(**{**shape, "weights": tuple((name, weight) for name, weight in shape["weights"])})
+                    for shape in a["shapes"]
+                ),
+                sources={
+                    name: Source(name=name, units=Units([tuple(r) for r in d["ranges"]], d["unit"]))
+                    for name, d in a["datasets"].items()
+                },
+            )
+            for a in state["amendments"]
+        ]
+        plan = object.__new__(cls)
+        plan._build(state["seed"], state["max_passes"], amendments)
+        return plan
+
+    def describe(self) -> str:
+        """A table for people: phases, shapes, tokens, passes, and the steps at which something changes."""
+        return describe(self)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides what a step reads, except the tokens themselves."""
-        ranges = [[int(start), int(length)] for start, length in self.units.ranges]
-        described = json.dumps({**self.state(0), "ranges": ranges, "datasets": self.datasets})
-        return hashlib.sha256(described.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.state(0)).encode()).hexdigest()[:16]
 
-    def describe(self) -> str:
-        """A table for people: phases, their steps, shapes, tokens and passes over the data."""
-        readable = self.units.count * self.units.size
-        head = ("phase", "steps", "batch x seq_len", "tokens", "passes")
-        table: list[tuple[str, ...]] = [head]
-        for phase, (steps, batch, seq_len) in enumerate(self.phases):
-            mine = [s for s in self.segments if s.phase == phase]
-            table.append(
-                (
-                    str(phase + 1),
-                    f"{mine[0].first_step + 1:,} to {mine[0].first_step + steps:,}",
-                    f"{batch:,} x {seq_len:,}",
-                    f"{steps * batch * seq_len:,}",
-                    f"{steps * batch * seq_len / readable:.2f}",
+
+def _first_amendment(phases: Sequence[Shape], datasets: Mapping[str, Ranges]) -> Amendment:
+    longest = max(shape.seq_len for shape in phases)
+    sources = {
+        name: Source(name=name, units=Units(ranges, unit_size(ranges, longest))) for name, ranges in datasets.items()
+    }
+    _check(phases, sources)
+    return Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)
+
+
+def _unit_of(name: str, ranges: Ranges, longest: int, before: Mapping[str, Source]) -> int:
+    """A data set keeps the units that it was first cut in."""
+    return before[name].units.size if name in before else unit_size(ranges, longest)
+
+
+def _check(shapes: Sequence[Shape], sources: Mapping[str, Source]) -> None:
+    for number, shape in enumerate(shapes):
+        for name, weight in shape.weights:
+            if name not in sources:
+                raise ValueError(
+                    f"phase {number + 1}: weights name {name!r}, and the data sets are {', '.join(sources)}"
                 )
-            )
-        total = self.tokens(self.total_steps)
-        table.append(("all", f"{self.total_steps:,}", "", f"{total:,}", f"{total / readable:.2f}"))
-        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-        return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table)
+            if not weight > 0:
+                raise ValueError(f"phase {number + 1}: the weight of {name!r} is {weight}: it must be above 0")
+            if shape.seq_len > sources[name].units.size:
+                raise ValueError(
+                    f"phase {number + 1}: seq_len is {shape.seq_len}, and {name!r} was cut in units of "
+                    f"{sources[name].units.size} tokens when the run began: use at most that, or start a new plan"
+                )
+
+
+def _beginnings(sources: Mapping[str, Source], seed: int) -> dict[str, Position]:
+    return {name: _beginning(source, seed) for name, source in sources.items()}
+
+
+def _beginning(source: Source, seed: int) -> Position:
+    return Position(pass_index=0, pool=Pool.first(source.units.count, (seed, source.key, 0, OF_UNITS)))
+
+
+def _carried(before: Position | None, earlier: Sequence[Source], source: Source, seed: int, level: int) -> Position:
+    """A data set's position, carried over an amendment that may have changed its ranges.
+
+    Args:
+        before: the position until now; None for a new data set.
+        earlier: the data set as it was, oldest first.
+        source: the data set as it is now.
+        seed: of all orders.
+        level: which amendment this is.
+    """
+    if before is None or not earlier:
+        return _beginning(source, seed)
+    kept = _units_in_common(source, earlier[-1])
+    if kept == earlier[-1].units.count == source.units.count:
+        return before
+    known = max(_units_in_common(source, old) for old in earlier)
+    key = (seed, source.key, before.pass_index, OF_UNITS, level)
+    pool = before.pool.amended(before.used, kept, source.units.count, key, known=known)
+    return Position(pass_index=before.pass_index, pool=pool, out=before.out and source.units.count <= kept)
+
+
+def _units_in_common(one: Source, other: Source) -> int:
+    """Units of the ranges with which both begin."""
+    common = 0
+    for mine, its in zip(one.units.ranges, other.units.ranges, strict=False):
+        if tuple(mine) != tuple(its):
+            break
+        common += 1
+    return Units(one.units.ranges[:common], one.units.size).count

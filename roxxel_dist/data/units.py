@@ -16,14 +16,14 @@ Ranges = Sequence[tuple[int, int]]
 LARGE_UNIT = 1 << 18
 WINDOWS_A_UNIT = 8
 FEW_UNITS = 256
-TOLERATED_LOSS = 0.01
+TOLERATED_LOSS = 0.03
 
 
 def unit_size(ranges: Ranges, longest: int) -> int:
     """Tokens a unit for windows of at most `longest` tokens.
 
     Large units (8 windows, 2^18 tokens) keep reads local. On a small corpus, or one of many small shards, that would
-    leave much of it unread, so the unit shrinks until at least 99 % of the tokens that can be read at all are in one.
+    leave much of it unread, so the unit shrinks until at least 97 % of the tokens that can be read at all are in one.
 
     Args:
         ranges: (start, length) of each range, in tokens.

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import Units, unit_size
 from roxxel_dist.stream import Stream
@@ -31,7 +32,8 @@ def validation_plan(held_out: Roxxel, batch_size: int, seq_len: int, iters: int)
                 f"use a larger val_fraction, a smaller batch_size or more text, or val_fraction 0 for no validation"
             )
         length = max(SHORTEST, length // 2)
-    return Plan([(min(iters, fit), batch_size, length)], {"self": held_out.ranges}, seed=0)
+    shape = Shape(steps=min(iters, fit), batch_size=batch_size, seq_len=length)
+    return Plan([shape], {"self": held_out.ranges}, seed=0)
 
 
 def _windows(data: Roxxel, length: int) -> int:

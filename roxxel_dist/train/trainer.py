@@ -20,6 +20,7 @@ from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.cluster.process import process_count, process_index, stop_requested, watch_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.checkpoint import Checkpointer
@@ -79,7 +80,7 @@ class Trainer:
         mesh = mesh or make_mesh()
         sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
         self.plan = curriculum.plan(seed)
-        check_batches(self.plan.phases, grad_accum_steps)
+        check_batches(self.plan.shapes, grad_accum_steps)
         self.last_step = min(max_steps or self.plan.total_steps, self.plan.total_steps)
         self._every = {"log": log_every, "eval": eval_every, "save": checkpoint_every}
         self._data = curriculum.primary_streamer
@@ -89,8 +90,8 @@ class Trainer:
         self._validation = None
         if validation is not None and validation.num_tokens:
             self._validation = Validation(validation, make_eval_step(self._parts, loss_fn), sharding, eval_iters)
-            for _, batch_size, seq_len in self.plan.phases:
-                self._validation.prepare(batch_size, seq_len)
+            for shape in self.plan.shapes:
+                self._validation.prepare(shape.batch_size, shape.seq_len)
         self._step = make_step(
             self._parts, loss_fn, optimizer, grad_accum=grad_accum_steps, sharding=sharding, schedule=schedule
         )
@@ -193,7 +194,7 @@ class Trainer:
                 else f", laid out as {lies} because its rows do not divide by the devices"
             )
             self.logger.text(
-                f"phase {phase + 1}/{len(self.plan.phases)} from step {step + 1}: "
+                f"phase {phase + 1}/{len(self.plan.shapes)} from step {step + 1}: "
                 f"{shape[0]} rows x {shape[1]} tokens a step{how}"
             )
         self._entered = time.perf_counter()
@@ -262,16 +263,16 @@ class Trainer:
                 "loss": self._loss,
                 "tokens_per_s": speed,
                 "eta_s": left / speed if speed else None,
-                "phase": f"phase {self.plan.phase(done - 1) + 1}/{len(self.plan.phases)}",
+                "phase": f"phase {self.plan.phase(done - 1) + 1}/{len(self.plan.shapes)}",
             }
         )
 
 
-def check_batches(phases: Sequence[tuple[int, int, int]], grad_accum_steps: int) -> None:
+def check_batches(shapes: Sequence[Shape], grad_accum_steps: int) -> None:
     """Raises ValueError for a phase whose batch gradient accumulation does not divide."""
-    for i, (_, batch_size, _) in enumerate(phases):
-        if batch_size % grad_accum_steps:
+    for i, shape in enumerate(shapes):
+        if shape.batch_size % grad_accum_steps:
             raise ValueError(
-                f"phase {i + 1}: batch_size is {batch_size}, which does not divide by grad_accum ({grad_accum_steps}): "
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum ({grad_accum_steps}): "
                 f"use a multiple of {grad_accum_steps}"
             )

@@ -1,0 +1,163 @@
+"""Changing a plan in mid-run: the past stays, and what a pass has read is not read again."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.pool import Pool
+from roxxel_dist.curriculum.segments import Shape
+
+SIZE = 400_000
+OLD = {"self": [(0, 100_000), (100_000, 60_000)], "code": [(0, 50_000)]}
+LONGER = {**OLD, "self": [*OLD["self"], (200_000, 90_000)]}
+SHORTER = {**OLD, "self": OLD["self"][:1]}
+OTHER = {"self": OLD["self"], "books": [(0, 80_000)]}
+
+
+def shapes(*phases):
+    return [
+        Shape(steps=s, batch_size=b, seq_len=n, weights=tuple(w.items()), blend=blend) for s, b, n, w, blend in phases
+    ]
+
+
+BOTH = {"self": 0.7, "code": 0.3}
+START = shapes((60, 4, 65, BOTH, "row"), (60, 2, 257, BOTH, "step"))
+CHANGES = {
+    "weights": (shapes((60, 4, 65, {"self": 0.2, "code": 0.8}, "row"), (60, 2, 257, BOTH, "step")), None),
+    "lengthened": (shapes((90, 4, 65, BOTH, "row"), (60, 2, 257, BOTH, "step")), None),
+    "another batch": (shapes((60, 6, 65, BOTH, "step"), (60, 3, 257, BOTH, "row")), None),
+    "longer windows": (shapes((60, 4, 65, BOTH, "row"), (60, 2, 257, BOTH, "step"), (10, 1, 600, BOTH, "step")), None),
+    "shard added": (START, LONGER),
+    "shard taken away": (START, SHORTER),
+    "data set swapped": (shapes((130, 4, 65, {"self": 0.5, "books": 0.5}, "row")), OTHER),
+    "same": (None, None),
+}
+
+
+def trace(plan, steps):
+    return [(plan.rows(step).dataset.tolist(), plan.rows(step).offset.tolist()) for step in steps]
+
+
+def check_disjoint(plan):
+    """No token of a pass is read twice; returns all that was read in first passes, by data set."""
+    seen = {}
+    for step in range(plan.total_steps):
+        rows = plan.rows(step)
+        passes = {claim.source.name: claim.position.pass_index for claim in plan.segment(step).claims}
+        for number, start in zip(rows.dataset, rows.offset, strict=True):
+            name = plan.datasets[number]
+            counts = seen.setdefault((name, passes[name]), np.zeros(SIZE, int))
+            counts[start : start + rows.seq_len] += 1
+    assert all(counts.max() == 1 for counts in seen.values())
+    return seen
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 40), st.integers(0, 15)), max_size=4),
+    st.integers(0, 2**31),
+)
+def test_whatever_changes(changes, seed):
+    plan, step = Plan(START, OLD, seed), 0
+    for name, later, skip in changes:
+        step = min(step + later, plan.total_steps - 1)
+        phases, datasets = CHANGES[name]
+        before = trace(plan, range(step))
+        try:
+            amended = plan.amend(step, phases, datasets=datasets, skip=skip)
+        except ValueError as error:
+            assert "weights name" in str(error) or "the phases end at step" in str(error)
+            continue
+        assert trace(amended, range(step)) == before
+        plan = amended
+    seen = check_disjoint(plan)
+    for (name, _), counts in seen.items():
+        readable = np.zeros(SIZE, bool)
+        for amendment in plan.amendments:
+            if name in amendment.sources:
+                for start, length in amendment.sources[name].units.ranges:
+                    readable[start : start + length] = True
+        assert not counts[~readable].any()
+    again = Plan.from_state(json.loads(json.dumps(plan.state(0))))
+    assert again.fingerprint == plan.fingerprint
+    assert trace(again, range(plan.total_steps)) == trace(plan, range(plan.total_steps))
+
+
+def test_an_amendment_that_changes_nothing_later_still_reads_everything_once():
+    """A pass amended in its midst gives up at most a chunk; the rest is read."""
+    plan = Plan(shapes((100, 4, 65, {"self": 1.0}, "step")), {"self": [(0, 400_000)]}, 3)
+    one_pass = plan.segments[0].claims[0].source.units.size * plan.segments[0].claims[0].source.units.count
+    longer = shapes((one_pass // (4 * 65) + 200, 4, 65, {"self": 1.0}, "step"))
+    amended = plan.amend(50, longer)
+    seen = check_disjoint(amended)
+    assert (seen["self", 0] > 0).sum() > 0.85 * one_pass
+    assert ("self", 1) in seen
+
+
+def test_steps_left_out_are_never_read():
+    plan = Plan(START, OLD, 9)
+    amended = plan.amend(20, skip=5)
+    left_out = {
+        (d, o) for step in range(20, 25) for d, o in zip(*map(np.ndarray.tolist, _rows(plan, step)), strict=True)
+    }
+    read = {(d, o) for step in range(120) for d, o in zip(*map(np.ndarray.tolist, _rows(amended, step)), strict=True)}
+    assert left_out
+    assert not left_out & read
+
+
+def _rows(plan, step):
+    rows = plan.rows(step)
+    return rows.dataset, rows.offset
+
+
+def test_an_added_shard_is_read_in_this_pass():
+    plan = Plan(shapes((500, 4, 65, {"self": 1.0}, "step")), {"self": OLD["self"]}, 3)
+    amended = plan.amend(100, datasets={"self": LONGER["self"]})
+    new = [o for step in range(100, 500) for o in amended.rows(step).offset.tolist() if o >= 200_000]
+    expected = 400 * 4 * 90_000 / (250_000 - 100 * 4 * 65)
+    assert abs(len(new) - expected) < 0.25 * expected
+
+
+def test_a_window_longer_than_a_unit_needs_another_plan():
+    plan = Plan(START, OLD, 3)
+    unit = plan.amendments[0].sources["self"].units.size
+    with pytest.raises(ValueError, match=f"seq_len is {unit + 1}, and 'self' was cut in units of {unit} tokens"):
+        plan.amend(5, shapes((60, 1, unit + 1, {"self": 1.0}, "step")))
+
+
+def test_the_past_cannot_be_amended():
+    plan = Plan(START, OLD, 3).amend(50)
+    for step in (49, 120):
+        with pytest.raises(ValueError, match=f"step {step} cannot be amended: the last amendment is of step 50"):
+            plan.amend(step)
+    with pytest.raises(ValueError, match="skip is -1"):
+        plan.amend(50, skip=-1)
+    with pytest.raises(ValueError, match="the phases end at step 40"):
+        plan.amend(50, shapes((40, 4, 65, BOTH, "row")))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 300),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 50)), max_size=4),
+    st.integers(0, 99),
+)
+def test_a_pool_is_what_is_left(units, changes, seed):
+    pool, left, total = Pool.first(units, (seed,)), set(range(units)), units
+    for level, (used, kept, added) in enumerate(changes):
+        used, kept = int(used * pool.size), int(kept * total)
+        given_out = set(pool.units(np.arange(used)).tolist()) if used else set()
+        total = kept + added
+        pool = pool.amended(used, kept, total, (seed, level))
+        left = {unit for unit in left - given_out if unit < kept} | set(range(kept, total))
+        assert pool.size == len(left)
+        if left:
+            order = pool.units(np.arange(pool.size))
+            assert set(order.tolist()) == left
+            assert np.array_equal(pool.positions(order), np.arange(pool.size))
+        gone = np.setdiff1d(np.arange(total), sorted(left))
+        assert (pool.positions(gone) == -1).all()

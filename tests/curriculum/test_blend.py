@@ -1,0 +1,182 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roxxel_dist import Curriculum, Phase, Roxxel
+from roxxel_dist.curriculum.blend import BLOCK, Blend
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
+
+weights = st.lists(st.floats(1e-3, 1), min_size=1, max_size=6)
+DATA = {
+    "self": [(0, 60_000), (70_000, 30_000)],
+    "code": [(0, 21_000)],
+    "books": [(500, 9_000), (9_500, 40_000)],
+}
+
+
+@settings(deadline=None)
+@given(weights, st.integers(1, 3000), st.integers(0, 2**31))
+def test_shares_are_exact_at_every_block_end_and_at_the_end(shares, items, key):
+    blend = Blend(shares, items, (key,))
+    chosen, rank = blend.choose(0, items)
+    exact = np.asarray(shares) / sum(shares)
+    ends = [*range(blend.block, items - blend.block + 1, blend.block), items]
+    for end in ends:
+        counts = np.bincount(chosen[:end], minlength=len(shares))
+        assert np.abs(counts - exact * end).max() < 1
+        assert np.array_equal(counts, blend.counts(end))
+    for which in range(len(shares)):
+        assert np.array_equal(rank[chosen == which], np.arange((chosen == which).sum()))
+
+
+@settings(deadline=None)
+@given(weights, st.integers(1, 1000), st.data())
+def test_any_stretch_is_found_without_its_past(shares, items, data):
+    first = data.draw(st.integers(0, items - 1))
+    stop = data.draw(st.integers(first + 1, items))
+    whole = Blend(shares, items, (1,)).choose(0, items)
+    part = Blend(shares, items, (1,)).choose(first, stop)
+    assert np.array_equal(part[0], whole[0][first:stop])
+    assert np.array_equal(part[1], whole[1][first:stop])
+    before = np.bincount(whole[0][:first], minlength=len(shares))
+    assert np.array_equal(Blend(shares, items, (1,)).counts(first), before)
+
+
+def test_blocks_are_64_items_unless_a_share_is_tiny():
+    assert Blend([0.5, 0.5], 1000, (0,)).block == BLOCK == 64
+    assert Blend([0.999, 0.001], 10_000, (0,)).block == 1024
+
+
+def test_the_order_inside_blocks_is_shuffled():
+    chosen, _ = Blend([0.5, 0.5], 64 * 200, (3,)).choose(0, 64 * 200)
+    blocks = {tuple(block) for block in chosen.reshape(-1, 64)}
+    assert len(blocks) == 200
+    switches = (np.diff(chosen) != 0).mean()
+    assert 0.45 < switches < 0.56
+
+
+def shape(steps, batch, length, blend="step", **shares):
+    return Shape(steps=steps, batch_size=batch, seq_len=length, weights=tuple(shares.items()), blend=blend)
+
+
+blends = st.lists(
+    st.builds(
+        shape,
+        st.integers(1, 80),
+        st.integers(1, 8),
+        st.integers(2, 200),
+        st.sampled_from(["step", "row"]),
+        self=st.floats(0.05, 1),
+        code=st.floats(0.05, 1),
+        books=st.floats(0.05, 1),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(blends, st.integers(0, 2**31))
+def test_no_token_twice_in_a_pass_of_any_data_set(shapes, seed):
+    plan = Plan(shapes, DATA, seed)
+    seen = {}
+    for step in range(plan.total_steps):
+        rows, segment = plan.rows(step), plan.segment(step)
+        assert len(rows.offset) == segment.shape.batch_size
+        if segment.shape.blend == "step":
+            assert len(set(rows.dataset.tolist())) == 1
+        passes = {claim.source.name: claim.position.pass_index for claim in segment.claims}
+        for number, start in zip(rows.dataset, rows.offset, strict=True):
+            name = plan.datasets[number]
+            assert any(lo <= start and start + rows.seq_len <= lo + n for lo, n in DATA[name])
+            counts = seen.setdefault((name, passes[name]), np.zeros(100_000, int))
+            counts[start : start + rows.seq_len] += 1
+    assert all(counts.max() == 1 for counts in seen.values())
+
+
+@pytest.mark.parametrize("blend", ["step", "row"])
+def test_what_is_used_up_leaves_and_comes_back_in_the_next_pass(blend):
+    """`code` is the smallest and has the largest share: it leaves, the others share the rest, then all begin anew."""
+    plan = Plan([shape(400, 4, 129, blend, self=0.3, code=0.4, books=0.3)], DATA, 5)
+    live = [{claim.source.name for claim in segment.claims} for segment in plan.segments]
+    assert live[0] == {"self", "code", "books"}
+    assert live[1] == {"self", "books"}
+    assert len(live[2]) == 1
+    assert live[3] == live[0]
+    begun = plan.segments[1]
+    after = [plan.rows(step).dataset for step in range(begun.first_step, begun.first_step + begun.steps)]
+    counts = np.bincount(np.concatenate(after), minlength=3)
+    assert counts[1] == 0
+    assert abs(counts[0] - counts[2]) <= 2 * (4 if blend == "step" else 1)
+    text = plan.describe()
+    assert "'code' is used up and leaves the blend" in text
+    assert "a new pass over 'self', 'code', 'books' begins" in text
+
+
+def test_it_stays_out_over_a_phase_boundary():
+    plan = Plan([shape(60, 4, 129, self=0.2, code=0.8), shape(10, 1, 65, self=0.5, code=0.5)], DATA, 5)
+    out = [s for s in plan.segments if {c.source.name for c in s.claims} == {"self"}]
+    assert {segment.phase for segment in out} == {0, 1}
+
+
+def test_a_data_set_that_is_not_in_a_phase_waits():
+    shapes = [shape(20, 4, 65, code=1.0), shape(20, 4, 65, self=1.0), shape(20, 4, 65, code=1.0)]
+    plan = Plan(shapes, DATA, 5)
+    first, third = ({int(o) for s in steps for o in plan.rows(s).offset} for steps in (range(20), range(40, 60)))
+    assert not first & third
+    assert plan.rows(0).dataset.tolist() == [1] * 4
+    assert plan.rows(20).dataset.tolist() == [0] * 4
+
+
+def test_weights_must_name_data_sets():
+    with pytest.raises(ValueError, match="phase 1: weights name 'poems', and the data sets are self, code, books"):
+        Plan([shape(1, 1, 10, poems=1.0)], DATA, 0)
+
+
+@pytest.fixture
+def two(tmp_path):
+    rng = np.random.default_rng(0)
+    found = []
+    for name, count in (("a", 40), ("b", 10)):
+        path = tmp_path / f"{name}_*.rox"
+        Roxxel(path).write((rng.integers(1, 100, 300).astype(np.uint16) for _ in range(count)), vocab_size=100)
+        found.append(Roxxel(path))
+    yield found
+    for data in found:
+        data.close()
+
+
+def test_the_curriculum_of_a_blend(two):
+    phases = [
+        Phase(30, 4, 33, weights={"self": 9, "domain": 1}),
+        Phase(10, 4, 65, weights={"self": 0.5, "domain": 0.5}, blend="row"),
+    ]
+    plan = Curriculum(primary_streamer=two[0], phases=phases, mix_streamers={"domain": two[1]}).plan(1)
+    assert plan.datasets == ("self", "domain")
+    first = np.concatenate([plan.rows(step).dataset for step in range(30)])
+    assert abs((first == 0).mean() - 0.9) < 1 / 30
+    second = np.concatenate([plan.rows(step).dataset for step in range(30, 40)])
+    assert (second == 0).sum() == 20
+    assert any(len(set(plan.rows(step).dataset.tolist())) == 2 for step in range(30, 40))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"self": -1}, "the weight of 'self' is -1"),
+        ({"self": float("nan")}, "the weight of 'self' is nan"),
+        ({"self": 0.0}, "all weights are 0"),
+        ({}, "weights must be a mapping"),
+        ({"self": 1, "b": 1e-7}, "a share is 1.0e-07: it must be 0, or at least 0.0001"),
+    ],
+)
+def test_weights_that_cannot_be(weights, message):
+    with pytest.raises(ValueError, match=message):
+        Phase(1, 1, 10, weights=weights)
+
+
+def test_primary_is_called_self(two):
+    with pytest.raises(ValueError, match='"self" is the primary data set'):
+        Curriculum(two[0], [Phase(1, 1, 10)], {"self": two[1]})
