@@ -7,14 +7,13 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import tyro
 
-from roxxel_dist.config import PARTS, Config, UsageError, field_docs, field_types, usage_errors
-
-EXIT_USAGE, EXIT_STOPPED = 2, 42
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_USAGE
+from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.flags import Switch, parse, parse_train
 
 NOT_BUILT = {
     "batch": "print the rows of a step",
@@ -33,9 +32,7 @@ NOT_BUILT = {
     "data verify": "check every block of every shard",
 }
 
-T = TypeVar("T")
 Command = Callable[[list[str]], int]
-Switch = tyro.conf.FlagCreatePairsOff[bool]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,7 +73,7 @@ def _overview(group: str, table: dict[str, Command]) -> str:
         f"  {name:<{width}}  {(command.__doc__ or '').splitlines()[0].rstrip('.')}" for name, command in table.items()
     ]
     name = f"roxxel-dist {group}".strip()
-    what = (_dispatch_docs.get(group) or "") + "\n\n"
+    what = (ABOUT.get(group) or "") + "\n\n"
     return (
         f"usage: {name} COMMAND …\n\n{what}"
         + "\n".join(lines)
@@ -84,22 +81,11 @@ def _overview(group: str, table: dict[str, Command]) -> str:
     )
 
 
-_dispatch_docs = {
+ABOUT = {
     "": "Launch, feed and train language models in JAX and Flax NNX on many hosts.",
     "data": "Tokens on disk.",
     "launch": "Start one program as many processes that know each other, and watch over them.",
 }
-
-
-def _parse(kind: type[T], words: list[str], name: str) -> T:
-    """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong."""
-    return tyro.cli(
-        kind,
-        args=words,
-        prog=f"roxxel-dist {name}",
-        config=(tyro.conf.ConsolidateSubcommandArgs,),
-        use_underscores=True,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +110,7 @@ class BuildArgs:
 
 def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
-    args = _parse(BuildArgs, words, "data build")
+    args = parse(BuildArgs, words, "data build")
     with usage_errors():
         from roxxel_dist.data.build import build, info
 
@@ -145,7 +131,7 @@ class InfoArgs:
 
 def data_info(words: list[str]) -> int:
     """Describe shards."""
-    args = _parse(InfoArgs, words, "data info")
+    args = parse(InfoArgs, words, "data info")
     with usage_errors():
         from roxxel_dist.data.build import info
         from roxxel_dist.data.dataset import Roxxel
@@ -153,70 +139,6 @@ def data_info(words: list[str]) -> int:
         with Roxxel(args.path) as dataset:
             print(info(dataset))
     return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainArgs:
-    """Train a model through a curriculum."""
-
-    config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
-    data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
-    run_dir: str | None = None
-    """Where to keep the run; a new folder runs/run_YYYYMMDD_HHMMSS where not given."""
-    resume: Switch = False
-    """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
-
-
-def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
-    """(arguments, Config) of a `train` command line.
-
-    Raises:
-        ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
-    """
-    import yaml
-
-    peeked = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume")}
-    saved = Path(peeked.get("run_dir", "")) / "config.yaml"
-    path = peeked.get("config") or (saved if "resume" in peeked and "run_dir" in peeked and saved.exists() else None)
-    base = Config.from_yaml(path) if path else Config()
-    args = _parse(_with_fields(base), words, "train")
-    values = {name: getattr(args, name) for name in field_types()}
-    try:
-        values["phases"] = yaml.safe_load(values["phases"]) if values["phases"] else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--phases is not valid YAML: {' '.join(str(error).split())}") from error
-    config = Config.from_dict(values)
-    config.validate()
-    return args, config
-
-
-def _flags(words: list[str]) -> list[tuple[str, str]]:
-    """(name, value) of every flag, as far as that can be told without knowing which take one."""
-    pairs = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            pairs.append((name.replace("-", "_"), value if equals else following))
-    return pairs
-
-
-def _with_fields(base: Any) -> type[TrainArgs]:
-    """`TrainArgs` and every field of a Config, with `base`'s values as defaults."""
-    import yaml
-
-    docs = {name: text for part in PARTS for name, text in field_docs(part).items()}
-    fields: list[Any] = []
-    for name, kind in field_types().items():
-        default, shown = getattr(base, name), kind
-        if name == "phases":  # a list of mappings is one word of YAML on the command line
-            shown, default = str | None, yaml.safe_dump(default, default_flow_style=True).strip() if default else None
-        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if kind is bool else [])]
-        fields.append((name, Annotated[(shown, *marks)], dataclasses.field(default=default)))
-    return dataclasses.make_dataclass(
-        "Train", fields, bases=(TrainArgs,), kw_only=True, frozen=True, namespace={"__doc__": TrainArgs.__doc__}
-    )
 
 
 def train(words: list[str]) -> int:
@@ -227,7 +149,7 @@ def train(words: list[str]) -> int:
 
     experiment = Experiment(config)
     experiment.fit(args.data_path, args.run_dir, args.resume)
-    return EXIT_STOPPED if experiment.stopped else 0
+    return EXIT_DRAINED if experiment.stopped else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,7 +172,7 @@ class GenerateArgs:
 
 def generate(words: list[str]) -> int:
     """Continue a text with a trained model."""
-    args = _parse(GenerateArgs, words, "generate")
+    args = parse(GenerateArgs, words, "generate")
     with usage_errors():
         from roxxel_dist.load import write_text
 
@@ -284,7 +206,7 @@ class LocalArgs:
 def launch_local(words: list[str]) -> int:
     """Start ranks on this machine."""
     cut = words.index("--") if "--" in words else len(words)
-    args, command = _parse(LocalArgs, words[:cut], "launch local"), words[cut + 1 :]
+    args, command = parse(LocalArgs, words[:cut], "launch local", underscores=False), words[cut + 1 :]
     with usage_errors():
         if command[:1] == ["train"]:
             parse_train(command[1:])  # a slip is told at once, before any process starts

@@ -59,11 +59,20 @@ class _Methods:
         Raises:
             ValueError: names the first field that breaks its rule.
         """
+        self.check_types()
+        for component in PARTS:
+            self.part(component)
+        if self.phases:  # pyright: ignore[reportAttributeAccessIssue]
+            from roxxel_dist.curriculum.phases import Phase  # numpy: not for --help
+
+            for phase in self.phases:  # pyright: ignore[reportAttributeAccessIssue]
+                Phase.of(phase)
+
+    def check_types(self) -> None:
+        """Raises ValueError, with its name, for the first field whose value is of another type than the field."""
         for name, value in self.to_dict().items():
             if not _fits(value, field_types()[name]):
                 raise ValueError(f"{name} is {value!r}: it must be {_type_name(field_types()[name])}")
-        for component in PARTS:
-            self.part(component)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name."""
@@ -91,10 +100,12 @@ class _Methods:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Any:
         """A config from a mapping of field names to values."""
-        for key in values:
+        for key in map(str, values):
             if key not in field_types() and key != RECORD:
                 raise ValueError(f"{source}: {unknown(key, list(field_types()), 'field')}")
-        return cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
+        config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
+        config.check_types()
+        return config
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,16 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.transformer import Transformer, next_token_loss
 from roxxel_dist.record import describe_environment, summarize
+from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.curve import plot_losses
 from roxxel_dist.train.optimizer import make_optimizer, make_schedule
 from roxxel_dist.train.trainer import Trainer
 
-CONFIG, TOKENIZER, DATA = "config.yaml", "tokenizer.json", "data"
 BUILD_LIMIT_S = 6 * 3600.0
 SAMPLE_TOKENS = 160
+FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing")
+"""Of the model, what a resumed run may change."""
 
 
 class Experiment:
@@ -57,42 +57,42 @@ class Experiment:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
         """
         resume = resume or int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
-        run = Path(run_dir) if run_dir else default_run_dir()
         with usage_errors():
             self.config.validate()
-            record = load_yaml(run / CONFIG).get(RECORD, {}) if resume and (run / CONFIG).exists() else {}
+            saved = _saved(Path(run_dir)) if resume and run_dir else {}
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
-        pin_threads(record.get("pjrt_nproc"))
+        pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
         enable_compilation_cache()
-        _on_primary("run directory", lambda: _claim(run, resume))
-        with _nothing_left_behind(run), usage_errors():
-            data = self._open(data_path or record.get("data_path"), run)
-            self._know_vocabulary(data)
-            curriculum, held_out = self._curriculum(data)
-            trainer = self._trainer(run, curriculum, held_out)
-        try:
-            if is_primary():
-                self._write_down(run, trainer, data_path or record.get("data_path"), data)
-            self._run(trainer, run, data.tokenizer)
-        finally:
-            trainer.close()
+        run = Path(agree("run directory", str(run_dir or default_run_dir())))
+        with _held(run, resume) as directory:
+            with _nothing_left_behind(directory), usage_errors():
+                changed = changed_fields(saved, self.config)
+                path = data_path or saved.get(RECORD, {}).get("data_path")
+                data = self._open(path, run, resume)
+                self._know_vocabulary(data)
+                prompt = self._prompt(data.tokenizer)
+                curriculum, held_out = self._curriculum(data)
+                trainer = self._trainer(run, curriculum, held_out)
+            try:
+                if is_primary():
+                    self._write_down(trainer, run, path, data, saved, changed)
+                self._run(trainer, run, data.tokenizer, prompt)
+            finally:
+                trainer.close()
         return run
 
-    def _open(self, data_path: str | Path | None, run: Path) -> Roxxel:
+    def _open(self, data_path: str | Path | None, run: Path, resume: bool) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
+        if resume and is_shards(run / DATA):
+            return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
         if data_path is None:
             raise ValueError("no data: name a text file, a folder or shards with --data_path")
         if is_shards(data_path):
             return Roxxel(data_path)
-        folder = run / DATA
-        _on_primary(
-            "corpus",
-            lambda: build(
-                [data_path], folder, tokenizer=self.config.tokenizer_type, vocab_size=self.config.vocab_size
-            ).close(),
-        )
-        return Roxxel(folder)
+        kind, size = self.config.tokenizer_type, self.config.vocab_size
+        _on_primary("corpus", lambda: build([data_path], run / DATA, tokenizer=kind, vocab_size=size).close())
+        return Roxxel(run / DATA)
 
     def _know_vocabulary(self, data: Roxxel) -> None:
         known, wanted = data.vocab_size, self.config.vocab_size
@@ -103,6 +103,12 @@ class Experiment:
                 f"vocab_size is {wanted}, but the data has {known} tokens: leave it out, or use at least {known}"
             )
         self.config.vocab_size = wanted or known
+
+    def _prompt(self, tokenizer: Tokenizer | None) -> list[int]:
+        """The ids that the sample at the end continues; found out now, before hours of training."""
+        if tokenizer is None:
+            return []
+        return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
     def _curriculum(self, data: Roxxel) -> tuple[Curriculum, Roxxel]:
         """The phases over the training part of the data, and the held-out part."""
@@ -133,9 +139,8 @@ class Experiment:
         config, loop = self.config, self.config.part(LoopConfig)
         optimizer = config.part(OptimizerConfig)
         total = curriculum.total_steps
-        model = nnx.jit(
-            lambda: Transformer(config.part(ModelConfig), nnx.Rngs(params=loop.seed, dropout=loop.seed + 1))
-        )()
+        rngs = {"params": loop.seed, "dropout": loop.seed + 1}
+        model = nnx.jit(lambda: Transformer(config.part(ModelConfig), nnx.Rngs(**rngs)))()
         return Trainer(
             model,
             make_optimizer(optimizer, total),
@@ -155,57 +160,86 @@ class Experiment:
             schedule=make_schedule(optimizer, total),
         )
 
-    def _write_down(self, run: Path, trainer: Trainer, data_path: Any, data: Roxxel) -> None:
+    def _write_down(
+        self, trainer: Trainer, run: Path, data_path: Any, data: Roxxel, saved: dict[str, Any], changed: list[str]
+    ) -> None:
         """What a person or a later command needs to know about this run."""
-        record = describe_environment() | {"data_path": str(Path(data_path).absolute()), "corpus": data.fingerprint}
-        self.config.save_yaml(run / CONFIG, record)
-        if data.tokenizer is not None:
-            data.tokenizer.save(run / TOKENIZER)
-        summary = summarize(trainer.state.params, trainer.state.opt_state)
-        (run / "model_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         say = trainer.logger.text
+        summary = summarize(trainer.state.params, trainer.state.opt_state)
+        if not trainer.finished:
+            place = str(Path(data_path).absolute()) if data_path else str((run / DATA).absolute())
+            record = describe_environment() | {"data_path": place, "corpus": data.fingerprint}
+            if before := saved.get(RECORD):
+                resumes = [*before.get("resumes", []), {"step": trainer.start_step, "commit": record["git_commit"]}]
+                record = before | {"resumes": resumes}
+            self.config.save_yaml(run / CONFIG, record)
+            if data.tokenizer is not None:
+                data.tokenizer.save(run / TOKENIZER)
+            (run / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         say(f"model: {summary['parameters']:,} parameters, {num_devices(make_mesh())} devices, run directory {run}")
         say(f"data: {data.num_tokens:,} tokens in {len(data.shards)} shard(s), vocabulary {self.config.vocab_size:,}")
         say(trainer.plan.describe())
+        for line in changed:
+            say(f"changed since the run began: {line}")
 
-    def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None) -> None:
+    def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         def at_the_end() -> None:
-            if is_primary():
-                if tokenizer is not None:
-                    trainer.logger.text(f"a sample of what it writes now:\n{self._sample(trainer, tokenizer)}")
-                trainer.logger.text(_draw(run, trainer))
-                trainer.logger.text(f"run directory: {run}")
+            """The run is done and saved: what fails here is told, and harms nothing."""
+            if not is_primary() or (trainer.finished and (run / CURVE).exists()):
+                return
+            say = trainer.logger.text
+            for what, act in (
+                (
+                    "sample",
+                    lambda: self._sample(trainer, tokenizer, prompt) if tokenizer else "no tokenizer: no sample",
+                ),
+                ("loss curve", lambda: _draw(trainer, run)),
+            ):
+                try:
+                    say(act())
+                except Exception as error:
+                    say(f"no {what}: {error!r}")
+            say(f"run directory: {run}")
 
         trainer.run(at_the_end)
         self.stopped = trainer.stopped
 
-    def _sample(self, trainer: Trainer, tokenizer: Tokenizer) -> str:
-        context, prompt = self.config.max_context, self.config.sample_prompt
-        ids = tokenizer.encode(prompt) if prompt else [tokenizer.eos_id]
+    def _sample(self, trainer: Trainer, tokenizer: Tokenizer, prompt: list[int]) -> str:
+        context, seed = self.config.max_context, self.config.seed
         new = generate(
-            trainer.local_model(),
-            ids,
-            min(SAMPLE_TOKENS, context // 2),
-            max_context=context,
-            seed=self.config.seed,
+            trainer.local_model(), prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed,
             eos_id=tokenizer.eos_id,
-        )
-        return prompt + tokenizer.decode(new)
-
-
-def default_run_dir() -> Path:
-    """`runs/run_<id>`: the launcher's id, the same on every rank, or the time, made unique."""
-    if run_id := os.environ.get("ROXXEL_RUN_ID"):
-        return Path("runs") / f"run_{run_id}"
-    name = Path("runs") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
-    candidates = (name if i == 0 else name.with_name(f"{name.name}_{i}") for i in range(1_000_000))
-    return next(path for path in candidates if not path.exists())
+        )  # fmt: skip
+        return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
 
 
 def is_shards(path: str | Path) -> bool:
     """Whether `path` names `.rox` shards, rather than text to make some from."""
     p = Path(path)
     return p.suffix == ".rox" or (p.is_dir() and any(p.glob("*.rox"))) or "*" in p.name
+
+
+def changed_fields(saved: dict[str, Any], config: Any) -> list[str]:
+    """What a resumed run's config says otherwise than the saved one, a line each.
+
+    Raises:
+        ValueError: a field of the model changed, which its checkpoint cannot follow.
+    """
+    fixed = {f.name for f in dataclasses.fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
+    changed = []
+    for name, value in config.to_dict().items():
+        if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):
+            if name in fixed:
+                raise ValueError(
+                    f"{name} is {value}, and the run that shall be resumed has {saved[name]}: leave it as it was, or "
+                    f"start a new run"
+                )
+            changed.append(f"{name} {saved[name]} -> {value}")
+    return changed
+
+
+def _saved(run: Path) -> dict[str, Any]:
+    return load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
 
 
 def _on_primary(what: str, act: Callable[[], Any]) -> None:
@@ -221,41 +255,34 @@ def _on_primary(what: str, act: Callable[[], Any]) -> None:
         raise UsageError(message)
 
 
-def _claim(run: Path, resume: bool) -> None:
-    """Raises unless `run` is free, or holds a run that shall be continued."""
-    if run.exists() and not run.is_dir():
-        raise ValueError(f"--run_dir {run} is a file: name a folder")
-    if (run / CONFIG).exists() and not resume:
-        raise ValueError(f"{run} holds a run already: add --resume to continue it, or name another --run_dir")
-    run.mkdir(parents=True, exist_ok=True)
-    if not os.access(run, os.W_OK):
-        raise ValueError(f"--run_dir {run} cannot be written: choose another folder, or change its permissions")
+@contextlib.contextmanager
+def _held(run: Path, resume: bool) -> Iterator[RunDirectory]:
+    """The run directory, held by rank 0 for all."""
+    directory = RunDirectory(run)
+    try:
+        with _nothing_left_behind(directory):
+            _on_primary("run directory is free", lambda: directory.claim(resume))
+        yield directory
+    finally:
+        directory.release()
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(run: Path) -> Iterator[None]:
-    """If the run cannot begin, take away what was made for it; an older run in the folder stays as it was."""
+def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
+    """If the run cannot begin, take away what was made for it."""
     try:
         yield
     except BaseException:
-        if is_primary() and not (run / CONFIG).exists():
-            for made in (DATA, "checkpoints"):
-                shutil.rmtree(run / made, ignore_errors=True)
-            for folder in (run, run.parent):
-                with contextlib.suppress(OSError):  # not empty: somebody else's
-                    folder.rmdir()
+        if is_primary():
+            directory.discard()
         raise
 
 
-def _draw(run: Path, trainer: Trainer) -> str:
-    starts = [
-        s.first_step + 1
-        for s in trainer.plan.segments
-        if s.first_step and s.phase != trainer.plan.phase(s.first_step - 1)
-    ]
-    picture = run / "plots" / "loss.png"
+def _draw(trainer: Trainer, run: Path) -> str:
+    plan = trainer.plan
+    starts = [s.first_step for s in plan.segments if s.first_step and s.phase != plan.phase(s.first_step - 1)]
     try:
-        plot_losses(run / "training_log.csv", picture, [s for s in starts if s <= trainer.last_step])
+        plot_losses(run / LOG, run / CURVE, [step + 1 for step in starts if step < trainer.last_step])
     except ImportError:
         return "no loss curve: pip install 'roxxel-dist[plot]' draws one"
-    return f"loss curve: {picture}"
+    return f"loss curve: {run / CURVE}"

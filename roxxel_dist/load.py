@@ -11,6 +11,7 @@ from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
 from roxxel_dist.train.checkpoint import Checkpointer
 from roxxel_dist.train.step import take_apart
 
@@ -22,14 +23,14 @@ def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokeniz
         ValueError: the folder holds no run, no checkpoint, or not that step.
     """
     run = Path(run_dir)
-    if not (run / "config.yaml").exists():
+    if not (run / CONFIG).exists():
         raise ValueError(f"{run} is not a run directory: it has no config.yaml")
-    if not (run / "tokenizer.json").exists():
+    if not (run / TOKENIZER).exists():
         raise ValueError(
             f"{run} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
         )
-    config = Config.from_yaml(run / "config.yaml")
-    checkpointer = Checkpointer(run / "checkpoints", read_only=True)
+    config = Config.from_yaml(run / CONFIG)
+    checkpointer = Checkpointer(run / CHECKPOINTS, read_only=True)
     try:
         newest = checkpointer.latest_step()
         if newest is None:
@@ -39,7 +40,7 @@ def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokeniz
         restored = checkpointer.restore_params(newest if step is None else step, params)
     finally:
         checkpointer.close()
-    return parts.merge(restored, rest, training=False), Tokenizer.load(run / "tokenizer.json"), config, step or newest
+    return parts.merge(restored, rest, training=False), Tokenizer.load(run / TOKENIZER), config, step or newest
 
 
 def write_text(

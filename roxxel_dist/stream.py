@@ -1,5 +1,6 @@
 """A process's view of the plan: the rows that its own devices need, read and placed on the mesh."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +19,7 @@ class Stream:
 
     Args:
         plan: what each step reads.
-        dataset: where the tokens are.
+        datasets: where the tokens are, by the names that the plan uses.
         sharding: how a (rows, tokens) batch lies on the mesh, or None for numpy arrays. A batch that it does not divide
             is cut along the tokens instead, or copied whole (`cluster.mesh.fit_sharding`).
         start_step: the first step to read, from 0.
@@ -27,9 +28,11 @@ class Stream:
     devices hold.
     """
 
-    def __init__(self, plan: Plan, dataset: "Roxxel", sharding: NamedSharding | None, start_step: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, datasets: Mapping[str, "Roxxel"], sharding: NamedSharding | None, start_step: int = 0
+    ) -> None:
         self.plan = plan
-        self.dataset = dataset
+        self.datasets = datasets
         self.sharding = sharding
         self.step = start_step
 
@@ -55,7 +58,19 @@ class Stream:
         return place(shape, fit_sharding(self.sharding, shape), lambda part: self._read(rows, part).astype(np.int32))
 
     def _read(self, rows: Rows, part: slice) -> np.ndarray:
-        return self.dataset.read(rows.offset[part], rows.seq_len)
+        """[rows of the part, seq_len] tokens, in the data sets' own dtype where they share one."""
+        dataset, offset = rows.dataset[part], rows.offset[part]
+        used = np.unique(dataset)
+        if len(used) == 1:
+            return self._dataset(used[0]).read(offset, rows.seq_len)
+        tokens = np.empty((len(offset), rows.seq_len), np.int32)
+        for number in used:
+            mine = dataset == number
+            tokens[mine] = self._dataset(number).read(offset[mine], rows.seq_len)
+        return tokens
+
+    def _dataset(self, number: int) -> "Roxxel":
+        return self.datasets[self.plan.datasets[number]]
 
 
 def place(shape: tuple[int, int], sharding: NamedSharding, read: Any) -> jax.Array:

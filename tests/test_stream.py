@@ -16,23 +16,25 @@ def plan(corpus):
 
 def test_a_mesh_gets_the_same_tokens_as_numpy(corpus, plan):
     sharding = NamedSharding(make_mesh(), P("data", None))
-    for host, placed in zip(Stream(plan, corpus, None), Stream(plan, corpus, sharding), strict=True):
+    for host, placed in zip(
+        Stream(plan, {"self": corpus}, None), Stream(plan, {"self": corpus}, sharding), strict=True
+    ):
         assert placed.dtype == np.int32
         assert np.array_equal(host, np.asarray(placed))
 
 
 def test_rows_are_the_windows_of_the_plan(corpus, plan):
     tokens = np.concatenate([shard.tokens for shard in corpus.shards])
-    for step, batch in enumerate(Stream(plan, corpus, None)):
+    for step, batch in enumerate(Stream(plan, {"self": corpus}, None)):
         rows = plan.rows(step)
         expected = np.stack([tokens[o : o + rows.seq_len] for o in rows.offset])
         assert np.array_equal(batch, expected)
 
 
 def test_its_state_is_a_number(corpus, plan):
-    all_batches = list(Stream(plan, corpus, None))
-    assert len(all_batches) == len(Stream(plan, corpus, None)) == 10
-    stream = Stream(plan, corpus, None, start_step=7)
+    all_batches = list(Stream(plan, {"self": corpus}, None))
+    assert len(all_batches) == len(Stream(plan, {"self": corpus}, None)) == 10
+    stream = Stream(plan, {"self": corpus}, None, start_step=7)
     assert len(stream) == 3
     assert all(np.array_equal(a, b) for a, b in zip(stream, all_batches[7:], strict=True))
     assert stream.step == 10
@@ -43,10 +45,10 @@ def test_a_process_reads_only_what_its_devices_hold(corpus, plan, monkeypatch):
     counted = []
     read = type(corpus).read
     monkeypatch.setattr(type(corpus), "read", lambda self, o, n: counted.append(len(o)) or read(self, o, n))
-    Stream(plan, corpus, NamedSharding(make_mesh(), P("data", None))).batch(0)
+    Stream(plan, {"self": corpus}, NamedSharding(make_mesh(), P("data", None))).batch(0)
     assert counted == [1] * 8
     counted.clear()
-    Stream(plan, corpus, NamedSharding(make_mesh(), P())).batch(0)
+    Stream(plan, {"self": corpus}, NamedSharding(make_mesh(), P())).batch(0)
     assert counted == [8]
 
 
@@ -62,13 +64,13 @@ def test_what_does_not_divide_is_laid_out_otherwise(shape, expected):
 def test_one_long_row_is_cut_along_its_tokens(corpus):
     plan = Curriculum(corpus, [Phase(2, 1, 64)]).plan(1)
     sharding = NamedSharding(make_mesh(), P("data", None))
-    batch = Stream(plan, corpus, sharding).batch(0)
+    batch = Stream(plan, {"self": corpus}, sharding).batch(0)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 8)}
-    assert np.array_equal(np.asarray(batch), Stream(plan, corpus, None).batch(0))
+    assert np.array_equal(np.asarray(batch), Stream(plan, {"self": corpus}, None).batch(0))
 
 
 def test_a_two_axis_mesh(corpus, plan):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"))
-    batch = Stream(plan, corpus, NamedSharding(mesh, P(("data", "fsdp"), None))).batch(0)
+    batch = Stream(plan, {"self": corpus}, NamedSharding(mesh, P(("data", "fsdp"), None))).batch(0)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 33)}
-    assert np.array_equal(np.asarray(batch), Stream(plan, corpus, None).batch(0))
+    assert np.array_equal(np.asarray(batch), Stream(plan, {"self": corpus}, None).batch(0))

@@ -4,9 +4,11 @@ The launcher describes the job in ROXXEL_* variables; without them jax's own clu
 pods, Open MPI) is asked, and a process that is alone stays alone.
 """
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,6 +68,9 @@ def initialize() -> None:
         jax.distributed.initialize()
     except ValueError as error:
         if "coordinator_address" not in str(error):  # jax says so where it detects no cluster
+            raise
+    except RuntimeError as error:
+        if "before any JAX" not in str(error):  # a process that has used its devices is alone already
             raise
 
 
@@ -144,16 +149,23 @@ def agree(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
         raise TimeoutError(f"rank {process_index()} waited {limit_s:.0f} s for rank 0 to decide '{name}'") from error
 
 
-def watch_for_stop() -> None:
-    """From now on SIGTERM and Ctrl-C ask the training loop to stop after the step in hand; the second Ctrl-C kills.
+@contextlib.contextmanager
+def watching_for_stop() -> Iterator[None]:
+    """Within it, SIGTERM and Ctrl-C ask the training loop to stop after the step in hand; the second Ctrl-C kills.
 
     In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
     """
+    _stop.clear()
     if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    signal.signal(signal.SIGINT, _ask_to_stop)
-    if jax.process_count() == 1:
-        signal.signal(signal.SIGTERM, _ask_to_stop)
+    watched = [signal.SIGINT] + ([signal.SIGTERM] if jax.process_count() == 1 else [])
+    before = {number: signal.signal(number, _ask_to_stop) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _ask_to_stop(signum: int, frame: FrameType | None) -> None:

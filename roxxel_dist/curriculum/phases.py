@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import isfinite
+from math import floor, isfinite
 from typing import Any, Literal
 
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-
+from roxxel_dist.data.units import steps_in_a_pass
 
 LEAST_SHARE = 1e-4
 """Of a data set in a blend: rarer ones would make the blocks in which shares are exact too long."""
@@ -74,7 +74,7 @@ class Phase:
         return Shape(steps=steps, batch_size=batch_size, seq_len=seq_len, weights=shares, blend=self.blend)
 
     def _named(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return "Phase(" + ", ".join(f"{name}={value!r}" for name, value in given.items()) + ")"
 
     @classmethod
@@ -122,15 +122,19 @@ class Curriculum:
         if "self" in self.mix_streamers:
             raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
         self._check_vocabularies()
-        self.phases = tuple(self._with_steps(Phase.of(phase)) for phase in phases)
+        given = [Phase.of(phase) for phase in phases]
+        self._longest = max(phase.seq_len or 0 for phase in given)
+        self.phases = tuple(self._with_steps(phase) for phase in given)
 
     def _with_steps(self, phase: Phase) -> Phase:
         if phase.epochs is None:
             return phase
         assert phase.batch_size is not None
         assert phase.seq_len is not None
-        pass_steps = self.primary_streamer.estimate_steps(seq_len=phase.seq_len, batch_size=phase.batch_size)
-        steps = int(pass_steps * phase.epochs)
+        # In the units that the whole curriculum uses, or phases that add up to a pass would read more than one.
+        ranges, longest = self.primary_streamer.ranges, self._longest
+        pass_steps = steps_in_a_pass(ranges, phase.seq_len, phase.batch_size, longest)
+        steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
         if steps < 1:
             raise ValueError(
                 f"{phase._named()}: one pass over the data has {pass_steps} step(s) of {phase.batch_size} rows of "

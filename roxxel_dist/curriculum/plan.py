@@ -83,6 +83,10 @@ class Plan:
             self._firsts = [segment.first_step for segment in self.segments]
             self.shapes = amendment.shapes
             self.total_steps = sum(shape.steps for shape in amendment.shapes)
+        self._tokens_before = [0]
+        for segment in self.segments:
+            read = (self._end(segment) - segment.first_step) * segment.shape.batch_size * segment.shape.seq_len
+            self._tokens_before.append(self._tokens_before[-1] + read)
         self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
         self._ahead = (0, np.empty((0, 0), np.int32), np.empty((0, 0), np.int64))
 
@@ -206,9 +210,9 @@ class Plan:
 
     def tokens(self, step: int) -> int:
         """How many tokens the steps before `step` read."""
-        return sum(
-            max(0, min(step, self._end(s)) - s.first_step) * s.shape.batch_size * s.shape.seq_len for s in self.segments
-        )
+        where = bisect.bisect_right(self._firsts, max(0, min(step, self.total_steps - 1))) - 1
+        shape = self.segments[where].shape
+        return self._tokens_before[where] + (step - self._firsts[where]) * shape.batch_size * shape.seq_len
 
     # -- keeping and telling
 

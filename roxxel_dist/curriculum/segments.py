@@ -208,7 +208,7 @@ def _next_pass(
             held = source.units.count * (source.units.size // shape.seq_len)
             raise ValueError(
                 f"phase {phase + 1}: a batch of {shape.batch_size} rows of {shape.seq_len} tokens does not fit in "
-                f"the data set {name!r}, which holds {held} such rows: use a smaller batch_size or seq_len, or more text"
+                f"the data {name!r}, which holds {held} such rows: use a smaller batch_size or seq_len, or more text"
             )
         if max_passes is not None and passes >= max_passes:
             raise ValueError(

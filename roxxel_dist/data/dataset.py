@@ -17,7 +17,7 @@ from roxxel_dist.data.locate import Source, Target, find_shards
 from roxxel_dist.data.part import Part, bounds, gather, open_parts, split_part
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from roxxel_dist.data.units import Units, unit_size
+from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.data.writing import WriteOptions, write_data_set
 
 
@@ -184,8 +184,7 @@ class Roxxel:
         """Batches of `batch_size` windows of `seq_len` tokens that one pass over the data set yields."""
         if seq_len < 1 or batch_size < 1:
             raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: both are at least 1")
-        unit = unit_size(self.ranges, seq_len)
-        return Units(self.ranges, unit).count * (unit // seq_len) // batch_size
+        return steps_in_a_pass(self.ranges, seq_len, batch_size)
 
     def split(self, val_fraction: float) -> tuple["Roxxel", "Roxxel"]:
         """Two views on the same files: to train on, and held out.

@@ -6,7 +6,6 @@ size. Units are found in closed form: the index is one cumulative count a range,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,25 +39,28 @@ def unit_size(ranges: Ranges, longest: int) -> int:
     return windows * longest
 
 
-@dataclass(frozen=True)
+def steps_in_a_pass(ranges: Ranges, seq_len: int, batch_size: int, longest: int | None = None) -> int:
+    """Batches of `batch_size` windows of `seq_len` tokens in one pass, where no window is beyond `longest` tokens."""
+    unit = unit_size(ranges, longest or seq_len)
+    return Units(ranges, unit).count * (unit // seq_len) // batch_size
+
+
 class Units:
     """All units of `size` tokens in some ranges, numbered from 0 in the order of the corpus."""
 
-    ranges: Ranges
-    size: int
-
-    def __post_init__(self) -> None:
-        counts = np.array([length // self.size for _, length in self.ranges], np.int64)
-        object.__setattr__(self, "_before", np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
-        object.__setattr__(self, "_starts", np.array([start for start, _ in self.ranges], np.int64))
+    def __init__(self, ranges: Ranges, size: int) -> None:
+        self.ranges = ranges
+        self.size = size
+        counts = np.array([length // size for _, length in ranges], np.int64)
+        self._before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._starts = np.array([start for start, _ in ranges], np.int64)
 
     @property
     def count(self) -> int:
         """How many units there are."""
-        return int(self._before[-1])  # pyright: ignore[reportAttributeAccessIssue]
+        return int(self._before[-1])
 
     def start(self, unit: np.ndarray) -> np.ndarray:
         """The first token of each unit: int64 ids of any shape to int64 offsets of the same shape."""
-        before, starts = self._before, self._starts  # pyright: ignore[reportAttributeAccessIssue]
-        where = np.searchsorted(before, unit, side="right") - 1
-        return starts[where] + (unit - before[where]) * self.size
+        where = np.searchsorted(self._before, unit, side="right") - 1
+        return self._starts[where] + (unit - self._before[where]) * self.size

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
+from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
 from roxxel_dist.launcher.guard import Guard, is_ending, kill_sessions
 from roxxel_dist.launcher.job import CONTRACT
 from roxxel_dist.launcher.logs import Lines, take_status
-from roxxel_dist.launcher.outcome import CONFIG_ERROR, CONFIG_ERROR_S, ORDERLY
+from roxxel_dist.launcher.outcome import USAGE_S
 
 CHUNK = 1 << 16
 FULL = 1 << 20
@@ -168,8 +169,8 @@ class Agent:
                 self._settle(rank)
             return
         failures = {rank.code for rank in exited if rank.code not in ORDERLY and not rank.culled}
-        if failures == {CONFIG_ERROR}:
-            self._kill_in(CONFIG_ERROR_S)
+        if failures == {EXIT_USAGE}:
+            self._kill_in(USAGE_S)
         elif failures:
             self._kill()
         self._sweep(exited)

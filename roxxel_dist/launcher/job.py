@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roxxel_dist.cluster.contract import STATUS_ENV
+
 CONTRACT = (
     "ROXXEL_COORDINATOR",
     "ROXXEL_NUM_PROCESSES",
@@ -16,7 +18,7 @@ CONTRACT = (
     "ROXXEL_ATTEMPT",
     "ROXXEL_PROGRESS",
     "ROXXEL_RUN_ID",
-    "ROXXEL_STATUS",
+    STATUS_ENV,
 )
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
@@ -88,7 +90,7 @@ def rank_environment(job: JobSpec, rank: int, coordinator: str, outer: Mapping[s
         "ROXXEL_PROCESS_ID": str(rank),
         "ROXXEL_ATTEMPT": "0",
         "ROXXEL_RUN_ID": job.run_id,
-        "ROXXEL_STATUS": "1",
+        STATUS_ENV: "1",
     }
     if job.devices_per_proc is not None:
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)

@@ -11,13 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from roxxel_dist.cluster.contract import STATUS_MARK
 from roxxel_dist.launcher.job import JobSpec
 
 if TYPE_CHECKING:
     from roxxel_dist.train.bar import Bar
 
-STATUS = "\x1e"
-"""Starts a line that is a record for the live bar and not text."""
 LONGEST = 8 << 20
 CHATTER = ("[Gloo] Rank ",)
 """How lines begin that a library prints without being asked: kept in the log, not shown."""
@@ -67,7 +66,7 @@ def take_status(lines: list[str]) -> tuple[list[str], dict[str, Any] | None]:
     text: list[str] = []
     newest = None
     for line in lines:
-        before, mark, after = line.partition(STATUS)
+        before, mark, after = line.partition(STATUS_MARK)
         record = _record(after) if mark else None
         if record is None:
             text.append(line)
@@ -100,7 +99,7 @@ class Logs:
         command = shlex.join(job.command).replace("\n", "\\n")
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
-        self._made: list[Path] = []
+        self._sizes: dict[Path, int] = {}
         # A rank may make the run directory before its first line makes `logs` in it: what is new is told beforehand.
         self._new = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._tails: dict[int, deque[str]] = {}
@@ -135,18 +134,17 @@ class Logs:
     def _open(self, rank: int) -> TextIO:
         path = self.path(rank)
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            self._made.append(path)
+        self._sizes[path] = path.stat().st_size if path.exists() else 0
         self._files[rank] = file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         file.write(self._header)
         return file
 
     def remove(self) -> None:
-        """Take away the files and the folders that came with this launch; a folder that holds more stays."""
+        """Take away the lines, files and folders that came with this launch; a folder that holds more stays."""
         self.close()
-        for path in self._made:
-            path.unlink(missing_ok=True)
-        self._made.clear()
+        for path, size in self._sizes.items():
+            os.truncate(path, size) if size else path.unlink(missing_ok=True)
+        self._sizes.clear()
         with suppress(OSError):  # not empty, or never made
             for folder in self._new:
                 folder.rmdir()

@@ -5,15 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIG_ERROR = 2
-DRAINED = 42
-HANG = 124
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
+
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
-CONFIG_ERROR_S = 1.0
+USAGE_S = 1.0
 """Seconds the others get after a configuration error, so that the rank that prints it (rank 0) comes to it as well."""
-ORDERLY = (0, DRAINED)
-"""Codes that are no failure: others may go on for a while after a rank ended so."""
 
 TAIL_WITHOUT_TRACEBACK = 15
 CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
@@ -60,7 +57,7 @@ def first_failure(outcome: Outcome) -> Exit | None:
     first = failures[0]
     if outcome.requested is not None:
         return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
-    if first.code == CONFIG_ERROR:
+    if first.code == EXIT_USAGE:
         return first
     return next((end for end in failures if end.code < 0 and -end.code not in FOLLOWING), first)
 
@@ -78,11 +75,11 @@ def exit_code(outcome: Outcome) -> int:
     if outcome.lost is not None:
         return as_code(outcome.lost[1]) or 1
     if outcome.late and any(end.culled for end in outcome.exits):
-        return HANG
+        return EXIT_HANG
     codes = {end.code for end in outcome.exits}
     if outcome.requested is not None and not codes <= set(ORDERLY):
         return 128 + outcome.requested
-    return DRAINED if DRAINED in codes else 0
+    return EXIT_DRAINED if EXIT_DRAINED in codes else 0
 
 
 def how(code: int) -> str:

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Protocol
 
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, encode
 from roxxel_dist.launcher.job import JobSpec, coordinator_port, rank_environment
 from roxxel_dist.launcher.logs import Logs, Screen
 from roxxel_dist.launcher.outcome import (
-    CONFIG_ERROR,
-    CONFIG_ERROR_S,
-    DRAINED,
-    ORDERLY,
+    USAGE_S,
     Exit,
     Outcome,
     exit_code,
@@ -202,7 +200,7 @@ class Attempt:
         self._exits.append(end)
         if end.code not in ORDERLY:
             if self._requested is None:  # the agent of this rank does so by itself; this is for the others
-                self._kill(CONFIG_ERROR_S if end.code == CONFIG_ERROR else 0)
+                self._kill(USAGE_S if end.code == EXIT_USAGE else 0)
         elif self._deadline is None and not self._late and self._requested is None:
             self._deadline = time.monotonic() + self._job.exit_timeout
 
@@ -238,17 +236,17 @@ def run(job: JobSpec, backend: Backend) -> int:
         logs.close()
     code = exit_code(outcome)
     _report(job, outcome, code, logs)
-    if code == CONFIG_ERROR:
+    if code == EXIT_USAGE:
         logs.remove()
     return code
 
 
 def _report(job: JobSpec, outcome: Outcome, code: int, logs: Logs) -> None:
     failure = first_failure(outcome)
-    if code in (0, DRAINED):
-        if code == DRAINED:
+    if code in (0, EXIT_DRAINED):
+        if code == EXIT_DRAINED:
             _say("stopped on request; every rank saved and left")
-    elif failure is not None and failure.code == CONFIG_ERROR:
+    elif failure is not None and failure.code == EXIT_USAGE:
         tail = logs.tail(failure.rank)
         if not (job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))):
             _print(tail)

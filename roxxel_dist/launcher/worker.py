@@ -14,11 +14,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
+from roxxel_dist.cluster.contract import ORDERLY
+
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
 )
 PYTHON = frozenset({"python", "python3", sys.executable})
-ORDERLY = (0, 42)
 NOT_FOUND = 127
 NOT_RUNNABLE = 126
 

@@ -42,6 +42,8 @@ def generate(
         raise ValueError(
             f"max_new_tokens is {max_new_tokens}: it must be at least 1 and below max_context ({max_context})"
         )
+    if not 0 <= seed < 1 << 31:
+        raise ValueError(f"seed is {seed}: it must be at least 0 and below 2^31")
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}: it must be 0 (greedy) or more")
     kept = list(prompt)[-(max_context - max_new_tokens) :]

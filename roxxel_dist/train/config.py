@@ -69,7 +69,7 @@ class LoopConfig:
             raise ValueError(f"epochs is {self.epochs}: it must be above 0")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"val_fraction is {self.val_fraction}: it must be at least 0 and below 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}: it must be 0 or more")
+        if not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^31")
         if self.phases is not None and not self.phases:
             raise ValueError("phases is an empty list: give at least one phase, or leave it out")

@@ -65,7 +65,7 @@ class Validation:
         """The batches for a phase of this shape."""
         if (batch_size, seq_len) not in self._streams:
             plan = validation_plan(self._held_out, batch_size, seq_len, self._iters)
-            self._streams[batch_size, seq_len] = Stream(plan, self._held_out, self._sharding)
+            self._streams[batch_size, seq_len] = Stream(plan, {"self": self._held_out}, self._sharding)
         return self._streams[batch_size, seq_len]
 
     def run(self, state: TrainState, batch_size: int, seq_len: int, one_in_flight: bool) -> float:

@@ -1,7 +1,8 @@
-"""Rank 0's voice: a queue between the training loop and everything that is written or shown.
+"""Rank 0's voice: what the loop hands over, on its way to files and people.
 
-The loop never waits for a disk or a terminal; a thread takes rows and lines off the queue in order. A tracker that
-fails is dropped with a line that says so: it never stops training.
+Rows are in the tables on disk before the loop goes on, so that no checkpoint is ahead of its log. Everything else waits
+in a queue for a thread: the loop never waits for a terminal or a server. A tracker that fails is dropped with a line
+that says so: it never stops training.
 """
 
 import queue
@@ -16,15 +17,15 @@ CLOSE_LIMIT_S = 30.0
 
 
 class Tracker(Protocol):
-    """Where rows and lines go. Optional: `status(record)` for a live display, `crash(text)` for a traceback that the
-    process itself will print on its standard error, but that a file would otherwise miss."""
+    """Where rows go.
+
+    Optional: `text(text)` for one that shows lines to people; `durable = True` for one that is given rows at once and
+    nothing else; `status(record)` for a live display; `crash(text)` for a traceback, which the process prints on its
+    standard error itself but a file would miss.
+    """
 
     def row(self, row: Mapping[str, float]) -> None:
         """One logged step."""
-        ...
-
-    def text(self, text: str) -> None:
-        """Lines for people."""
         ...
 
     def close(self) -> None:
@@ -40,13 +41,16 @@ class Logger:
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = list(trackers)
+        self._durable = [t for t in trackers if getattr(t, "durable", False)]
+        self._trackers = [t for t in trackers if t not in self._durable]
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="roxxel-logger", daemon=True)
         self._thread.start()
 
     def row(self, row: Mapping[str, float]) -> None:
         """Log the metrics of one step."""
+        for tracker in list(self._durable):
+            self._guarded(tracker, "row", row)
         self._queue.put(("row", dict(row)))
 
     def text(self, text: str) -> None:
@@ -61,6 +65,9 @@ class Logger:
         """Write what is left and close the trackers; gives up after 30 s on one that is stuck."""
         self._queue.put(None)
         self._thread.join(CLOSE_LIMIT_S)
+        for tracker in self._durable:
+            self._guarded(tracker, "close")
+        self._durable = []
 
     def __enter__(self) -> "Logger":
         return self
@@ -85,4 +92,5 @@ class Logger:
                 method(*values)
         except Exception as error:
             self._trackers = [t for t in self._trackers if t is not tracker]
+            self._durable = [t for t in self._durable if t is not tracker]
             print(f"{type(tracker).__name__} failed and writes no more: {error!r}", file=sys.stderr, flush=True)

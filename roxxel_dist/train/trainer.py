@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
-from roxxel_dist.cluster.process import process_count, process_index, stop_requested, watch_for_stop
+from roxxel_dist.cluster.process import process_count, process_index, stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.segments import Shape
@@ -83,7 +83,7 @@ class Trainer:
         check_batches(self.plan.shapes, grad_accum_steps)
         self.last_step = min(max_steps or self.plan.total_steps, self.plan.total_steps)
         self._every = {"log": log_every, "eval": eval_every, "save": checkpoint_every}
-        self._data = curriculum.primary_streamer
+        self._datasets = curriculum.datasets
         self._sharding = sharding
 
         self._parts, params, rest = take_apart(model)
@@ -98,10 +98,15 @@ class Trainer:
         self._one_in_flight = mesh.devices.flat[0].platform == "cpu"  # XLA's in-process collectives starve otherwise
         self.state = init_state(params, rest, optimizer, mesh)
         self.checkpointer = Checkpointer(Path(save_path) / "checkpoints", max_to_keep)
-        self.start_step = self._restore()
+        try:
+            self.start_step = self._restore()
+        except BaseException:
+            self.checkpointer.close()
+            raise
         self.stopped = False
-        self._late: tuple[int, dict[str, jax.Array]] | None = None
+        self._unlogged: tuple[int, dict[str, jax.Array]] | None = None
         self._loss: float | None = None
+        self._new_shape, self._entered = True, 0.0
         self._meter, self._progress = Meter(), Progress.from_env(process_index())
         self.logger = Logger(trackers_for(Path(save_path), self.last_step, self.start_step))
 
@@ -134,18 +139,19 @@ class Trainer:
         return step
 
     def _identity(self) -> dict[str, str]:
-        return {"corpus": self._data.fingerprint, "curriculum": self.plan.fingerprint}
+        corpus = "+".join(data.fingerprint for data in self._datasets.values())
+        return {"corpus": corpus, "curriculum": self.plan.fingerprint}
 
     def run(self, at_the_end: Callable[[], None] | None = None) -> TrainState:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
         Args:
-            at_the_end: called on every rank after the last step, while the log is still open.
+            at_the_end: called on every rank after the last step, when it is saved and while the log is still open;
+                for a run that was finished before, too.
         """
-        watch_for_stop()
-        with self.logger:
+        with self.logger, watching_for_stop():
             self._introduce()
-            stream = Stream(self.plan, self._data, self._sharding, self.start_step)
+            stream = Stream(self.plan, self._datasets, self._sharding, self.start_step)
             for step in range(self.start_step, self.last_step):
                 self._enter(step)
                 batch = next(stream)  # read while the device works on the step before
@@ -158,9 +164,9 @@ class Trainer:
                 if self.stopped:
                     self.logger.text(f"asked to stop: step {step + 1} is saved")
                     break
-            if at_the_end is not None and not (self.finished or self.stopped):
-                at_the_end()
             self.checkpointer.wait()
+            if at_the_end is not None and not self.stopped:
+                at_the_end()
         return self.state
 
     def close(self) -> None:
@@ -186,13 +192,9 @@ class Trainer:
         self._new_shape = step == self.start_step or shape != self.plan.shape(step - 1)
         if step == self.start_step or phase != self.plan.phase(step - 1):
             self._log_late()  # before the line that announces the next phase
-            self._meter.pause()
             lies = fit_sharding(self._sharding, shape).spec
-            how = (
-                ""
-                if lies == self._sharding.spec
-                else f", laid out as {lies} because its rows do not divide by the devices"
-            )
+            asked = lies == self._sharding.spec
+            how = "" if asked else f", laid out as {lies} because its rows do not divide by the devices"
             self.logger.text(
                 f"phase {phase + 1}/{len(self.plan.shapes)} from step {step + 1}: "
                 f"{shape[0]} rows x {shape[1]} tokens a step{how}"
@@ -214,7 +216,7 @@ class Trainer:
             self._meter.step(rows * length)
         self._progress.finish(done)
         if self._is_due("log", done) or self._is_due("eval", done):
-            self._late = (done, metrics)
+            self._unlogged = (done, metrics)
         self._show(done)
 
     def _validate_log_save(self, step: int) -> None:
@@ -238,9 +240,9 @@ class Trainer:
 
     def _log_late(self, extra: Mapping[str, float] = MappingProxyType({})) -> None:
         """Log the step whose numbers were put aside, if any."""
-        if self._late is None:
+        if self._unlogged is None:
             return
-        (done, metrics), self._late = self._late, None
+        (done, metrics), self._unlogged = self._unlogged, None
         values = fetch(metrics)
         self._loss = values.pop("loss")
         row = {"step": done, "train_loss": self._loss, "train_bal": 0.0, **extra}
@@ -273,6 +275,6 @@ def check_batches(shapes: Sequence[Shape], grad_accum_steps: int) -> None:
     for i, shape in enumerate(shapes):
         if shape.batch_size % grad_accum_steps:
             raise ValueError(
-                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum ({grad_accum_steps}): "
-                f"use a multiple of {grad_accum_steps}"
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum "
+                f"({grad_accum_steps}): use a multiple of {grad_accum_steps}"
             )

@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
+from roxxel_dist.cluster.contract import STATUS_ENV
 from roxxel_dist.cluster.process import is_primary, process_index
 from roxxel_dist.train.logger import Tracker
-from roxxel_dist.train.trackers.console import STATUS_ENV, ConsoleTracker, TextTracker
+from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.trackers.table import CsvTracker, JsonlTracker
 
 

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.contract import STATUS_ENV, STATUS_MARK
 from roxxel_dist.train.bar import Bar
 
-STATUS_ENV = "ROXXEL_STATUS"
-STATUS_MARK = "\x1e"
 STATUS_EVERY_S = 0.2
 
 
@@ -43,7 +42,7 @@ class ConsoleTracker:
     def status(self, record: Mapping[str, Any]) -> None:
         """Move the bar; at most five times a second."""
         now = time.monotonic()
-        if now < self._next_status:
+        if now < self._next_status and record["step"] != record["total"]:
             return
         self._next_status = now + STATUS_EVERY_S
         if self._launched:

@@ -7,6 +7,7 @@ was restored to, so there is one row a logged step however often a run was kille
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ MORE_COLUMNS = ("tokens_per_s", "phase", "tokens", "lr", "grad_norm")
 
 class CsvTracker:
     """Writes `training_log.csv`: the columns above, then what else the first row has."""
+
+    durable = True
 
     def __init__(self, path: Path, restored_step: int = 0) -> None:
         keep_rows(path, restored_step, lambda line: int(line.split(",", 1)[0]), header=True)
@@ -39,16 +42,15 @@ class CsvTracker:
         self._file.write(line.getvalue())
         self._file.flush()
 
-    def text(self, text: str) -> None:
-        """Text is not for this file."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
 class JsonlTracker:
-    """Writes `metrics.jsonl`: every metric of every logged step."""
+    """Writes `metrics.jsonl`: every metric of every logged step; what is not finite is null, as JSON has no NaN."""
+
+    durable = True
 
     def __init__(self, path: Path, restored_step: int = 0) -> None:
         keep_rows(path, restored_step, lambda line: json.loads(line)["step"])
@@ -56,11 +58,9 @@ class JsonlTracker:
 
     def row(self, row: Mapping[str, float]) -> None:
         """Append one object."""
-        self._file.write(json.dumps(row) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
-
-    def text(self, text: str) -> None:
-        """Text is not for this file."""
 
     def close(self) -> None:
         """Close the file."""

@@ -1,0 +1,15 @@
+"""What a launcher and its ranks have agreed on. Standard library only: both sides import this first."""
+
+STATUS_ENV = "ROXXEL_STATUS"
+"""Set to 1 where a launcher draws the progress bar."""
+STATUS_MARK = "\x1e"
+"""Starts a line that is a record for the bar, in JSON, and not text."""
+
+EXIT_USAGE = 2
+"""A mistake in the command or the config: never restarted."""
+EXIT_DRAINED = 42
+"""Stopped on request, a checkpoint is saved."""
+EXIT_HANG = 124
+"""A rank stayed when it should not."""
+ORDERLY = (0, EXIT_DRAINED)
+"""Codes that are no failure."""

@@ -1,0 +1,107 @@
+"""From words to typed arguments, and from the fields of a Config to flags and back."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from roxxel_dist.config import PARTS, Config, field_docs, field_types
+from roxxel_dist.run_directory import CONFIG
+
+T = TypeVar("T")
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+"""A flag that is given or not; `--flag True` and `--flag False` are understood as well."""
+BOOLEANS = {"true": True, "false": False}
+
+
+def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True) -> T:
+    """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong."""
+    words = _plain_switches(words, kind)
+    return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores)
+
+
+def _plain_switches(words: list[str], kind: type) -> list[str]:
+    """The words with `--switch True` as `--switch`, and without `--switch False`."""
+    hints = get_type_hints(kind, include_extras=True)
+    switches = {name for name, hint in hints.items() if hint == Switch}
+    result: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not (name.startswith("--") and name[2:].replace("-", "_") in switches):
+            result.append(word)
+            continue
+        if not equals and rest and rest[0].lower() in BOOLEANS:
+            value = rest.pop(0)
+        if BOOLEANS.get(value.lower(), True):
+            result.append(name)
+    return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """Train a model through a curriculum."""
+
+    config: str | None = None
+    """A YAML file of the fields below; flags win over it."""
+    data_path: str | None = None
+    """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
+    run_dir: str | None = None
+    """Where to keep the run; a new folder runs/run_YYYYMMDD_HHMMSS where not given."""
+    resume: Switch = False
+    """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
+
+
+def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
+    """(arguments, Config) of a `train` command line.
+
+    Raises:
+        ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
+    """
+    import yaml
+
+    words = _plain_switches(words, TrainArgs)
+    told = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume")}
+    if "resume" in told and "run_dir" not in told:
+        raise ValueError("--resume does not say which run: name its folder with --run_dir")
+    saved = Path(told.get("run_dir", "")) / CONFIG
+    path = told.get("config") or (saved if "resume" in told and saved.exists() else None)
+    base = Config.from_yaml(path) if path else Config()
+    args = parse(_with_fields(base), words, "train")
+    values = {name: getattr(args, name) for name in field_types()}
+    try:
+        values["phases"] = yaml.safe_load(values["phases"]) if values["phases"] else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--phases is not valid YAML: {' '.join(str(error).split())}") from error
+    config = Config.from_dict(values)
+    config.validate()
+    return args, config
+
+
+def _flags(words: list[str]) -> list[tuple[str, str]]:
+    """(name, value) of every flag, as far as that can be told without knowing which take one."""
+    pairs = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            pairs.append((name.replace("-", "_"), value if equals else following))
+    return pairs
+
+
+def _with_fields(base: Any) -> type[TrainArgs]:
+    """`TrainArgs` and every field of a Config, with `base`'s values as defaults."""
+    import yaml
+
+    docs = {name: text for part in PARTS for name, text in field_docs(part).items()}
+    fields: list[Any] = []
+    for name, kind in field_types().items():
+        default, shown = getattr(base, name), kind
+        if name == "phases":  # a list of mappings is one word of YAML on the command line
+            shown, default = str | None, yaml.safe_dump(default, default_flow_style=True).strip() if default else None
+        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if kind is bool else [])]
+        fields.append((name, Annotated[(shown, *marks)], dataclasses.field(default=default)))
+    return dataclasses.make_dataclass(
+        "Train", fields, bases=(TrainArgs,), kw_only=True, frozen=True, namespace={"__doc__": TrainArgs.__doc__}
+    )

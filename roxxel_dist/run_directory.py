@@ -1,0 +1,79 @@
+"""The folder of a run: what is in it, who may write to it, and how it is left when a run cannot begin."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
+SUMMARY, LOG, CURVE, LOCK = "model_summary.json", "training_log.csv", "plots/loss.png", ".lock"
+
+
+class RunDirectory:
+    """A run's folder, held by one training at a time.
+
+    Args:
+        path: the folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        mine = (path / DATA, path / CHECKPOINTS, path / LOCK, path, *path.parents)
+        self._new = [one for one in mine if not one.exists()]
+        self._lock: int | None = None
+
+    def claim(self, resume: bool) -> None:
+        """Make the folder and hold it until `release`.
+
+        Raises:
+            ValueError: it is no folder, cannot be written, holds a run that shall not be resumed, or is held.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--run_dir {self.path} is a file: name a folder")
+        if (self.path / CONFIG).exists() and not resume:
+            raise ValueError(f"{self.path} holds a run already: add --resume to continue it, or name another --run_dir")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(
+                f"--run_dir {self.path} cannot be written ({error.strerror}): choose another folder, or change its "
+                f"permissions"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            self._lock, self._new = None, []
+            raise ValueError(
+                f"another process is training in {self.path}: wait for its end, or name another"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def discard(self) -> None:
+        """Take away what was made since this object was; what was there before stays."""
+        for path in self._new:
+            if path.name in (DATA, CHECKPOINTS) and path.parent == self.path:
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):  # a folder that is not empty holds something of somebody else
+                    path.unlink() if path.name == LOCK else path.rmdir()
+        self._new = []
+
+
+def default_run_dir() -> Path:
+    """`runs/run_<id>`: the launcher's id, or the time, made unique."""
+    if run_id := os.environ.get("ROXXEL_RUN_ID"):
+        return Path("runs") / f"run_{run_id}"
+    name = Path("runs") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
+    candidates = (name if i == 0 else name.with_name(f"{name.name}_{i + 1}") for i in range(1_000_000))
+    return next(path for path in candidates if not path.exists())

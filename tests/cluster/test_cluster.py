@@ -1,0 +1,87 @@
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster import process
+from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
+from roxxel_dist.cluster.progress import Progress, create, read
+
+
+def test_a_mesh_over_all_devices_or_some():
+    assert num_devices(make_mesh()) == 8
+    mesh = make_mesh(4, ("data", "tensor"))
+    assert dict(mesh.shape) == {"data": 4, "tensor": 1}
+    with pytest.raises(ValueError, match=r"n_devices is 9, but 8 device\(s\) are here"):
+        make_mesh(9)
+
+
+def test_batches_are_cut_and_states_copied():
+    mesh = make_mesh()
+    batch = shard_batch({"x": np.arange(32).reshape(16, 2)}, mesh)["x"]
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 2)}
+    state = replicate(np.ones(3), mesh)
+    assert state.sharding.spec == P()
+    assert len(state.addressable_shards) == 8
+    with pytest.raises(ValueError, match="a batch of 12 rows does not divide by 8 devices"):
+        shard_batch(np.ones((12, 2)), mesh)
+
+
+def test_alone_everything_is_agreed_at_once():
+    process.initialize()
+    process.initialize()
+    assert (process.process_index(), process.process_count(), process.is_primary()) == (0, 1, True)
+    assert process.agree("anything", "mine") == "mine"
+    process.barrier("nobody else")
+
+
+def test_initialize_is_harmless_after_jax_was_used():
+    code = "import jax; jax.devices(); from roxxel_dist import initialize; initialize(); initialize(); print('fine')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_a_request_to_stop_lasts_as_long_as_the_loop():
+    before = signal.getsignal(signal.SIGTERM)
+    with process.watching_for_stop():
+        assert not process.stop_requested(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert process.stop_requested(2)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with process.watching_for_stop():
+        assert not process.stop_requested(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert process.stop_requested(2)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_thread_pool_is_one_number(monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "7")
+    assert process.pin_threads() == 7
+    assert process.pin_threads(5) == 5
+    assert os.environ["PJRT_NPROC"] == "5"
+    monkeypatch.delenv("PJRT_NPROC")
+    monkeypatch.setenv("ROXXEL_LOCAL_DEVICES", "64")
+    assert process.pin_threads() == max(64, os.cpu_count())
+
+
+def test_progress_is_seen_by_others(tmp_path):
+    path = tmp_path / "progress"
+    assert read(path) == []
+    create(path, 2)
+    writer = Progress(str(path), 1)
+    writer.enter(5, phase=2)
+    writer.finish(5)
+    writer.enter(6, phase=2)
+    first, second = read(path)
+    assert (first.entered, first.done) == (0, 0)
+    assert (second.entered, second.done, second.phase) == (6, 5, 2)
+    assert second.time > 0
+    Progress(None, 0).enter(1)  # nobody launched this process
+    assert jax.process_count() == 1

@@ -1,0 +1,132 @@
+"""What surrounds a run: its folder, its config, what may change, and what is left when it cannot begin."""
+
+import multiprocessing
+
+import pytest
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.run_directory import RunDirectory, default_run_dir
+
+SMALL = {
+    "dim": 16,
+    "num_blocks": 1,
+    "max_context": 16,
+    "batch_size": 8,
+    "max_steps": 3,
+    "eval_iters": 1,
+    "log_every": 1,
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    return path
+
+
+def config(**fields):
+    return Config(**{**SMALL, "tokenizer_type": "char", **fields})
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_run_on_text_goes_on_whatever_became_of_the_text(text, tmp_path):
+    run = Experiment(config()).fit(text, tmp_path / "run")
+    text.unlink()
+    again = Experiment(config(max_steps=5, lr=1e-4))
+    again.fit(run_dir=run, resume=True)
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "resuming after step 3 of 5" in log
+    assert "changed since the run began: max_steps 3 -> 5" in log
+    assert "changed since the run began: lr 0.0003 -> 0.0001" in log
+    saved = load_yaml(run / "config.yaml")
+    assert saved["max_steps"] == 5
+    assert [resume["step"] for resume in saved["record"]["resumes"]] == [3]
+    assert (run / "plots" / "loss.png").exists()
+
+
+def test_the_shape_of_a_model_cannot_change(text, tmp_path):
+    run = Experiment(config(n_heads=2)).fit(text, tmp_path / "run")
+    before = (run / "config.yaml").read_bytes()
+    with pytest.raises(UsageError, match="n_heads is 4, and the run that shall be resumed has 2"):
+        Experiment(config(n_heads=4, max_steps=5)).fit(run_dir=run, resume=True)
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_a_finished_run_keeps_its_config(text, tmp_path):
+    run = Experiment(config()).fit(text, tmp_path / "run")
+    before = (run / "config.yaml").read_bytes()
+    (run / "plots" / "loss.png").unlink()
+    Experiment(config(lr=1e-5)).fit(run_dir=run, resume=True)
+    assert (run / "config.yaml").read_bytes() == before
+    assert (run / "plots" / "loss.png").exists()  # a run that was killed before its picture gets one
+
+
+def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
+    for name in ("data", "checkpoints"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "precious").write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(UsageError, match="use a smaller batch_size or seq_len, or more epochs"):
+        Experiment(config(batch_size=10_000_000)).fit(text, tmp_path / "run")
+    assert {"run/data/precious", "run/checkpoints/precious"} <= set(tree(tmp_path))
+    with pytest.raises(UsageError):
+        Experiment(config(vocab_size=2)).fit(tmp_path / "nowhere", tmp_path / "a" / "b" / "c")
+    assert set(before) <= set(tree(tmp_path))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_prompt_that_cannot_be_is_told_before_training(text, tmp_path):
+    with pytest.raises(UsageError, match="π"):
+        Experiment(config(sample_prompt="π")).fit(text, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_phases_that_are_one_pass_read_each_token_once(text, tmp_path):
+    phases = [{"epochs": 0.8, "batch_size": 8, "seq_len": 9}, {"epochs": 0.19, "batch_size": 8, "seq_len": 17}]
+    run = Experiment(config(phases=phases, max_steps=2)).fit(text, tmp_path / "run")
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "used up" not in log
+
+
+def hold(path, ready, leave):
+    directory = RunDirectory(path)
+    directory.claim(resume=False)
+    ready.set()
+    leave.wait(60)
+    directory.release()
+
+
+def test_one_training_at_a_time(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, leave = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path / "run", ready, leave))
+    other.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(ValueError, match="another process is training in"):
+            RunDirectory(tmp_path / "run").claim(resume=True)
+    finally:
+        leave.set()
+        other.join(60)
+    again = RunDirectory(tmp_path / "run")
+    again.claim(resume=False)
+    again.release()
+    again.discard()
+    assert (tmp_path / "run").exists()  # it was there before
+
+
+def test_default_folders_are_unique(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(3):
+        path = default_run_dir()
+        path.mkdir(parents=True)
+        names.append(path)
+    assert len(set(names)) == 3
+    monkeypatch.setenv("ROXXEL_RUN_ID", "20260101_000000")
+    assert str(default_run_dir()) == "runs/run_20260101_000000"

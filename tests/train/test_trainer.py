@@ -1,0 +1,160 @@
+"""The loop in one process, on eight simulated devices."""
+
+import csv
+import json
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.train import trainer as trainer_module
+from roxxel_dist.train.meter import Meter
+
+PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]
+
+
+def make(corpus, path, phases=PHASES, **options):
+    model = Transformer(ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64), nnx.Rngs(0))
+    settings = {"eval_every": 5, "checkpoint_every": 4, "log_every": 1, "eval_iters": 2} | options
+    train, held_out = corpus.split(0.1)
+    return Trainer(
+        model, optax.adam(1e-2), Curriculum(train, phases), next_token_loss, path, validation=held_out, **settings
+    )
+
+
+def train(corpus, path, phases=PHASES, **options):
+    made = make(corpus, path, phases, **options)
+    try:
+        made.run()
+    finally:
+        made.close()
+    return made
+
+
+def rows(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(path):
+    return [(row["step"], row["train_loss"], row.get("val_loss")) for row in rows(path)]
+
+
+def test_first_and_last_steps_are_logged_validated_and_saved(corpus, tmp_path):
+    made = train(corpus, tmp_path, log_every=100, eval_every=100, checkpoint_every=100)
+    assert [(step, val is not None) for step, _, val in losses(tmp_path)] == [(1, True), (13, True)]
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [1, 13]
+    assert int(made.state.step) == 13
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(corpus, tmp_path):
+    train(corpus, tmp_path / "whole")
+    train(corpus, tmp_path / "parts", max_steps=7)
+    resumed = train(corpus, tmp_path / "parts")
+    assert resumed.start_step == 7
+    whole, parts = ({step: loss for step, loss, _ in losses(tmp_path / name)} for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, tmp_path, monkeypatch):
+    """The loop dies after step 7; the last checkpoint is of step 4."""
+
+    def die(step):
+        if step == 7:
+            raise RuntimeError("power cut")
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "stop_requested", die)
+        made = make(corpus, tmp_path / "cut")
+        with pytest.raises(RuntimeError, match="power cut"):
+            made.run()
+        made.close()
+    assert [step for step, *_ in losses(tmp_path / "cut")] == [1, 2, 3, 4, 5, 6]
+    assert "power cut" in (tmp_path / "cut" / "logs" / "rank-0.log").read_text()
+    assert train(corpus, tmp_path / "cut").start_step == 4
+    train(corpus, tmp_path / "whole")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    with (tmp_path / "cut" / "training_log.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 14))
+
+
+def test_asked_to_stop_it_saves_that_step(corpus, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "stop_requested", lambda step: step == 6)
+        assert train(corpus, tmp_path).stopped
+    again = train(corpus, tmp_path)
+    assert again.start_step == 6
+    assert not again.stopped
+
+
+def test_a_finished_run_is_left_alone(corpus, tmp_path):
+    train(corpus, tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert train(corpus, tmp_path).finished
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_speed_counts_training_alone(corpus, tmp_path):
+    """Every row but those of a shape's first step has a speed, and a phase of the same shape is no faster."""
+    train(corpus, tmp_path)
+    timed = {row["step"]: row["ms_per_step"] for row in rows(tmp_path) if "ms_per_step" in row}
+    assert set(timed) == set(range(1, 14)) - {1, 11}
+    assert min(timed.values()) > 0.01 * np.median(list(timed.values()))
+
+
+def test_another_corpus_or_curriculum_is_refused(corpus, tmp_path):
+    train(corpus, tmp_path / "run")
+    with pytest.raises(ValueError, match="was made with another curriculum"):
+        make(corpus, tmp_path / "run", [Phase(20, 8, 17)])
+    other = Roxxel(tmp_path / "other_*.rox")
+    rng = np.random.default_rng(1)
+    other.write((rng.integers(1, 500, 300).astype(np.uint16) for _ in range(60)), vocab_size=500)
+    with other, pytest.raises(ValueError, match="was made with another corpus"):
+        make(other, tmp_path / "run")
+
+
+def test_a_batch_that_accumulation_does_not_divide(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"phase 1: batch_size is 8, which does not divide by grad_accum \(3\)"):
+        make(corpus, tmp_path, grad_accum_steps=3)
+
+
+def test_a_batch_smaller_than_the_devices_is_told(corpus, tmp_path):
+    train(corpus, tmp_path, [Phase(2, 1, 33)])
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "1 rows x 33 tokens a step, laid out as P() because its rows do not divide" in text
+
+
+def test_blends_train(corpus, tmp_path):
+    other = Roxxel(tmp_path / "other_*.rox")
+    rng = np.random.default_rng(1)
+    other.write((rng.integers(1, 500, 300).astype(np.uint16) for _ in range(60)), vocab_size=500)
+    phases = [Phase(5, 8, 17, weights={"self": 1, "other": 1}, blend="row"), Phase(3, 8, 33, weights={"other": 1})]
+    model = Transformer(ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64), nnx.Rngs(0))
+    curriculum = Curriculum(corpus, phases, {"other": other})
+    with other:
+        made = Trainer(model, optax.adam(1e-2), curriculum, next_token_loss, tmp_path / "run", log_every=1)
+        made.run()
+        made.close()
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 9))
+
+
+def test_the_meter_leaves_out_pauses(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    meter = Meter()
+    assert meter.report() == {}
+    for passed, act in (
+        (1, lambda: meter.step(100)),
+        (0, meter.pause),
+        (50, meter.pause),
+        (0, meter.resume),
+        (1, lambda: meter.step(100)),
+    ):
+        now[0] += passed
+        act()
+    assert meter.report() == {"ms_per_step": 1000.0, "tokens_per_s": 100.0}
+    assert meter.tokens_per_s == 100.0
