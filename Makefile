@@ -13,7 +13,7 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
 	    --out $(DEMO_DATA) --tokenizer bpe --vocab_size 2048 --include '*.py' \
 	    --exclude test tests idlelib lib2to3 encodings pydoc_data
-	@JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
+	@exec env JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
 	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
 
 test: $(VENV)/dev-installed lint ## every test and the linters: what CI runs

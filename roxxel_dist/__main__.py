@@ -1,5 +1,6 @@
 """`python -m roxxel_dist` and the console script `roxxel-dist`."""
 
+import os
 import sys
 
 
@@ -7,7 +8,12 @@ def main() -> None:
     """Run the command line and exit with its code."""
     from roxxel_dist.cli import main as run
 
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough: no reason to fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

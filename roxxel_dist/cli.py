@@ -205,6 +205,8 @@ class LocalArgs:
 
 def launch_local(words: list[str]) -> int:
     """Start ranks on this machine."""
+    if "--" not in words and not {"-h", "--help"} & set(words):
+        raise UsageError("no command: write it after `--`, as in `launch local --nprocs 2 -- train --data_path DIR`")
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(LocalArgs, words[:cut], "launch local", underscores=False), words[cut + 1 :]
     with usage_errors():

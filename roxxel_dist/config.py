@@ -8,6 +8,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import inspect
 import itertools
@@ -40,6 +41,10 @@ def usage_errors() -> Iterator[None]:
         raise
     except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise UsageError(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise UsageError(f"{error.filename or 'the disk'} cannot be written: {error.strerror}") from error
 
 
 class _Methods:

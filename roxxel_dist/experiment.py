@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import make_mesh, num_devices
-from roxxel_dist.cluster.process import agree, enable_compilation_cache, initialize, is_primary, pin_threads
+from roxxel_dist.cluster.process import agree, barrier, enable_compilation_cache, initialize, is_primary, pin_threads
 from roxxel_dist.config import RECORD, UsageError, load_yaml, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.build import build
@@ -29,9 +29,12 @@ from roxxel_dist.train.optimizer import make_optimizer, make_schedule
 from roxxel_dist.train.trainer import Trainer
 
 BUILD_LIMIT_S = 6 * 3600.0
+LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_TOKENS = 160
 FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing")
 """Of the model, what a resumed run may change."""
+DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "val_fraction", "tokenizer_type")
+"""What decides which tokens a step reads."""
 
 
 class Experiment:
@@ -176,8 +179,10 @@ class Experiment:
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
             (run / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        say(f"model: {summary['parameters']:,} parameters, {num_devices(make_mesh())} devices, run directory {run}")
-        say(f"data: {data.num_tokens:,} tokens in {len(data.shards)} shard(s), vocabulary {self.config.vocab_size:,}")
+        say(f"model: {summary['parameters']:,} parameters, {num_devices(make_mesh())} device(s), run directory {run}")
+        train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
+        parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
+        say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
         say(trainer.plan.describe())
         for line in changed:
             say(f"changed since the run began: {line}")
@@ -203,6 +208,7 @@ class Experiment:
 
         trainer.run(at_the_end)
         self.stopped = trainer.stopped
+        barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
 
     def _sample(self, trainer: Trainer, tokenizer: Tokenizer, prompt: list[int]) -> str:
         context, seed = self.config.max_context, self.config.seed
@@ -223,9 +229,10 @@ def changed_fields(saved: dict[str, Any], config: Any) -> list[str]:
     """What a resumed run's config says otherwise than the saved one, a line each.
 
     Raises:
-        ValueError: a field of the model changed, which its checkpoint cannot follow.
+        ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
     """
     fixed = {f.name for f in dataclasses.fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
+    fixed |= set(DATA_FIELDS) - (set() if config.phases is None else {"epochs", "batch_size"})
     changed = []
     for name, value in config.to_dict().items():
         if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):

@@ -71,7 +71,7 @@ def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "precious").write_text("mine")
     before = tree(tmp_path)
-    with pytest.raises(UsageError, match="use a smaller batch_size or seq_len, or more epochs"):
+    with pytest.raises(UsageError, match="use a smaller batch_size or seq_len, or more text"):
         Experiment(config(batch_size=10_000_000)).fit(text, tmp_path / "run")
     assert {"run/data/precious", "run/checkpoints/precious"} <= set(tree(tmp_path))
     with pytest.raises(UsageError):

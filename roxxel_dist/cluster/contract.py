@@ -5,6 +5,9 @@ STATUS_ENV = "ROXXEL_STATUS"
 STATUS_MARK = "\x1e"
 """Starts a line that is a record for the bar, in JSON, and not text."""
 
+EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
+"""Seconds that a rank whose program ended well waits for the others."""
+
 EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
 EXIT_DRAINED = 42

@@ -137,8 +137,9 @@ class Curriculum:
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
         if steps < 1:
             raise ValueError(
-                f"{phase._named()}: one pass over the data has {pass_steps} step(s) of {phase.batch_size} rows of "
-                f"{phase.seq_len} tokens, less than is asked for: use a smaller batch_size or seq_len, or more epochs"
+                f"{phase._named()}: one pass over the text to train on has {pass_steps} step(s) of {phase.batch_size} "
+                f"rows of {phase.seq_len} tokens, so these epochs are less than a step: use a smaller batch_size or "
+                f"seq_len, or more text"
             )
         return replace(phase, steps=steps, epochs=None)
 

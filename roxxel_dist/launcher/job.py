@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roxxel_dist.cluster.contract import STATUS_ENV
+from roxxel_dist.cluster.contract import EXIT_TIMEOUT_ENV, STATUS_ENV
 
 CONTRACT = (
     "ROXXEL_COORDINATOR",
@@ -19,6 +19,7 @@ CONTRACT = (
     "ROXXEL_PROGRESS",
     "ROXXEL_RUN_ID",
     STATUS_ENV,
+    EXIT_TIMEOUT_ENV,
 )
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
@@ -91,6 +92,7 @@ def rank_environment(job: JobSpec, rank: int, coordinator: str, outer: Mapping[s
         "ROXXEL_ATTEMPT": "0",
         "ROXXEL_RUN_ID": job.run_id,
         STATUS_ENV: "1",
+        EXIT_TIMEOUT_ENV: f"{job.exit_timeout:g}",
     }
     if job.devices_per_proc is not None:
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)

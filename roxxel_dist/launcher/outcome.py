@@ -112,7 +112,7 @@ def failure_report(failure: Exit, tail: Sequence[str], log: Path) -> list[str]:
 def late_report(outcome: Outcome, exit_timeout: float) -> str:
     """Who stayed when others had ended."""
     stayed = [end for end in outcome.exits if end.culled]
-    ended = next(end.rank for end in outcome.exits if end.code in ORDERLY)
+    ended = next(end.rank for end in outcome.exits if end.code in (*ORDERLY, EXIT_HANG))
     names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
     return (
         f"rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "

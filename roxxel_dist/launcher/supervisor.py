@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_USAGE, ORDERLY
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, encode
 from roxxel_dist.launcher.job import JobSpec, coordinator_port, rank_environment
 from roxxel_dist.launcher.logs import Logs, Screen
@@ -250,6 +250,8 @@ def _report(job: JobSpec, outcome: Outcome, code: int, logs: Logs) -> None:
         tail = logs.tail(failure.rank)
         if not (job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))):
             _print(tail)
+    elif failure is not None and failure.code == EXIT_HANG and any(end.culled for end in outcome.exits):
+        _say(late_report(outcome, job.exit_timeout))
     elif failure is not None:
         _print(failure_report(failure, logs.tail(failure.rank), logs.path(failure.rank)))
     elif outcome.lost is not None:

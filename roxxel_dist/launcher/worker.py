@@ -9,12 +9,13 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from roxxel_dist.cluster.contract import ORDERLY
+from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_TIMEOUT_ENV, ORDERLY
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
@@ -126,6 +127,7 @@ def _run(program: Callable[[], None]) -> None:
         code = _exit_code(end)
         if code not in ORDERLY:
             _leave(code)
+        _limit_the_wait()
         sys.exit(code)
     except KeyboardInterrupt:
         _leave(130)
@@ -133,6 +135,15 @@ def _run(program: Callable[[], None]) -> None:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
+    _limit_the_wait()
+
+
+def _limit_the_wait() -> None:
+    """From now on this rank only waits for the others, in jax's shutdown; when the limit is over, it leaves."""
+    if limit := float(os.environ.get(EXIT_TIMEOUT_ENV) or 0):
+        timer = threading.Timer(limit, lambda: _leave(EXIT_HANG))
+        timer.daemon = True
+        timer.start()
 
 
 def _exit_code(end: SystemExit) -> int:

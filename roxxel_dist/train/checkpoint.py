@@ -4,7 +4,9 @@ A checkpoint holds the train state (parameters, optimizer, random streams, step)
 needs to continue. It counts only once it is complete: Orbax renames its folder at the very end.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,35 @@ class Checkpointer:
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(_keys_to_data(state)), meta=ocp.args.JsonSave(meta))
         self._manager.save(step, args=items)
 
+    def check(self) -> None:
+        """Whether the saving in the background goes well; costs nothing.
+
+        Raises:
+            RuntimeError: it failed, on a full disk say.
+        """
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise RuntimeError(f"a checkpoint could not be saved in {self.folder}: {_first_line(error)}") from error
+
     def meta(self, step: int) -> dict[str, Any]:
-        """The small JSON of a checkpoint."""
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        """The small JSON of a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        with self._readable(step):
+            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+
+    @contextlib.contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax has no error of its own for this
+            others = [str(other) for other in sorted(self._manager.all_steps()) if other < step]
+            back = f"to go on from step {others[-1]}" if others else "and begin again"
+            why, where = _first_line(error), self.folder / str(step)
+            raise ValueError(f"the checkpoint of step {step} is damaged ({why}): remove {where} {back}") from error
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
@@ -73,7 +101,9 @@ class Checkpointer:
         if step not in self._manager.all_steps():
             known = ", ".join(map(str, sorted(self._manager.all_steps()))) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
-        if wrong := _difference(_shapes(self._manager.item_metadata(step)["state"].tree), _shapes(like), whole):
+        with self._readable(step):
+            saved = _shapes(self._manager.item_metadata(step)["state"].tree)
+        if wrong := _difference(saved, _shapes(like), whole):
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is of another model or optimizer ({wrong}): "
                 f"use the config that it was made with, or a new run directory"
@@ -81,7 +111,8 @@ class Checkpointer:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
-        return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+        with self._readable(step):
+            return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
 
     def wait(self) -> None:
         """Until every save that was begun is complete."""
@@ -90,6 +121,10 @@ class Checkpointer:
     def close(self) -> None:
         """Finish what is being saved and let go of the threads."""
         self._manager.close()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0][:300]
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ After a step that is due, in this order: validate, log, save. The first and the 
 therefore never holds less than the log says about its step.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -215,6 +216,7 @@ class Trainer:
         else:
             self._meter.step(rows * length)
         self._progress.finish(done)
+        self.checkpointer.check()
         if self._is_due("log", done) or self._is_due("eval", done):
             self._unlogged = (done, metrics)
         self._show(done)
@@ -244,7 +246,12 @@ class Trainer:
             return
         (done, metrics), self._unlogged = self._unlogged, None
         values = fetch(metrics)
-        self._loss = values.pop("loss")
+        self._loss = loss = values.pop("loss")
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} in step {done} (gradient norm {values['grad_norm']}): use a smaller lr, and "
+                f"--resume from the last checkpoint, step {self.checkpointer.latest_step()}"
+            )
         row = {"step": done, "train_loss": self._loss, "train_bal": 0.0, **extra}
         if "val_loss" in extra:
             row["val_bal"] = 0.0

@@ -47,6 +47,7 @@ def test_the_environment_of_a_rank() -> None:
         "PYTHONUNBUFFERED": "1",
         "ROXXEL_ATTEMPT": "0",
         "ROXXEL_COORDINATOR": "127.0.0.1:99",
+        "ROXXEL_EXIT_TIMEOUT": "60",
         "ROXXEL_LOCAL_DEVICES": "64",
         "ROXXEL_NUM_PROCESSES": "3",
         "ROXXEL_PROCESS_ID": "1",

@@ -46,6 +46,15 @@ def test_every_topology_has_the_same_losses_to_the_bit(work):
     assert len(losses(work / "whole")) == STEPS
 
 
+def test_a_rank_that_stays_is_named(work):
+    """Rank 0 has ended, and waits for rank 1 in jax's shutdown: the launcher's limit holds there too."""
+    (work / "stays.py").write_text("import jax, time\nif jax.process_index() == 1:\n    time.sleep(1000)\n")
+    words = ["--nprocs", 2, "--devices-per-proc", 1, "--exit-timeout", 2, "--", "python", "stays.py"]
+    result = run("launch", "local", *words, cwd=work, timeout=60)
+    assert result.returncode == 124, result.stderr
+    assert "rank 0 had ended, but rank 1 still ran 2 s later and was killed" in result.stderr
+
+
 def ranks_of(launcher):
     """{rank: pid} of the ranks below a launcher."""
     import psutil

@@ -1,3 +1,5 @@
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,4 +63,18 @@ def test_parameters_alone(tmp_path, state):
     assert np.array_equal(reader.restore_params(1, {"w": jnp.zeros((2, 3))})["w"], state["params"]["w"])
     with pytest.raises(ValueError, match="no checkpoint of step 7; those there are: 1"):
         reader.restore_params(7, {"w": jnp.zeros((2, 3))})
+    reader.close()
+
+
+@pytest.mark.parametrize("what", ["state/_METADATA", "meta", "state/manifest.ocdbt"])
+def test_a_damaged_one_is_named_with_the_way_out(tmp_path, state, what):
+    saver = Checkpointer(tmp_path / "c")
+    saver.save(1, state, {})
+    saver.save(2, state, {})
+    saver.close()
+    damaged = tmp_path / "c" / "2" / what
+    shutil.rmtree(damaged) if damaged.is_dir() else damaged.unlink()
+    reader = Checkpointer(tmp_path / "c")
+    with pytest.raises(ValueError, match=r"the checkpoint of step 2 is damaged .*: remove .*c/2 to go on from step 1"):
+        reader.meta(2) if what == "meta" else reader.restore(2, state)
     reader.close()

@@ -158,3 +158,15 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
         act()
     assert meter.report() == {"ms_per_step": 1000.0, "tokens_per_s": 100.0}
     assert meter.tokens_per_s == 100.0
+
+
+def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path):
+    def explode(model, batch):
+        return next_token_loss(model, batch) * np.nan
+
+    model = Transformer(ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64), nnx.Rngs(0))
+    made = Trainer(model, optax.adam(1e-2), Curriculum(corpus, PHASES), explode, tmp_path, log_every=1)
+    with pytest.raises(FloatingPointError, match=r"the loss is nan in step 1 .* use a smaller lr"):
+        made.run()
+    made.close()
+    assert rows(tmp_path) == []
