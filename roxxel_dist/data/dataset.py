@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from roxxel_dist.data.locate import Source, Target, find_shards
-from roxxel_dist.data.part import Part, bounds, gather, open_parts, split_part
+from roxxel_dist.data.part import Part, Reader, open_parts, split_part
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
@@ -48,7 +48,7 @@ class Roxxel:
 
     def _forget(self) -> None:
         self._opened = None
-        for name in ("ranges", "fingerprint", "tokenizer", "_first_document", "_bounds"):
+        for name in ("ranges", "fingerprint", "tokenizer", "_first_document", "_reader"):
             self.__dict__.pop(name, None)
 
     @property
@@ -162,8 +162,8 @@ class Roxxel:
     # -- windows
 
     @cached_property
-    def _bounds(self) -> np.ndarray:
-        return bounds(self._parts)
+    def _reader(self) -> Reader:
+        return Reader(self._parts)
 
     def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
         """Copy one window of contiguous tokens a row.
@@ -176,9 +176,9 @@ class Roxxel:
             A fresh array [R, length] in the data set's dtype.
 
         Raises:
-            ValueError: a window is not within one of `ranges`.
+            ValueError: a window is not within one of `ranges`, or its file was cut short since it was opened.
         """
-        return gather(self._parts, self._bounds, np.asarray(offsets, np.int64), length)
+        return self._reader.read(np.asarray(offsets, np.int64), length)
 
     def estimate_steps(self, seq_len: int, batch_size: int) -> int:
         """Batches of `batch_size` windows of `seq_len` tokens that one pass over the data set yields."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from roxxel_dist.data.arena import Windows, intact, map_files
 from roxxel_dist.data.shard import Shard
 
 
@@ -35,54 +36,51 @@ class Part:
         start = int(ends[index - 1]) if index else 0
         if self.shard.metadata.separator is not None:
             end -= 1
-        return self.shard.tokens[max(start, self.low) : min(end, self.high)]
-
-    def windows(self, length: int) -> np.ndarray:
-        """Row i is the window of `length` tokens at the shard's token i: a read-only view, no copy."""
-        tokens = self.shard.tokens
-        shape = (max(0, len(tokens) - length + 1), length)
-        return np.lib.stride_tricks.as_strided(tokens, shape, (tokens.itemsize,) * 2, writeable=False)
+        return intact(self.shard.tokens[max(start, self.low) : min(end, self.high)])
 
 
-def bounds(parts: Sequence[Part]) -> np.ndarray:
-    """Where the parts are in the data set: int64 [3, parts], the shard's first token, the part's first, and its end."""
-    rows = [(part.first, part.first + part.low, part.first + part.high) for part in parts]
-    return np.array(rows, np.int64).T
+class Reader:
+    """Copies windows of tokens out of the parts of one data set, all of one dtype.
 
-
-def gather(parts: Sequence[Part], where: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
-    """Copy windows of tokens.
-
-    Args:
-        parts: of one data set.
-        where: `bounds(parts)`.
-        offsets: int64 [R], in tokens of the data set.
-        length: tokens a window.
-
-    Returns:
-        A fresh array [R, length].
-
-    Raises:
-        ValueError: a window is not within one part.
+    One index operation copies the windows of a batch, whatever shards they are in.
     """
-    first, low, high = where
-    numbers = np.maximum(np.searchsorted(low, offsets, side="right") - 1, 0)
-    wrong = (offsets < low[numbers]) | (offsets > high[numbers] - length)
-    if wrong.any() or length < 1:
-        at = int(offsets[np.argmax(wrong)]) if len(offsets) else 0
-        raise ValueError(
-            f"a window of {length} tokens at token {at} is not within one of the {len(parts)} ranges from "
-            f"{parts[0].shard.path} on; a window has at least 1 token and crosses no shard and no cut of split()"
-        )
-    local = offsets - first[numbers]
-    used = np.unique(numbers)
-    if len(used) == 1:
-        return parts[used[0]].windows(length)[local]
-    rows = np.empty((len(offsets), length), parts[0].shard.dtype)
-    for number in used:
-        mine = numbers == number
-        rows[mine] = parts[number].windows(length)[local[mine]]
-    return rows
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._path = parts[0].shard.path
+        self._dtype = parts[0].shard.dtype
+        self._windows = Windows([part.shard.tokens for part in parts])
+        self._low = np.array([part.first + part.low for part in parts], np.int64)
+        # One row more at the front, for offsets before the first part: no window there ends early enough.
+        self._high = np.array([np.iinfo(np.int64).min, *(part.first + part.high for part in parts)], np.int64)
+        bytes_before = np.array([part.first for part in parts], np.int64) * self._dtype.itemsize
+        self._shift = np.concatenate([[0], self._windows.starts - bytes_before])
+
+    def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
+        """Copy windows of tokens.
+
+        Args:
+            offsets: int64 [R], in tokens of the data set.
+            length: tokens a window.
+
+        Returns:
+            A fresh array [R, length].
+
+        Raises:
+            ValueError: a window is not within one part, or its file was cut short since it was opened.
+        """
+        return self._windows.copy(self._locate(offsets, length), length * self._dtype.itemsize).view(self._dtype)
+
+    def _locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
+        """Where the windows begin, as `Windows` counts."""
+        numbers = self._low.searchsorted(offsets, side="right")
+        wrong = offsets + length > self._high[numbers]
+        if length < 1 or wrong.any():
+            at = int(offsets[np.argmax(wrong)]) if len(offsets) else 0
+            raise ValueError(
+                f"a window of {length} tokens at token {at} is not within one of the {len(self._low)} ranges from "
+                f"{self._path} on; a window has at least 1 token and crosses no shard and no cut of split()"
+            )
+        return offsets * self._dtype.itemsize + self._shift[numbers]
 
 
 def split_part(part: Part, val_fraction: float) -> tuple[Part, Part]:
@@ -110,7 +108,7 @@ def open_parts(paths: Sequence[Path], *, alone: bool = False) -> tuple[Part, ...
     Raises:
         ValueError: one is damaged, missing, doubled or of another data set. The message names it.
     """
-    shards = sorted(map(Shard.open, paths), key=lambda shard: shard.metadata.index)
+    shards = sorted(map(Shard.of, paths, map_files(paths)), key=lambda shard: shard.metadata.index)
     for number, shard in enumerate(shards):
         _check(shard, shards[number - 1] if number else None, alone)
     parts: list[Part] = []

@@ -1,6 +1,5 @@
 """One `.rox` file: read in place through one memory map, written in one pass. `layout` describes its bytes."""
 
-import mmap
 import os
 from array import array
 from collections.abc import Iterable
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from roxxel_dist.data.arena import map_files
 from roxxel_dist.data.commit import sync_folder
 from roxxel_dist.data.layout import (
     HEADER_BYTES,
@@ -42,7 +42,8 @@ class Shard:
     """Where each document ends, exclusive, separator included: read-only int64 [documents], in tokens."""
     checksums: np.ndarray
     """The xxh3-64 of each block of token bytes: read-only uint64 [blocks]."""
-    _map: mmap.mmap = field(repr=False)
+    _bytes: np.ndarray = field(repr=False)
+    """The whole file: read-only uint8."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Shard":
@@ -53,19 +54,24 @@ class Shard:
             FileNotFoundError: there is no such file.
         """
         path = Path(path)
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise ValueError(f"{path}: the file is empty. Write it again, or take it away")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        layout = parse(path, mapped)
+        return cls.of(path, map_files([path])[0])
+
+    @classmethod
+    def of(cls, path: Path, mapped: np.ndarray) -> "Shard":
+        """A file that is mapped already: read-only uint8 [file size].
+
+        Raises:
+            ValueError: it is not one whole ROXXEL03 file; the message names it.
+        """
+        layout = parse(path, mapped.data)
         blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)
         return cls(
             path=path,
             layout=layout,
-            tokens=np.ndarray(layout.metadata.tokens, layout.dtype, mapped, HEADER_BYTES),
-            document_ends=np.ndarray(layout.metadata.documents, "<i8", mapped, layout.ends_offset),
-            checksums=np.ndarray(blocks, "<u8", mapped, layout.sums_offset),
-            _map=mapped,
+            tokens=np.ndarray(layout.metadata.tokens, layout.dtype, mapped.data, HEADER_BYTES),
+            document_ends=np.ndarray(layout.metadata.documents, "<i8", mapped.data, layout.ends_offset),
+            checksums=np.ndarray(blocks, "<u8", mapped.data, layout.sums_offset),
+            _bytes=mapped,
         )
 
     @property
@@ -91,9 +97,9 @@ class Shard:
             ValueError: something differs; the message names the file and, for tokens, the block and the document.
         """
         size = os.stat(self.path).st_size
-        if size != len(self._map):
-            raise ValueError(f"{self.path}: {size} bytes now, {len(self._map)} when it was opened. Write it again")
-        parse(self.path, self._map)
+        if size != len(self._bytes):
+            raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
+        parse(self.path, self._bytes.data)
         self._verify_tables()
         damaged = [block for block, start in self._blocks() if not self._block_agrees(block, start)]
         if damaged:
@@ -109,14 +115,14 @@ class Shard:
 
     def _verify_tables(self) -> None:
         ends, problem = self.document_ends, ""
-        padding = self._map[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
+        padding = self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
         if checksum(self.checksums.data) != self.layout.sums_checksum:
             problem = "the table of checksums is damaged"
         elif checksum(ends.data) != self.layout.ends_checksum:
             problem = "the document ends are damaged"
         elif np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
             problem = "the document ends do not cover the tokens"
-        elif any(padding):
+        elif padding.any():
             problem = "the bytes between tokens and document ends are not zero"
         elif self.metadata.index == 0 and not self.follows(None):
             problem = "the chain fingerprint is wrong"
@@ -127,7 +133,7 @@ class Shard:
         return enumerate(range(0, self.tokens.nbytes, self.layout.block_size))
 
     def _block_agrees(self, block: int, start: int) -> bool:
-        data = memoryview(self._map)[HEADER_BYTES + start : HEADER_BYTES + self.tokens.nbytes][: self.layout.block_size]
+        data = self._bytes.data[HEADER_BYTES + start : HEADER_BYTES + self.tokens.nbytes][: self.layout.block_size]
         return checksum(data) == int(self.checksums[block])
 
 

@@ -84,7 +84,7 @@ def test_read_is_slicing(three):
             assert got.shape == (rows, length)
             assert got.dtype == np.uint16
             assert got.flags.writeable
-            assert got.flags.owndata
+            assert not any(np.shares_memory(got, shard.tokens) for shard in ds.shards)
             assert np.array_equal(got, np.array([everything[o : o + length] for o in offsets]).reshape(rows, length))
     start, size = ds.ranges[1]
     assert np.array_equal(ds.read(np.array([start]), size)[0], everything[start : start + size])

@@ -1,0 +1,167 @@
+"""Files as memory: all of a data set mapped back to back in one range of addresses, and their windows copied from there.
+
+A file that is cut short while it is mapped leaves pages that cannot be read; touching one is the signal SIGBUS, which
+ends the process. `data/fault.py` turns it into an error.
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from roxxel_dist.data import fault
+
+PROT_NONE = 0
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+
+
+class Mapping:
+    """Whole files in one range of addresses, each from a page's start; unmapped when the last array into it is gone.
+
+    No file stays open: a data set of thousands of shards takes no file descriptors.
+
+    Args:
+        paths: the files; none is empty.
+
+    Raises:
+        ValueError: a file is empty, or changed its size in this moment. The message names it.
+        OSError: a file cannot be opened or mapped.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        sizes = [os.stat(path).st_size for path in paths]
+        pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
+        self.size = sum(pages)
+        for path, size in zip(paths, sizes, strict=True):
+            if not size:
+                raise ValueError(f"{path}: the file is empty. Write it again, or take it away")
+        reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self.address = fault.map_memory(None, self.size, PROT_NONE, reserved, -1)
+        # Not at exit: threads may still read then, and the system unmaps everything anyway.
+        weakref.finalize(self, fault.unmap_memory, self.address, self.size).atexit = False
+        self.starts: list[int] = []
+        start = self.address
+        for path, size, length in zip(paths, sizes, pages, strict=True):
+            _map_file(path, size, start)
+            self.starts.append(start)
+            start += length
+        self.sizes = sizes
+        fault.watch(
+            [(start, start + length, path) for start, length, path in zip(self.starts, pages, paths, strict=True)]
+        )
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """The range as numpy takes it: read-only uint8."""
+        return {"version": 3, "data": (self.address, True), "shape": (self.size,), "typestr": "|u1"}
+
+
+def _map_file(path: Path, size: int, address: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        now = os.fstat(fd).st_size
+        if now != size:
+            raise ValueError(
+                f"{path}: {now} bytes, a moment ago {size}: something writes to it. Open it when it is done"
+            )
+        fault.map_memory(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, fd)
+    finally:
+        os.close(fd)
+
+
+def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
+    """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
+
+    The files stay mapped, and are not held open, as long as one of the arrays or a view of one lives.
+
+    Raises:
+        ValueError: a file is empty or changes its size now; the message names it.
+        OSError: a file cannot be opened or mapped.
+    """
+    if not paths:
+        return []
+    mapping = Mapping(paths)
+    whole = np.asarray(mapping)
+    return [
+        whole[start - mapping.address : start - mapping.address + size]
+        for start, size in zip(mapping.starts, mapping.sizes, strict=True)
+    ]
+
+
+class Windows:
+    """Copies windows of bytes from some arrays, wherever they are in memory, with one index operation.
+
+    Args:
+        arrays: 1-D, contiguous, at least one. Mapped together they are neighbours, but they need not be.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        addresses = [address_of(array) for array in arrays]
+        self._arrays = tuple(arrays)  # what keeps the memory there
+        self._low = min(addresses)
+        self._high = max(address + array.nbytes for address, array in zip(addresses, arrays, strict=True))
+        self.starts = np.array(addresses, np.int64) - self._low
+        """int64 [arrays]: where each array begins, in bytes from the first."""
+        self._of_length: dict[int, np.ndarray] = {}
+
+    def copy(self, index: np.ndarray, size: int) -> np.ndarray:
+        """A fresh uint8 array [R, size]: the bytes from `index` on, int64 [R], counted like `starts`.
+
+        The caller has checked that each window is within one of the arrays.
+
+        Raises:
+            ValueError: a file behind one of the windows was cut short while it was mapped.
+        """
+        windows = self._of_length.get(size)
+        if windows is None:
+            windows = self._of_length[size] = self._view(size)
+        rows = windows[index]
+        if fault.lost:
+            fault.check(index + self._low, size)
+        return rows.view(np.uint8).reshape(len(index), size)
+
+    def _view(self, size: int) -> np.ndarray:
+        # Elements of `size` bytes, one at every byte: numpy copies each with one memcpy, whatever its alignment.
+        count = max(0, self._high - self._low - size + 1)
+        return np.asarray(_Memory(self._low, count, size, self._arrays))
+
+
+class _Memory:
+    """Any range of addresses as numpy takes it."""
+
+    def __init__(self, address: int, count: int, size: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": (count,),
+            "strides": (1,),
+            "typestr": f"|V{size}",
+        }
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where the array's first byte is."""
+    return array.__array_interface__["data"][0]
+
+
+def intact(array: np.ndarray) -> np.ndarray:
+    """The array itself, contiguous and mapped, if its file is not known to have been cut short.
+
+    Raises:
+        ValueError: it was; the message names the file.
+    """
+    if fault.lost:
+        fault.check(np.array([address_of(array)]), array.nbytes)
+    return array
+
+
+def advise(addresses: Sequence[int], size: int) -> None:
+    """Ask the kernel to read the pages of some windows of `size` bytes from the disk ahead of their use."""
+    for address in addresses:
+        low = address & -mmap.PAGESIZE
+        fault.libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(address + size - low), mmap.MADV_WILLNEED)
