@@ -1,4 +1,4 @@
-"""Files as memory: all of a data set mapped back to back in one range of addresses, and their windows copied from there.
+"""Files as memory: all of a data set mapped back to back in one range of addresses, and windows copied from there.
 
 A file that is cut short while it is mapped leaves pages that cannot be read; touching one is the signal SIGBUS, which
 ends the process. `data/fault.py` turns it into an error.
@@ -7,6 +7,7 @@ ends the process. `data/fault.py` turns it into an error.
 import ctypes
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from roxxel_dist.data import fault
 
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+COLD_FOR = 256
+"""Batches for which pages are asked ahead after one had to wait. Asking takes twice as long as a copy from memory."""
 
 
 class Mapping:
@@ -107,6 +110,7 @@ class Windows:
         self.starts = np.array(addresses, np.int64) - self._low
         """int64 [arrays]: where each array begins, in bytes from the first."""
         self._of_length: dict[int, np.ndarray] = {}
+        self._waits, self._cold_for = _waits(), 0
 
     def copy(self, index: np.ndarray, size: int) -> np.ndarray:
         """A fresh uint8 array [R, size]: the bytes from `index` on, int64 [R], counted like `starts`.
@@ -122,7 +126,21 @@ class Windows:
         rows = windows[index]
         if fault.lost:
             fault.check(index + self._low, size)
+        waits = _waits()
+        if waits != self._waits:
+            self._waits, self._cold_for = waits, COLD_FOR
         return rows.view(np.uint8).reshape(len(index), size)
+
+    def cold(self) -> bool:
+        """Whether copying had to wait for the disk not long ago."""
+        self._cold_for = max(0, self._cold_for - 1)
+        return self._cold_for > 0
+
+    def ask(self, index: np.ndarray, size: int) -> None:
+        """Let the kernel read the pages of some windows, given as to `copy`, from the disk ahead of their use."""
+        for address in (index + self._low).tolist():
+            low = address & -mmap.PAGESIZE
+            fault.libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(address + size - low), mmap.MADV_WILLNEED)
 
     def _view(self, size: int) -> np.ndarray:
         # Elements of `size` bytes, one at every byte: numpy copies each with one memcpy, whatever its alignment.
@@ -144,6 +162,11 @@ class _Memory:
         }
 
 
+def _waits() -> int:
+    """How many times this thread has waited for a page from the disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
 def address_of(array: np.ndarray) -> int:
     """Where the array's first byte is."""
     return array.__array_interface__["data"][0]
@@ -158,10 +181,3 @@ def intact(array: np.ndarray) -> np.ndarray:
     if fault.lost:
         fault.check(np.array([address_of(array)]), array.nbytes)
     return array
-
-
-def advise(addresses: Sequence[int], size: int) -> None:
-    """Ask the kernel to read the pages of some windows of `size` bytes from the disk ahead of their use."""
-    for address in addresses:
-        low = address & -mmap.PAGESIZE
-        fault.libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(address + size - low), mmap.MADV_WILLNEED)

@@ -9,12 +9,12 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import numpy as np
 
 from roxxel_dist.data.locate import Source, Target, find_shards
-from roxxel_dist.data.part import Part, Reader, open_parts, split_part
+from roxxel_dist.data.part import Io, Part, Reader, open_parts, split_part
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
@@ -27,13 +27,18 @@ class Roxxel:
     Args:
         filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
             `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it.
+        io: "mmap" copies batches from the mapped files, which is the fastest; what was read counts as the process's
+            memory until the kernel needs it. "pread" reads them from the files, and that memory stays flat.
 
     Raises:
         ValueError: the files are not the whole shards of one data set. The message names the file.
     """
 
-    def __init__(self, filepath: Source) -> None:
+    def __init__(self, filepath: Source, io: Io = "mmap") -> None:
+        if io not in get_args(Io):
+            raise ValueError(f"io={io!r}: how batches are read, one of {', '.join(get_args(Io))}")
         self.filepath = filepath
+        self.io: Io = io
         self._is_view = False
         self._closed = False
         self._opened: tuple[Part, ...] | None = None
@@ -45,6 +50,8 @@ class Roxxel:
         # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
         one_file = not isinstance(self.filepath, (list, tuple)) and paths == [Path(self.filepath)]  # pyright: ignore[reportArgumentType]
         self._opened = open_parts(paths, alone=one_file) if paths else None
+        if paths and self.io == "pread":
+            _ = self._reader  # from here on a file that is replaced is noticed
 
     def _forget(self) -> None:
         self._opened = None
@@ -65,6 +72,7 @@ class Roxxel:
     def _view(self, parts: Iterable[Part]) -> "Roxxel":
         view = object.__new__(Roxxel)
         view.filepath = self.filepath
+        view.io = self.io
         view._is_view = True
         view._closed = False
         view._opened = tuple(parts)
@@ -163,7 +171,7 @@ class Roxxel:
 
     @cached_property
     def _reader(self) -> Reader:
-        return Reader(self._parts)
+        return Reader(self._parts, self.io)
 
     def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
         """Copy one window of contiguous tokens a row.
@@ -179,6 +187,17 @@ class Roxxel:
             ValueError: a window is not within one of `ranges`, or its file was cut short since it was opened.
         """
         return self._reader.read(np.asarray(offsets, np.int64), length)
+
+    def prefetch(self, offsets: np.ndarray, length: int) -> None:
+        """Prepare for a `read` of the same windows, some batches from now. It never changes what is read.
+
+        With `io="pread"` a few threads read the windows. With "mmap" the kernel is asked for the pages, but only if
+        batches lately had to wait for the disk.
+
+        Raises:
+            ValueError: a window is not within one of `ranges`.
+        """
+        self._reader.prefetch(np.asarray(offsets, np.int64), length)
 
     def estimate_steps(self, seq_len: int, batch_size: int) -> int:
         """Batches of `batch_size` windows of `seq_len` tokens that one pass over the data set yields."""

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from roxxel_dist.data.arena import Windows, intact, map_files
+from roxxel_dist.data.pread import Files
 from roxxel_dist.data.shard import Shard
+
+Io = Literal["mmap", "pread"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,17 +47,23 @@ class Reader:
     """Copies windows of tokens out of the parts of one data set, all of one dtype.
 
     One index operation copies the windows of a batch, whatever shards they are in.
+
+    Args:
+        parts: of one data set.
+        io: "mmap" copies from the mapped files, "pread" reads the files.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], io: Io = "mmap") -> None:
         self._path = parts[0].shard.path
         self._dtype = parts[0].shard.dtype
-        self._windows = Windows([part.shard.tokens for part in parts])
         self._low = np.array([part.first + part.low for part in parts], np.int64)
         # One row more at the front, for offsets before the first part: no window there ends early enough.
         self._high = np.array([np.iinfo(np.int64).min, *(part.first + part.high for part in parts)], np.int64)
+        self._files = Files([part.shard.path for part in parts]) if io == "pread" else None
+        self._windows = Windows([part.shard.tokens for part in parts])
+        starts = self._windows.starts if self._files is None else [part.shard.offset for part in parts]
         bytes_before = np.array([part.first for part in parts], np.int64) * self._dtype.itemsize
-        self._shift = np.concatenate([[0], self._windows.starts - bytes_before])
+        self._shift = np.concatenate([[0], starts - bytes_before])
 
     def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
         """Copy windows of tokens.
@@ -68,10 +78,22 @@ class Reader:
         Raises:
             ValueError: a window is not within one part, or its file was cut short since it was opened.
         """
-        return self._windows.copy(self._locate(offsets, length), length * self._dtype.itemsize).view(self._dtype)
+        numbers, index = self._locate(offsets, length)
+        size = length * self._dtype.itemsize
+        if self._files is None:
+            return self._windows.copy(index, size).view(self._dtype)
+        return self._files.copy(numbers - 1, index, size).view(self._dtype)
 
-    def _locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """Where the windows begin, as `Windows` counts."""
+    def prefetch(self, offsets: np.ndarray, length: int) -> None:
+        """Prepare for a later `read` of the same windows: see `Roxxel.prefetch`."""
+        if self._files is not None:
+            numbers, index = self._locate(offsets, length)
+            self._files.ask(numbers - 1, index, length * self._dtype.itemsize)
+        elif self._windows.cold():
+            self._windows.ask(self._locate(offsets, length)[1], length * self._dtype.itemsize)
+
+    def _locate(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each window the part, counted from 1, and where it begins in bytes, as `Windows` or the file counts."""
         numbers = self._low.searchsorted(offsets, side="right")
         wrong = offsets + length > self._high[numbers]
         if length < 1 or wrong.any():
@@ -80,7 +102,7 @@ class Reader:
                 f"a window of {length} tokens at token {at} is not within one of the {len(self._low)} ranges from "
                 f"{self._path} on; a window has at least 1 token and crosses no shard and no cut of split()"
             )
-        return offsets * self._dtype.itemsize + self._shift[numbers]
+        return numbers, offsets * self._dtype.itemsize + self._shift[numbers]
 
 
 def split_part(part: Part, val_fraction: float) -> tuple[Part, Part]:

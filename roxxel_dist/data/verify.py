@@ -1,0 +1,72 @@
+"""Checking a data set against its checksums, by as many processes as it is worth."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+
+from roxxel_dist.data.report import Report
+from roxxel_dist.data.shard import Shard
+
+WORTH_A_PROCESS = 1 << 32
+"""Bytes of tokens: half a second's work for a core, which is what a process takes to start."""
+
+Piece = tuple[Path, int, int]
+
+
+def find_damage(shards: Sequence[Shard], report: Report, workers: int | None = None) -> Iterator[str]:
+    """What is wrong with the shards: one message for each damaged one, which names the block and the document.
+
+    Args:
+        shards: open, of one data set.
+        report: shows how far it is.
+        workers: processes; None: as many as there are cores, or this one alone where there is little to read.
+    """
+    size = sum(shard.tokens.nbytes for shard in shards)
+    workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // WORTH_A_PROCESS))
+    whole: list[Shard] = []
+    for shard in shards:
+        try:
+            shard.verify_ends()
+            whole.append(shard)
+        except ValueError as error:
+            yield str(error)
+    yield from _find_damaged_blocks(whole, report, workers)
+
+
+def _find_damaged_blocks(shards: Sequence[Shard], report: Report, workers: int) -> Iterator[str]:
+    pieces = [(shard.path, first, last) for shard in shards for first, last in shard.pieces()]
+    by_path = {shard.path: shard for shard in shards}
+    with report.bar("verify", max(1, len(pieces))) as advance:
+        for path, group in groupby(_check_pieces(pieces, workers), lambda checked: checked[0]):
+            damaged: list[int] = []
+            for _, found in group:
+                damaged += found
+                advance(1)
+            try:
+                by_path[path].refuse(damaged)
+            except ValueError as error:
+                yield str(error)
+
+
+def _check_pieces(pieces: Sequence[Piece], workers: int) -> Iterator[tuple[Path, list[int]]]:
+    if workers == 1:
+        yield from map(_check, pieces)
+        return
+    # A fresh interpreter: a fork of a process with threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool:
+        yield from pool.map(_check, pieces)
+
+
+def _check(piece: Piece) -> tuple[Path, list[int]]:
+    path, first, last = piece
+    return path, _open(path).damaged_blocks(first, last)
+
+
+@lru_cache(maxsize=1)
+def _open(path: Path) -> Shard:
+    return Shard.open(path)
