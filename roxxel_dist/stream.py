@@ -1,17 +1,24 @@
-"""A process's view of the plan: the rows that its own devices need, read and placed on the mesh."""
+"""A process's view of the plan: the rows that its own devices need, read and placed on the mesh.
+
+jax is imported only where batches are placed: a process that reads numpy arrays starts without it.
+"""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.curriculum.plan import Plan, Rows
 
 if TYPE_CHECKING:
+    import jax
+    from jax.sharding import NamedSharding
+
     from roxxel_dist.data.dataset import Roxxel
+
+STEPS_AHEAD = 4
+Runs = tuple[tuple[int, int], ...]
 
 
 class Stream:
@@ -19,22 +26,34 @@ class Stream:
 
     Args:
         plan: what each step reads.
-        datasets: where the tokens are, by the names that the plan uses.
+        dataset: where the tokens are: the one data set of the plan, or all of them by the plan's names.
         sharding: how a (rows, tokens) batch lies on the mesh, or None for numpy arrays. A batch that it does not divide
             is cut along the tokens instead, or copied whole (`cluster.mesh.fit_sharding`).
         start_step: the first step to read, from 0.
 
     Iterating gives int32[batch_size, seq_len] arrays: a global `jax.Array` of which this process read only what its
     devices hold.
+
+    Raises:
+        ValueError: a data set of the plan is missing.
     """
 
     def __init__(
-        self, plan: Plan, datasets: Mapping[str, "Roxxel"], sharding: NamedSharding | None, start_step: int = 0
+        self,
+        plan: Plan,
+        dataset: "Roxxel | Mapping[str, Roxxel]",
+        sharding: "NamedSharding | None",
+        start_step: int = 0,
     ) -> None:
+        named = dataset if isinstance(dataset, Mapping) else {plan.datasets[0]: dataset}
+        missing = [name for name in plan.datasets if name not in named]
+        if missing:
+            raise ValueError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
         self.plan = plan
-        self.datasets = datasets
+        self.datasets = tuple(named[name] for name in plan.datasets)
         self.sharding = sharding
         self.step = start_step
+        self._ahead: dict[int, Rows] = {}
 
     def __len__(self) -> int:
         return self.plan.total_steps - self.step
@@ -45,42 +64,86 @@ class Stream:
     def __next__(self) -> Any:
         if self.step >= self.plan.total_steps:
             raise StopIteration
-        batch = self.batch(self.step)
+        rows = self._ahead.pop(self.step, None) or self.plan.rows(self.step)
+        batch = self._place(rows)
         self.step += 1
+        self._look_ahead()
         return batch
 
     def batch(self, step: int) -> Any:
         """The batch of any step."""
-        rows = self.plan.rows(step)
+        return self._place(self.plan.rows(step))
+
+    def _look_ahead(self) -> None:
+        """Let the data sets prepare for what the next steps read."""
+        following = range(self.step, min(self.step + STEPS_AHEAD, self.plan.total_steps))
+        known, self._ahead = self._ahead, {}
+        for step in following:
+            self._ahead[step] = known.get(step) or self.plan.rows(step)
+            if step not in known:
+                self._prefetch(self._ahead[step])
+
+    def _prefetch(self, rows: Rows) -> None:
+        for low, high in _layout(self.sharding, (len(rows.offset), rows.seq_len))[1]:
+            for number, mine in _by_dataset(rows.dataset[low:high], len(self.datasets)):
+                self.datasets[number].prefetch(rows.offset[low:high][mine], rows.seq_len)
+
+    def _place(self, rows: Rows) -> Any:
         if self.sharding is None:
-            return self._read(rows, slice(None)).astype(np.int32)
+            return self._tokens(rows, 0, len(rows.offset))
         shape = (len(rows.offset), rows.seq_len)
-        return place(shape, fit_sharding(self.sharding, shape), lambda part: self._read(rows, part).astype(np.int32))
+        sharding, runs = _layout(self.sharding, shape)
+        return _place(shape, sharding, [(low, high, self._tokens(rows, low, high)) for low, high in runs])
 
-    def _read(self, rows: Rows, part: slice) -> np.ndarray:
-        """[rows of the part, seq_len] tokens, in the data sets' own dtype where they share one."""
-        dataset, offset = rows.dataset[part], rows.offset[part]
-        used = np.unique(dataset)
-        if len(used) == 1:
-            return self._dataset(used[0]).read(offset, rows.seq_len)
-        tokens = np.empty((len(offset), rows.seq_len), np.int32)
-        for number in used:
-            mine = dataset == number
-            tokens[mine] = self._dataset(number).read(offset[mine], rows.seq_len)
-        return tokens
+    def _tokens(self, rows: Rows, low: int, high: int) -> np.ndarray:
+        return self._read(rows, low, high).astype(np.int32, copy=False)
 
-    def _dataset(self, number: int) -> "Roxxel":
-        return self.datasets[self.plan.datasets[number]]
+    def _read(self, rows: Rows, low: int, high: int) -> np.ndarray:
+        """Rows `low` to `high` of a batch: [rows, seq_len] in the dtype of the data set, int32 where they differ."""
+        parts = list(_by_dataset(rows.dataset[low:high], len(self.datasets)))
+        if len(parts) == 1:
+            return self.datasets[parts[0][0]].read(rows.offset[low:high], rows.seq_len)
+        out = np.empty((high - low, rows.seq_len), np.int32)
+        for number, mine in parts:
+            out[mine] = self.datasets[number].read(rows.offset[low:high][mine], rows.seq_len)
+        return out
 
 
-def place(shape: tuple[int, int], sharding: NamedSharding, read: Any) -> jax.Array:
-    """A global int32 array of `shape` of which `read(rows: slice)` is asked once for each run of rows held here."""
-    held: dict[tuple[int, int], np.ndarray] = {}
+def _by_dataset(dataset: np.ndarray, count: int) -> list[tuple[int, Any]]:
+    """(number, which rows) of each data set that some rows are from."""
+    if count == 1 or (dataset == dataset[0]).all():
+        return [(int(dataset[0]), slice(None))]
+    return [(int(number), np.flatnonzero(dataset == number)) for number in np.unique(dataset)]
+
+
+@lru_cache(maxsize=64)
+def _layout(sharding: "NamedSharding | None", shape: tuple[int, int]) -> tuple[Any, Runs]:
+    """The sharding that a batch of this shape gets, and the runs of rows that are needed here: (first, end) of each."""
+    if sharding is None:
+        return None, ((0, shape[0]),)
+    from roxxel_dist.cluster.mesh import fit_sharding
+
+    fitted = fit_sharding(sharding, shape)
+    indices: Any = fitted.addressable_devices_indices_map(shape).values()
+    runs: list[tuple[int, int]] = []
+    for low, high in sorted({index[0].indices(shape[0])[:2] for index in indices}):
+        if runs and low <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(high, runs[-1][1])
+        else:
+            runs.append((low, high))
+    return fitted, tuple(runs)
+
+
+def _place(shape: tuple[int, int], sharding: Any, held: list[tuple[int, int, np.ndarray]]) -> "jax.Array":
+    """A global array of `shape` from the runs of rows that this process's devices hold: (first, end, rows) of each."""
+    import jax
+
+    if len(held) == 1 and not held[0][0]:
+        return jax.make_array_from_callback(shape, sharding, held[0][2].__getitem__)
 
     def piece(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(shape[0])
-        if (start, stop) not in held:
-            held[start, stop] = read(slice(start, stop))
-        return np.ascontiguousarray(held[start, stop][:, index[1]])
+        low, rows = next((low, rows) for low, high, rows in held if low <= start and stop <= high)
+        return rows[start - low : stop - low, index[1]]
 
     return jax.make_array_from_callback(shape, sharding, piece)
