@@ -65,14 +65,14 @@ class Stream:
         if self.step >= self.plan.total_steps:
             raise StopIteration
         rows = self._ahead.pop(self.step, None) or self.plan.rows(self.step)
-        batch = self._place(rows)
+        batch = self.place(rows)
         self.step += 1
         self._look_ahead()
         return batch
 
     def batch(self, step: int) -> Any:
         """The batch of any step."""
-        return self._place(self.plan.rows(step))
+        return self.place(self.plan.rows(step))
 
     def _look_ahead(self) -> None:
         """Let the data sets prepare for what the next steps read."""
@@ -88,7 +88,8 @@ class Stream:
             for number, mine in _by_dataset(rows.dataset[low:high], len(self.datasets)):
                 self.datasets[number].prefetch(rows.offset[low:high][mine], rows.seq_len)
 
-    def _place(self, rows: Rows) -> Any:
+    def place(self, rows: Rows) -> Any:
+        """The batch of these rows, as iterating gives it."""
         if self.sharding is None:
             return self._tokens(rows, 0, len(rows.offset))
         shape = (len(rows.offset), rows.seq_len)

@@ -1,0 +1,235 @@
+"""Reading: shuffled batches to numpy and to a mesh, a cold start, memory, and verification.
+
+    python benchmarks/data_read.py [FOLDER]
+
+FOLDER keeps the data that is made at first: 2^27 random tokens as one file, as eight shards, and as a peer's archive.
+Another row of the table is another function in ROWS.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import numpy as np
+import peers
+from measure import Result, interleave, ratios, table
+
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.report import Report
+from roxxel_dist.data.verify import find_damage
+from roxxel_dist.stream import Stream
+
+TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257
+DEVICES = 8
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The data that all rows read."""
+
+    folder: Path
+
+    @cached_property
+    def shards(self) -> Roxxel:
+        """All tokens in eight shards."""
+        data = Roxxel(self.folder / "shards_*.rox")
+        if not list(self.folder.glob("shards_*.rox")):
+            data.write(self._documents(), separator=None, vocab_size=VOCABULARY, max_shard_bytes=2 * TOKENS // SHARDS)
+        return data
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The same in one file, mapped: what the peers read."""
+        path = self.folder / "flat.npy"
+        if not path.exists():
+            np.save(path, np.concatenate(list(self._documents())))
+        return np.load(path, mmap_mode="r")
+
+    def _documents(self) -> Iterable[np.ndarray]:
+        rng = np.random.default_rng(0)
+        for _ in range(SHARDS):
+            yield rng.integers(0, VOCABULARY, TOKENS // SHARDS, np.uint16)
+
+    def plan(self, batch: int, seq_len: int) -> Plan:
+        """An order over the shards that outlasts every row."""
+        return Plan([(1_000_000, batch, seq_len)], {"self": self.shards.ranges}, 1)
+
+    def warm(self) -> None:
+        """Bring all files into the page cache and map their pages."""
+        self.shards.verify()
+        self.tokens.sum()
+
+
+def to_numpy(corpus: Corpus) -> Iterable[Result]:
+    """Shuffled rows to numpy, with the plan's time and without."""
+    targets = {(16, 1025): (0.22, 2.5, 12), (1, 32769): (0.60, None, None), (256, 2049): (0.20, None, None)}
+    for (batch, seq_len), (copy, torch, grain) in targets.items():
+        name = f"{batch}x{seq_len} to numpy"
+        times = interleave(_to_numpy(corpus, batch, seq_len), max(10, 3_000_000 // (batch * seq_len)))
+        yield from ratios(name, "ours", times, {"sequential copy": copy})
+        yield from ratios(f"{name}, order known", "ours without the plan", times, {"sequential copy": None})
+        if torch is not None:
+            yield from ratios(name, "ours", times, {"torch DataLoader": torch, "grain": grain})
+
+
+def _to_numpy(corpus: Corpus, batch: int, seq_len: int) -> dict[str, Callable[[], object]]:
+    stream = Stream(corpus.plan(batch, seq_len), corpus.shards, None)
+    plan = corpus.plan(batch, seq_len)
+    known = iter([plan.rows(step).offset for step in range(10 * max(10, 3_000_000 // (batch * seq_len)) + 10)])
+    found: dict[str, Callable[[], object] | None] = {
+        "sequential copy": peers.sequential(corpus.tokens, batch, seq_len),
+        "ours": lambda: next(stream),
+        "ours without the plan": lambda: corpus.shards.read(next(known), seq_len).astype(np.int32),
+    }
+    if (batch, seq_len) == (16, 1025):
+        found["torch DataLoader"] = peers.torch_loader(corpus.tokens, batch, seq_len)
+        found["grain"] = peers.grain_source(corpus.tokens, batch, seq_len)
+    return {name: call for name, call in found.items() if call is not None}
+
+
+def to_mesh(corpus: Corpus) -> Iterable[Result]:
+    """Rows to a mesh of eight simulated devices, by the wall clock: jax copies in threads of its own."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from roxxel_dist.cluster.mesh import make_mesh
+
+    batch, seq_len = 16, 1025
+    sharding = NamedSharding(make_mesh(), P("data", None))
+    stream = Stream(corpus.plan(batch, seq_len), corpus.shards, sharding)
+    host = peers.sequential(corpus.tokens, batch, seq_len)
+
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    plan = corpus.plan(batch, seq_len)
+    known = iter([plan.rows(step) for step in range(4100)])
+    found = {
+        "raw slice + the same put": lambda: put(host()),
+        "ours": lambda: next(stream),
+        "ours without the plan": lambda: stream.place(next(known)),
+        "roxxel": peers.roxxel_stream(corpus.folder, corpus.tokens, batch, seq_len, sharding),
+    }
+    grain = peers.grain_source(corpus.tokens, batch, seq_len)
+    if grain is not None:
+        found["grain + the same put"] = lambda: put(grain())
+    ready = {name: _blocking(call) for name, call in found.items() if call is not None}
+    times = interleave(ready, 200, time.perf_counter, rounds=15)
+    name = f"{batch}x{seq_len} to {DEVICES} devices"
+    targets = {"raw slice + the same put": 0.85, "roxxel": 1.4, "grain + the same put": 4}
+    yield from ratios(name, "ours", times, targets)
+    yield from ratios(f"{name}, order known", "ours without the plan", times, {"raw slice + the same put": None})
+    one = NamedSharding(make_mesh(1), P("data", None))
+    peer = peers.roxxel_stream(corpus.folder, corpus.tokens, batch, seq_len, one)
+    numpy_stream = Stream(corpus.plan(batch, seq_len), corpus.shards, None)
+    both = {"ours": lambda: next(numpy_stream), **({"roxxel (with its put)": _blocking(peer)} if peer else {})}
+    times = interleave(both, 200, time.perf_counter)
+    yield from ratios(f"{batch}x{seq_len} to numpy", "ours", times, {"roxxel (with its put)": 5})
+
+
+def _blocking(call: Callable[[], object]) -> Callable[[], object]:
+    import jax
+
+    return lambda: jax.block_until_ready(call())
+
+
+COLD = """
+import sys
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.stream import Stream
+data = Roxxel(sys.argv[1])
+batch = next(Stream(Plan([(1000, 16, 1025)], {"self": data.ranges}, 1), data, None))
+assert batch.shape == (16, 1025) and "jax" not in sys.modules
+"""
+
+
+def cold_start(corpus: Corpus) -> Iterable[Result]:
+    """CPU seconds of a process from its start to its first batch and its end."""
+    found = []
+    for _ in range(7):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", COLD, corpus.shards.filepath], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    yield Result(
+        what="cold process to the first batch", against="s CPU", measured=sorted(found)[3], target=0.4, at_most=True
+    )
+
+
+MEMORY = """
+import sys
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.stream import Stream
+def kib(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name + ":"))
+anonymous, all_of_it = kib("RssAnon"), kib("VmRSS")
+data = Roxxel(sys.argv[1], io=sys.argv[2])
+stream = Stream(Plan([(3000, 16, 1025)], {"self": data.ranges}, 1), data, None)
+for batch in stream:
+    pass
+print((kib("RssAnon") - anonymous) * 1024 / 1e6, (kib("VmRSS") - all_of_it) * 1024 / 1e6)
+"""
+
+
+def memory(corpus: Corpus) -> Iterable[Result]:
+    """What a process takes over its imports after 3,000 batches."""
+    for io in ("mmap", "pread"):
+        command = [sys.executable, "-c", MEMORY, corpus.shards.filepath, io]
+        anonymous, everything = map(
+            float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        )
+        name = f"memory while streaming, {io}"
+        yield Result(what=name, against="MB anonymous", measured=anonymous, target=30, at_most=True)
+        yield Result(what=name, against="MB with the page cache", measured=everything)
+
+
+def verify(corpus: Corpus) -> Iterable[Result]:
+    """Verification in one process, against reading the files once."""
+    buffer = bytearray(1 << 20)
+
+    def read_once() -> None:
+        for shard in corpus.shards.shards:
+            with shard.path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def check() -> None:
+        assert not list(find_damage(corpus.shards.shards, Report(False), workers=1))
+
+    times = interleave({"reading the files once": read_once, "ours": check}, 1)
+    yield from ratios("data verify", "ours", times, {"reading the files once": 0.5})
+
+
+ROWS: list[Callable[[Corpus], Iterable[Result]]] = [to_numpy, to_mesh, cold_start, memory, verify]
+
+
+def main() -> None:
+    """Print the table."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".cache/benchmarks")
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = Corpus(folder)
+    corpus.warm()
+    results: list[Result] = []
+    for row in ROWS:
+        print(f"{(row.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
+        results += row(corpus)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
