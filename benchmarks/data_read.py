@@ -88,7 +88,7 @@ def _to_numpy(corpus: Corpus, batch: int, seq_len: int) -> dict[str, Callable[[]
     found: dict[str, Callable[[], object] | None] = {
         "sequential copy": peers.sequential(corpus.tokens, batch, seq_len),
         "ours": lambda: next(stream),
-        "ours without the plan": lambda: corpus.shards.read(next(known), seq_len).astype(np.int32),
+        "ours without the plan": lambda: corpus.shards.read(next(known), seq_len, np.int32),
     }
     if (batch, seq_len) == (16, 1025):
         found["torch DataLoader"] = peers.torch_loader(corpus.tokens, batch, seq_len)
@@ -190,9 +190,8 @@ def memory(corpus: Corpus) -> Iterable[Result]:
     """What a process takes over its imports after 3,000 batches."""
     for io in ("mmap", "pread"):
         command = [sys.executable, "-c", MEMORY, corpus.shards.filepath, io]
-        anonymous, everything = map(
-            float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        )
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        anonymous, everything = map(float, printed.split())
         name = f"memory while streaming, {io}"
         yield Result(what=name, against="MB anonymous", measured=anonymous, target=30, at_most=True)
         yield Result(what=name, against="MB with the page cache", measured=everything)

@@ -91,19 +91,16 @@ class Stream:
     def place(self, rows: Rows) -> Any:
         """The batch of these rows, as iterating gives it."""
         if self.sharding is None:
-            return self._tokens(rows, 0, len(rows.offset))
+            return self._read(rows, 0, len(rows.offset))
         shape = (len(rows.offset), rows.seq_len)
         sharding, runs = _layout(self.sharding, shape)
-        return _place(shape, sharding, [(low, high, self._tokens(rows, low, high)) for low, high in runs])
-
-    def _tokens(self, rows: Rows, low: int, high: int) -> np.ndarray:
-        return self._read(rows, low, high).astype(np.int32, copy=False)
+        return _place(shape, sharding, [(low, high, self._read(rows, low, high)) for low, high in runs])
 
     def _read(self, rows: Rows, low: int, high: int) -> np.ndarray:
-        """Rows `low` to `high` of a batch: [rows, seq_len] in the dtype of the data set, int32 where they differ."""
+        """Rows `low` to `high` of a batch, int32 [rows, seq_len]."""
         parts = list(_by_dataset(rows.dataset[low:high], len(self.datasets)))
         if len(parts) == 1:
-            return self.datasets[parts[0][0]].read(rows.offset[low:high], rows.seq_len)
+            return self.datasets[parts[0][0]].read(rows.offset[low:high], rows.seq_len, np.int32)
         out = np.empty((high - low, rows.seq_len), np.int32)
         for number, mine in parts:
             out[mine] = self.datasets[number].read(rows.offset[low:high][mine], rows.seq_len)

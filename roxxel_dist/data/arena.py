@@ -124,12 +124,16 @@ class Windows:
         if windows is None:
             windows = self._of_length[size] = self._view(size)
         rows = windows[index]
+        self.check(index, size)
+        return rows.view(np.uint8).reshape(len(index), size)
+
+    def check(self, index: np.ndarray, size: int) -> None:
+        """To be called when windows have been read: raises like `copy`, and notes whether the disk was waited for."""
         if fault.lost:
             fault.check(index + self._low, size)
         waits = _waits()
         if waits != self._waits:
             self._waits, self._cold_for = waits, COLD_FOR
-        return rows.view(np.uint8).reshape(len(index), size)
 
     def cold(self) -> bool:
         """Whether copying had to wait for the disk not long ago."""

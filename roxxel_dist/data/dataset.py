@@ -173,20 +173,22 @@ class Roxxel:
     def _reader(self) -> Reader:
         return Reader(self._parts, self.io)
 
-    def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
+    def read(self, offsets: np.ndarray, length: int, dtype: Any = None) -> np.ndarray:
         """Copy one window of contiguous tokens a row.
 
         Args:
             offsets: int64 [R], first tokens, counted from the data set's start over all shards.
             length: tokens a window, at least 1.
+            dtype: of the result; None: the data set's.
 
         Returns:
-            A fresh array [R, length] in the data set's dtype.
+            A fresh array [R, length].
 
         Raises:
             ValueError: a window is not within one of `ranges`, or its file was cut short since it was opened.
         """
-        return self._reader.read(np.asarray(offsets, np.int64), length)
+        wanted = self.dtype if dtype is None else np.dtype(dtype)
+        return self._reader.read(np.asarray(offsets, np.int64), length, wanted)
 
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
         """Prepare for a `read` of the same windows, some batches from now. It never changes what is read.

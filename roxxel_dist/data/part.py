@@ -11,6 +11,7 @@ from roxxel_dist.data.arena import Windows, intact, map_files
 from roxxel_dist.data.pread import Files
 from roxxel_dist.data.shard import Shard
 
+LONG = 1 << 13
 Io = Literal["mmap", "pread"]
 
 
@@ -54,6 +55,7 @@ class Reader:
     """
 
     def __init__(self, parts: Sequence[Part], io: Io = "mmap") -> None:
+        self._parts = tuple(parts)
         self._path = parts[0].shard.path
         self._dtype = parts[0].shard.dtype
         self._low = np.array([part.first + part.low for part in parts], np.int64)
@@ -65,12 +67,13 @@ class Reader:
         bytes_before = np.array([part.first for part in parts], np.int64) * self._dtype.itemsize
         self._shift = np.concatenate([[0], starts - bytes_before])
 
-    def read(self, offsets: np.ndarray, length: int) -> np.ndarray:
+    def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
         """Copy windows of tokens.
 
         Args:
             offsets: int64 [R], in tokens of the data set.
             length: tokens a window.
+            dtype: of the result.
 
         Returns:
             A fresh array [R, length].
@@ -80,9 +83,22 @@ class Reader:
         """
         numbers, index = self._locate(offsets, length)
         size = length * self._dtype.itemsize
-        if self._files is None:
-            return self._windows.copy(index, size).view(self._dtype)
-        return self._files.copy(numbers - 1, index, size).view(self._dtype)
+        if self._files is not None:
+            rows = self._files.copy(numbers - 1, index, size)
+        elif length >= LONG and dtype != self._dtype:
+            return self._convert(numbers - 1, offsets, length, dtype)
+        else:
+            rows = self._windows.copy(index, size)
+        return rows.view(self._dtype).astype(dtype, copy=False)
+
+    def _convert(self, numbers: np.ndarray, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
+        """Long windows one by one, converted straight from the file: a copy of them would leave the cache."""
+        out = np.empty((len(offsets), length), dtype)
+        for row, number, offset in zip(out, numbers.tolist(), offsets.tolist(), strict=True):
+            start = offset - self._parts[number].first
+            row[:] = self._parts[number].shard.tokens[start : start + length]
+        self._windows.check(self._shift[numbers + 1] + offsets * self._dtype.itemsize, length * self._dtype.itemsize)
+        return out
 
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
         """Prepare for a later `read` of the same windows: see `Roxxel.prefetch`."""

@@ -136,12 +136,12 @@ class Shard:
         size = self.layout.block_size
         data = self.tokens.view(np.uint8)[first * size : last * size]
         whole = len(data) // size * size
-        # Rows of a table, because making a slice for each block would take as long as its checksum.
+        # Rows of a table and digests as bytes: slices and Python's numbers would take as long as the checksums.
         rows: Any = data[:whole].reshape(-1, size)
-        found = list(map(xxhash.xxh3_64_intdigest, rows))
+        found = b"".join(map(xxhash.xxh3_64_digest, rows))
         if whole < len(data):
-            found.append(checksum(data[whole:].data))
-        return (first + np.flatnonzero(np.array(found, np.uint64) != self.checksums[first:last])).tolist()
+            found += xxhash.xxh3_64_digest(data[whole:].data)
+        return (first + np.flatnonzero(np.frombuffer(found, ">u8") != self.checksums[first:last])).tolist()
 
     def refuse(self, damaged: list[int]) -> None:
         """Raise if there is a damaged block: ValueError, naming the first, its tokens and its documents."""
