@@ -205,6 +205,7 @@ class Trainer:
     def _keep_one_in_flight(self) -> None:
         if self._one_in_flight or self._new_shape:
             jax.block_until_ready(self.state.step)
+            self._meter.finished()
 
     def _account(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Count the step; remember its numbers if they are due."""
@@ -228,6 +229,7 @@ class Trainer:
         if not (validate or save or done == self.last_step):
             return
         jax.block_until_ready(self.state.step)
+        self._meter.finished()
         self._meter.pause()
         extra: dict[str, float] = {}
         if self._validation is not None and validate:

@@ -152,12 +152,17 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
         (0, meter.pause),
         (50, meter.pause),
         (0, meter.resume),
-        (1, lambda: meter.step(100)),
+        (0, lambda: meter.step(100)),
+        (1, meter.finished),
+        (7, lambda: None),
     ):
         now[0] += passed
         act()
     assert meter.report() == {"ms_per_step": 1000.0, "tokens_per_s": 100.0}
     assert meter.tokens_per_s == 100.0
+    meter.step(100)
+    now[0] += 3
+    assert meter.report() == {"ms_per_step": 10_000.0, "tokens_per_s": 10.0}
 
 
 def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path):
