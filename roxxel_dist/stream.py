@@ -67,7 +67,8 @@ class Stream:
         rows = self._ahead.pop(self.step, None) or self.plan.rows(self.step)
         batch = self.place(rows)
         self.step += 1
-        self._look_ahead()
+        if any(dataset.reads_ahead for dataset in self.datasets):
+            self._look_ahead()
         return batch
 
     def batch(self, step: int) -> Any:
@@ -98,7 +99,7 @@ class Stream:
 
     def _read(self, rows: Rows, low: int, high: int) -> np.ndarray:
         """Rows `low` to `high` of a batch, int32 [rows, seq_len]."""
-        parts = list(_by_dataset(rows.dataset[low:high], len(self.datasets)))
+        parts = _by_dataset(rows.dataset[low:high], len(self.datasets))
         if len(parts) == 1:
             return self.datasets[parts[0][0]].read(rows.offset[low:high], rows.seq_len, np.int32)
         out = np.empty((high - low, rows.seq_len), np.int32)
@@ -109,7 +110,9 @@ class Stream:
 
 def _by_dataset(dataset: np.ndarray, count: int) -> list[tuple[int, Any]]:
     """(number, which rows) of each data set that some rows are from."""
-    if count == 1 or (dataset == dataset[0]).all():
+    if count == 1:
+        return [(0, slice(None))]
+    if (dataset == dataset[0]).all():
         return [(int(dataset[0]), slice(None))]
     return [(int(number), np.flatnonzero(dataset == number)) for number in np.unique(dataset)]
 

@@ -110,7 +110,7 @@ class Windows:
         self.starts = np.array(addresses, np.int64) - self._low
         """int64 [arrays]: where each array begins, in bytes from the first."""
         self._of_length: dict[int, np.ndarray] = {}
-        self._waits, self._cold_for = _waits(), 0
+        self._waits, self._cold_for = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt, 0
 
     def copy(self, index: np.ndarray, size: int) -> np.ndarray:
         """A fresh uint8 array [R, size]: the bytes from `index` on, int64 [R], counted like `starts`.
@@ -124,21 +124,27 @@ class Windows:
         if windows is None:
             windows = self._of_length[size] = self._view(size)
         rows = windows[index]
-        self.check(index, size)
+        if self.to_check():
+            self.check(index, size)
         return rows.view(np.uint8).reshape(len(index), size)
 
-    def check(self, index: np.ndarray, size: int) -> None:
-        """To be called when windows have been read: raises like `copy`, and notes whether the disk was waited for."""
-        if fault.lost:
-            fault.check(index + self._low, size)
-        waits = _waits()
-        if waits != self._waits:
-            self._waits, self._cold_for = waits, COLD_FOR
-
+    @property
     def cold(self) -> bool:
         """Whether copying had to wait for the disk not long ago."""
-        self._cold_for = max(0, self._cold_for - 1)
         return self._cold_for > 0
+
+    def to_check(self) -> bool:
+        """To be called when windows were read: whether files were cut short. Notes whether the disk was waited for."""
+        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+        if waits != self._waits:
+            self._waits, self._cold_for = waits, COLD_FOR
+        elif self._cold_for:
+            self._cold_for -= 1
+        return bool(fault.lost)
+
+    def check(self, index: np.ndarray, size: int) -> None:
+        """Raise like `copy` if one of the windows is in a file that was cut short."""
+        fault.check(index + self._low, size)
 
     def ask(self, index: np.ndarray, size: int) -> None:
         """Let the kernel read the pages of some windows, given as to `copy`, from the disk ahead of their use."""
@@ -164,11 +170,6 @@ class _Memory:
             "strides": (1,),
             "typestr": f"|V{size}",
         }
-
-
-def _waits() -> int:
-    """How many times this thread has waited for a page from the disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def address_of(array: np.ndarray) -> int:

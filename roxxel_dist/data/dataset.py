@@ -190,11 +190,15 @@ class Roxxel:
         wanted = self.dtype if dtype is None else np.dtype(dtype)
         return self._reader.read(np.asarray(offsets, np.int64), length, wanted)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `prefetch` does anything now: with "mmap" only if batches lately had to wait for the disk."""
+        return self._reader.reads_ahead
+
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
         """Prepare for a `read` of the same windows, some batches from now. It never changes what is read.
 
-        With `io="pread"` a few threads read the windows. With "mmap" the kernel is asked for the pages, but only if
-        batches lately had to wait for the disk.
+        With `io="pread"` a few threads read the windows; with "mmap" the kernel is asked for the pages.
 
         Raises:
             ValueError: a window is not within one of `ranges`.

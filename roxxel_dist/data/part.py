@@ -1,5 +1,6 @@
 """The part of a shard that a data set reads, and the check that shards are one data set."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,12 +56,12 @@ class Reader:
     """
 
     def __init__(self, parts: Sequence[Part], io: Io = "mmap") -> None:
-        self._parts = tuple(parts)
         self._path = parts[0].shard.path
         self._dtype = parts[0].shard.dtype
         self._low = np.array([part.first + part.low for part in parts], np.int64)
-        # One row more at the front, for offsets before the first part: no window there ends early enough.
-        self._high = np.array([np.iinfo(np.int64).min, *(part.first + part.high for part in parts)], np.int64)
+        self._lows = self._low.tolist()
+        self._tokens = [(part.first, part.first + part.high, part.shard.tokens) for part in parts]
+        self._last: dict[int, np.ndarray] = {}
         self._files = Files([part.shard.path for part in parts]) if io == "pread" else None
         self._windows = Windows([part.shard.tokens for part in parts])
         starts = self._windows.starts if self._files is None else [part.shard.offset for part in parts]
@@ -81,44 +82,63 @@ class Reader:
         Raises:
             ValueError: a window is not within one part, or its file was cut short since it was opened.
         """
+        if length >= LONG and dtype != self._dtype and self._files is None:
+            return self._convert(offsets, length, dtype)
         numbers, index = self._locate(offsets, length)
         size = length * self._dtype.itemsize
         if self._files is not None:
             rows = self._files.copy(numbers - 1, index, size)
-        elif length >= LONG and dtype != self._dtype:
-            return self._convert(numbers - 1, offsets, length, dtype)
         else:
             rows = self._windows.copy(index, size)
         return rows.view(self._dtype).astype(dtype, copy=False)
 
-    def _convert(self, numbers: np.ndarray, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
-        """Long windows one by one, converted straight from the file: a copy of them would leave the cache."""
+    def _convert(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
+        """Long windows one by one, converted straight from the file: a copy of them would not stay in the cache."""
         out = np.empty((len(offsets), length), dtype)
-        for row, number, offset in zip(out, numbers.tolist(), offsets.tolist(), strict=True):
-            start = offset - self._parts[number].first
-            row[:] = self._parts[number].shard.tokens[start : start + length]
-        self._windows.check(self._shift[numbers + 1] + offsets * self._dtype.itemsize, length * self._dtype.itemsize)
+        for row, offset in enumerate(offsets.tolist()):
+            number = bisect_right(self._lows, offset) - 1
+            first, high, tokens = self._tokens[number]
+            if number < 0 or offset + length > high:
+                raise self._outside(offset, length)
+            out[row] = tokens[offset - first : offset - first + length]
+        if self._windows.to_check():
+            self._windows.check(self._locate(offsets, length)[1], length * self._dtype.itemsize)
         return out
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `prefetch` does anything now."""
+        return self._files is not None or self._windows.cold
 
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
         """Prepare for a later `read` of the same windows: see `Roxxel.prefetch`."""
+        if not self.reads_ahead:
+            return
+        numbers, index = self._locate(offsets, length)
         if self._files is not None:
-            numbers, index = self._locate(offsets, length)
             self._files.ask(numbers - 1, index, length * self._dtype.itemsize)
-        elif self._windows.cold():
-            self._windows.ask(self._locate(offsets, length)[1], length * self._dtype.itemsize)
+        else:
+            self._windows.ask(index, length * self._dtype.itemsize)
 
     def _locate(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Of each window the part, counted from 1, and where it begins in bytes, as `Windows` or the file counts."""
-        numbers = self._low.searchsorted(offsets, side="right")
-        wrong = offsets + length > self._high[numbers]
-        if length < 1 or wrong.any():
-            at = int(offsets[np.argmax(wrong)]) if len(offsets) else 0
-            raise ValueError(
-                f"a window of {length} tokens at token {at} is not within one of the {len(self._low)} ranges from "
-                f"{self._path} on; a window has at least 1 token and crosses no shard and no cut of split()"
+        last = self._last.get(length)
+        if last is None:
+            # One more at the front, for offsets before the first part: no window begins there.
+            last = self._last[length] = np.array(
+                [np.iinfo(np.int64).min, *(high - length for _, high, _ in self._tokens)]
             )
+        numbers = self._low.searchsorted(offsets, side="right")
+        wrong = offsets > last[numbers]
+        if length < 1 or np.count_nonzero(wrong):
+            raise self._outside(int(offsets[np.argmax(wrong)]) if len(offsets) else 0, length)
         return numbers, offsets * self._dtype.itemsize + self._shift[numbers]
+
+    def _outside(self, offset: int, length: int) -> ValueError:
+        return ValueError(
+            f"a window of {length} tokens at token {offset} is not within one of the {len(self._lows)} ranges from "
+            f"{self._path} on; a window has at least 1 token and crosses no shard and no cut of split()"
+        )
 
 
 def split_part(part: Part, val_fraction: float) -> tuple[Part, Part]:
