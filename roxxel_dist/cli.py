@@ -16,7 +16,6 @@ from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 
 NOT_BUILT = {
-    "batch": "print the rows of a step",
     "find-lr": "find a learning rate",
     "eval": "repeat a validation",
     "sweep": "search for the best configuration",
@@ -236,4 +235,28 @@ def launch(words: list[str]) -> int:
     return _dispatch("launch", {"local": launch_local}, words)
 
 
-COMMANDS: dict[str, Command] = {"data": data, "train": train, "generate": generate, "launch": launch}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchArgs:
+    """Print what one step reads."""
+
+    source: tyro.conf.Positional[str]
+    """A run directory, or a config file."""
+    step: int
+    """The step, counted from 1 as in the log."""
+    data_path: str | None = None
+    """The shards; a run remembers its own."""
+    text: Switch = False
+    """The whole rows, decoded, instead of how they begin."""
+
+
+def batch(words: list[str]) -> int:
+    """Print what one step reads: data set, shard, document, text."""
+    args = parse(BatchArgs, words, "batch")
+    with usage_errors():
+        from roxxel_dist.reading import describe_batch
+
+        print(describe_batch(args.source, args.step, args.data_path, text=args.text))
+    return 0
+
+
+COMMANDS: dict[str, Command] = {"data": data, "batch": batch, "train": train, "generate": generate, "launch": launch}

@@ -14,13 +14,14 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import make_mesh, num_devices
 from roxxel_dist.cluster.process import agree, barrier, enable_compilation_cache, initialize, is_primary, pin_threads
 from roxxel_dist.config import RECORD, UsageError, load_yaml, usage_errors
-from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.reading import curriculum_of, is_shards
 from roxxel_dist.record import describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
@@ -115,26 +116,15 @@ class Experiment:
 
     def _curriculum(self, data: Roxxel) -> tuple[Curriculum, Roxxel]:
         """The phases over the training part of the data, and the held-out part."""
-        loop, model = self.config.part(LoopConfig), self.config.part(ModelConfig)
-        train, held_out = data.split(loop.val_fraction)
-        phases: list[Any] = loop.phases or [
-            Phase(epochs=loop.epochs, batch_size=loop.batch_size * loop.grad_accum, seq_len=model.max_context + 1)
-        ]
-        curriculum = Curriculum(train, phases)
-        devices = jax.device_count()
+        curriculum, held_out = curriculum_of(self.config, data)
+        devices, grad_accum = jax.device_count(), self.config.grad_accum
         for i, phase in enumerate(curriculum.phases):
-            rows, length = phase.batch_size or 0, phase.seq_len or 0
-            if length > model.max_context + 1:
-                raise ValueError(
-                    f"phase {i + 1}: seq_len is {length}, and the model reads at most max_context + 1 = "
-                    f"{model.max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
-                )
+            rows = phase.batch_size or 0
             # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
-            if rows > devices and rows % loop.grad_accum == 0 and (rows // loop.grad_accum) % devices:
-                multiple = devices * loop.grad_accum
+            if rows > devices and rows % grad_accum == 0 and (rows // grad_accum) % devices:
                 raise ValueError(
                     f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
-                    f"({loop.grad_accum}): use a multiple of {multiple}"
+                    f"({grad_accum}): use a multiple of {devices * grad_accum}"
                 )
         return curriculum, held_out
 
@@ -217,12 +207,6 @@ class Experiment:
             eos_id=tokenizer.eos_id,
         )  # fmt: skip
         return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
-
-
-def is_shards(path: str | Path) -> bool:
-    """Whether `path` names `.rox` shards, rather than text to make some from."""
-    p = Path(path)
-    return p.suffix == ".rox" or (p.is_dir() and any(p.glob("*.rox"))) or "*" in p.name
 
 
 def changed_fields(saved: dict[str, Any], config: Any) -> list[str]:

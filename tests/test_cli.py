@@ -40,6 +40,8 @@ LAUNCH = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", *TRAI
 MISTAKES = [
     (["tarin"], "there is no command 'tarin': did you mean 'train'?"),
     (["launch", "slrum"], "there is no command 'launch slrum'"),
+    (["batch", "nowhere", "--step", 1], "nowhere: cannot be read"),
+    (["batch", "tiny.yaml", "--step", 1], "name them with --data_path"),
     (["sweep"], "sweep (search for the best configuration) is not built yet"),
     (["launch", "ssh", "--", "train"], "launch ssh (start ranks on hosts reached by ssh) is not built yet"),
     ([*TRAIN, "--bath_size", 3], "--batch_size"),
@@ -119,6 +121,20 @@ def test_a_folder_that_cannot_be_written(work):
     result = run(*TRAIN, "--run_dir", target, cwd=work)
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_a_step_reads(work):
+    words = ["batch", "tiny.yaml", "--data_path", "data", "--step"]
+    first, last = run(*words, 1, cwd=work), run(*words, 22, "--text", cwd=work)
+    assert (first.returncode, last.returncode) == (0, 0), first.stderr + last.stderr
+    lines = first.stdout.splitlines()
+    assert lines[0] == "step 1 of 22, phase 1 of 2: 8 rows x 33 tokens"
+    assert len(lines) == 9
+    assert all("self token" in line and "shard_00000.rox, document" in line for line in lines[1:])
+    assert "step 22 of 22, phase 2 of 2: 4 rows x 65 tokens" in last.stdout
+    beyond = run(*words, 23, cwd=work)
+    assert beyond.returncode == 2
+    assert "step 23: the plan has steps 1 to 22" in beyond.stderr
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
