@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roxxel_dist.curriculum.plan import Plan, Rows
+from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
 
 if TYPE_CHECKING:
     import jax
-    from jax.sharding import NamedSharding
+    from jax.sharding import Mesh, NamedSharding
 
     from roxxel_dist.data.dataset import Roxxel
 
@@ -56,6 +56,8 @@ class Stream:
         self._ahead: dict[int, Rows] = {}
 
     def __len__(self) -> int:
+        if self.plan.total_steps >= ENDLESS:
+            raise TypeError("a stream without `steps` has no length: it goes on, pass after pass")
         return self.plan.total_steps - self.step
 
     def __iter__(self) -> "Stream":
@@ -106,6 +108,31 @@ class Stream:
         for number, mine in parts:
             out[mine] = self.datasets[number].read(rows.offset[low:high][mine], rows.seq_len)
         return out
+
+
+def stream_of(
+    dataset: "Roxxel",
+    seq_len: int,
+    batch_size: int,
+    seed: int = 0,
+    start_step: int = 0,
+    steps: int | None = None,
+    *,
+    mesh: "Mesh | None" = None,
+    data_sharding: "NamedSharding | None" = None,
+    mix_datasets: "Mapping[str, Roxxel] | None" = None,
+    weights: Mapping[str, float] | None = None,
+) -> Stream:
+    """What `Roxxel.stream` gives: a curriculum of one phase as a stream."""
+    from roxxel_dist.curriculum.phases import Curriculum, Phase
+
+    phase = Phase(ENDLESS if steps is None else steps, batch_size, seq_len, weights=weights)
+    plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)
+    if mesh is not None and data_sharding is None:
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        data_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0], None))
+    return Stream(plan, {"self": dataset, **(mix_datasets or {})}, data_sharding, start_step)
 
 
 def _by_dataset(dataset: np.ndarray, count: int) -> list[tuple[int, Any]]:

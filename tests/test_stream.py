@@ -74,3 +74,27 @@ def test_a_two_axis_mesh(corpus, plan):
     batch = Stream(plan, {"self": corpus}, NamedSharding(mesh, P(("data", "fsdp"), None))).batch(0)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 33)}
     assert np.array_equal(np.asarray(batch), Stream(plan, {"self": corpus}, None).batch(0))
+
+
+def test_a_data_set_streams_without_end(corpus):
+    stream = corpus.stream(seq_len=33, batch_size=8, seed=4)
+    one_pass = corpus.estimate_steps(33, 8)
+    first = [next(stream) for _ in range(2 * one_pass + 5)]
+    assert all(batch.shape == (8, 33) and batch.dtype == np.int32 for batch in first)
+    seen = {row.tobytes() for batch in first[:one_pass] for row in batch}
+    assert len(seen) == one_pass * 8
+    assert not all(np.array_equal(a, b) for a, b in zip(first, first[one_pass:], strict=False))
+    later = corpus.stream(seq_len=33, batch_size=8, seed=4, start_step=one_pass + 3)
+    assert np.array_equal(next(later), first[one_pass + 3])
+    with pytest.raises(TypeError, match="no length"):
+        len(stream)
+
+
+def test_a_data_set_streams_to_a_mesh_with_others(corpus):
+    mesh = make_mesh()
+    options = {"mix_datasets": {"again": corpus}, "weights": {"self": 0.5, "again": 0.5}}
+    stream = corpus.stream(33, 8, steps=4, mesh=mesh, **options)
+    assert len(stream) == 4
+    batch = next(stream)
+    assert batch.sharding == NamedSharding(mesh, P("data", None))
+    assert np.array_equal(np.asarray(batch), next(corpus.stream(33, 8, steps=4, **options)))

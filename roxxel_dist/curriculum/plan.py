@@ -11,18 +11,20 @@ import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from roxxel_dist.curriculum.amend import Amendment, beginnings, carried, check, first_amendment, unit_of
 from roxxel_dist.curriculum.describe import describe
-from roxxel_dist.curriculum.pool import Pool
-from roxxel_dist.curriculum.segments import OF_UNITS, Position, Segment, Shape, Source, cut
-from roxxel_dist.data.units import Ranges, Units, unit_size
+from roxxel_dist.curriculum.segments import Position, Segment, Shape, Source, cut
+from roxxel_dist.data.units import Ranges, Units
 
 ROWS_AHEAD = 4096
+ENDLESS = 1 << 62
+"""Steps of a phase that goes on, pass after pass."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,6 @@ class Rows:
     """int64[B]: first token of the row's window, in tokens from the data set's start."""
     seq_len: int
     """Tokens of a window, the target included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Amendment:
-    """What is read from a step on. The first one, of step 0, is the plan itself."""
-
-    from_step: int
-    skip: int
-    """Steps of the plan before it whose data is left out, from `from_step` on."""
-    shapes: tuple[Shape, ...]
-    """All phases, from step 0: those before `from_step` only say how long they were."""
-    sources: Mapping[str, Source]
 
 
 class Plan:
@@ -67,28 +57,36 @@ class Plan:
     ) -> None:
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed is {seed!r}: it must be a whole number of at least 0")
-        self._build(seed, max_passes, [_first_amendment(phases, datasets)])
+        self._build(seed, max_passes, [first_amendment(phases, datasets)])
 
     def _build(self, seed: int, max_passes: int | None, amendments: Sequence[Amendment]) -> None:
         self.seed, self.max_passes, self.amendments = seed, max_passes, tuple(amendments)
         self.segments: list[Segment] = []
+        self.total_steps = 0
         for level, amendment in enumerate(amendments):
-            positions = self._positions_for(level) if level else _beginnings(amendment.sources, seed)
+            positions = self._positions_for(level) if level else beginnings(amendment.sources, seed)
             # A segment that an amendment cuts short keeps its length: its order follows from it.
-            kept = [s for s in self.segments if s.first_step < amendment.from_step]
-            self.segments = kept + cut(
+            self.segments = [s for s in self.segments if s.first_step < amendment.from_step]
+            self._firsts = [segment.first_step for segment in self.segments]
+            self._known_to = amendment.from_step
+            self.shapes = amendment.shapes
+            self.total_steps = sum(shape.steps for shape in amendment.shapes)
+            self._rest = cut(
                 amendment.shapes, amendment.sources, positions,
                 seed=seed, first_step=amendment.from_step, level=level, max_passes=max_passes,
             )  # fmt: skip
-            self._firsts = [segment.first_step for segment in self.segments]
-            self.shapes = amendment.shapes
-            self.total_steps = sum(shape.steps for shape in amendment.shapes)
-        self._tokens_before = [0]
-        for segment in self.segments:
-            read = (self._end(segment) - segment.first_step) * segment.shape.batch_size * segment.shape.seq_len
-            self._tokens_before.append(self._tokens_before[-1] + read)
+            self._know(self.total_steps - 1 if self.total_steps < ENDLESS else amendment.from_step)
         self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
+        self._tokens_before = [0]
         self._ahead = (0, np.empty((0, 0), np.int32), np.empty((0, 0), np.int64))
+
+    def _know(self, step: int) -> None:
+        """Find the segments up to the one that holds `step`; a plan without an end finds the others when asked."""
+        while self._known_to <= step:
+            segment = next(self._rest)
+            self.segments.append(segment)
+            self._firsts.append(segment.first_step)
+            self._known_to = segment.first_step + segment.steps
 
     # -- amending
 
@@ -128,10 +126,10 @@ class Plan:
         sources = dict(last.sources)
         if datasets is not None:
             sources = {
-                name: Source(name=name, units=Units(ranges, _unit_of(name, ranges, longest, last.sources)))
+                name: Source(name=name, units=Units(ranges, unit_of(name, ranges, longest, last.sources)))
                 for name, ranges in datasets.items()
             }
-        _check(shapes, sources)
+        check(shapes, sources)
         total = sum(shape.steps for shape in shapes)
         if total <= step:
             raise ValueError(f"the phases end at step {total}, and step {step} was to be amended: give longer ones")
@@ -150,7 +148,7 @@ class Plan:
         segment = self.segment(done) if done < self.total_steps else self.segments[-1]
         before = segment.after(done - segment.first_step)
         return before | {
-            name: _carried(
+            name: carried(
                 before.get(name), [a.sources[name] for a in earlier if name in a.sources], source, self.seed, level
             )
             for name, source in amendment.sources.items()
@@ -166,6 +164,7 @@ class Plan:
         """
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step}: the plan has steps 0 to {self.total_steps - 1}")
+        self._know(step)
         return self.segments[bisect.bisect_right(self._firsts, step) - 1]
 
     def rows(self, step: int) -> Rows:
@@ -182,7 +181,8 @@ class Plan:
     def _end(self, segment: Segment) -> int:
         """One past the last step that a segment is used for."""
         following = bisect.bisect_right(self._firsts, segment.first_step)
-        return self._firsts[following] if following < len(self._firsts) else self.total_steps
+        end = segment.first_step + segment.steps
+        return min(end, self._firsts[following]) if following < len(self._firsts) else end
 
     def _compute(self, segment: Segment, step: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """(int32[steps, B], int64[steps, B]): data sets and offsets of some steps of a segment."""
@@ -210,7 +210,13 @@ class Plan:
 
     def tokens(self, step: int) -> int:
         """How many tokens the steps before `step` read."""
-        where = bisect.bisect_right(self._firsts, max(0, min(step, self.total_steps - 1))) - 1
+        if step == 0:
+            return 0
+        self._know(step - 1)
+        for segment in self.segments[len(self._tokens_before) - 1 :]:
+            read = (self._end(segment) - segment.first_step) * segment.shape.batch_size * segment.shape.seq_len
+            self._tokens_before.append(self._tokens_before[-1] + read)
+        where = bisect.bisect_right(self._firsts, step - 1) - 1
         shape = self.segments[where].shape
         return self._tokens_before[where] + (step - self._firsts[where]) * shape.batch_size * shape.seq_len
 
@@ -218,38 +224,14 @@ class Plan:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps to continue this plan: a few numbers a phase and a shard, whatever they hold."""
-        return {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": [
-            {
-                "from_step": a.from_step, "skip": a.skip,
-                "shapes": [asdict(shape) for shape in a.shapes],
-                "datasets": {
-                    name: {"unit": source.units.size, "ranges": [[int(s), int(n)] for s, n in source.units.ranges]}
-                    for name, source in a.sources.items()
-                },
-            }
-            for a in self.amendments
-        ]}  # fmt: skip
+        amendments = [amendment.state() for amendment in self.amendments]
+        return {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": amendments}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Plan":
         """The plan that `state` was taken from."""
-        amendments = [
-            Amendment(
-                from_step=a["from_step"],
-                skip=a["skip"],
-                shapes=tuple(
-                    Shape(**{**shape, "weights": tuple((name, weight) for name, weight in shape["weights"])})
-                    for shape in a["shapes"]
-                ),
-                sources={
-                    name: Source(name=name, units=Units([tuple(r) for r in d["ranges"]], d["unit"]))
-                    for name, d in a["datasets"].items()
-                },
-            )
-            for a in state["amendments"]
-        ]
         plan = object.__new__(cls)
-        plan._build(state["seed"], state["max_passes"], amendments)
+        plan._build(state["seed"], state["max_passes"], [Amendment.from_state(a) for a in state["amendments"]])
         return plan
 
     def describe(self) -> str:
@@ -260,72 +242,3 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of all that decides what a step reads, except the tokens themselves."""
         return hashlib.sha256(json.dumps(self.state(0)).encode()).hexdigest()[:16]
-
-
-def _first_amendment(phases: Sequence[Shape], datasets: Mapping[str, Ranges]) -> Amendment:
-    longest = max(shape.seq_len for shape in phases)
-    sources = {
-        name: Source(name=name, units=Units(ranges, unit_size(ranges, longest))) for name, ranges in datasets.items()
-    }
-    _check(phases, sources)
-    return Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)
-
-
-def _unit_of(name: str, ranges: Ranges, longest: int, before: Mapping[str, Source]) -> int:
-    """A data set keeps the units that it was first cut in."""
-    return before[name].units.size if name in before else unit_size(ranges, longest)
-
-
-def _check(shapes: Sequence[Shape], sources: Mapping[str, Source]) -> None:
-    for number, shape in enumerate(shapes):
-        for name, weight in shape.weights:
-            if name not in sources:
-                raise ValueError(
-                    f"phase {number + 1}: weights name {name!r}, and the data sets are {', '.join(sources)}"
-                )
-            if not weight > 0:
-                raise ValueError(f"phase {number + 1}: the weight of {name!r} is {weight}: it must be above 0")
-            if shape.seq_len > sources[name].units.size:
-                raise ValueError(
-                    f"phase {number + 1}: seq_len is {shape.seq_len}, and {name!r} was cut in units of "
-                    f"{sources[name].units.size} tokens when the run began: use at most that, or start a new plan"
-                )
-
-
-def _beginnings(sources: Mapping[str, Source], seed: int) -> dict[str, Position]:
-    return {name: _beginning(source, seed) for name, source in sources.items()}
-
-
-def _beginning(source: Source, seed: int) -> Position:
-    return Position(pass_index=0, pool=Pool.first(source.units.count, (seed, source.key, 0, OF_UNITS)))
-
-
-def _carried(before: Position | None, earlier: Sequence[Source], source: Source, seed: int, level: int) -> Position:
-    """A data set's position, carried over an amendment that may have changed its ranges.
-
-    Args:
-        before: the position until now; None for a new data set.
-        earlier: the data set as it was, oldest first.
-        source: the data set as it is now.
-        seed: of all orders.
-        level: which amendment this is.
-    """
-    if before is None or not earlier:
-        return _beginning(source, seed)
-    kept = _units_in_common(source, earlier[-1])
-    if kept == earlier[-1].units.count == source.units.count:
-        return before
-    known = max(_units_in_common(source, old) for old in earlier)
-    key = (seed, source.key, before.pass_index, OF_UNITS, level)
-    pool = before.pool.amended(before.used, kept, source.units.count, key, known=known)
-    return Position(pass_index=before.pass_index, pool=pool, out=before.out and source.units.count <= kept)
-
-
-def _units_in_common(one: Source, other: Source) -> int:
-    """Units of the ranges with which both begin."""
-    common = 0
-    for mine, its in zip(one.units.ranges, other.units.ranges, strict=False):
-        if tuple(mine) != tuple(its):
-            break
-        common += 1
-    return Units(one.units.ranges[:common], one.units.size).count

@@ -1,7 +1,7 @@
 """From phases and data sets to segments: stretches of steps in which nothing changes."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -145,8 +145,8 @@ def cut(
     first_step: int = 0,
     level: int = 0,
     max_passes: int | None = None,
-) -> list[Segment]:
-    """The segments of the steps from `first_step` to the end of the last phase.
+) -> Iterator[Segment]:
+    """The segments of the steps from `first_step` to the end of the last phase, one after another.
 
     Args:
         shapes: all phases, from step 0.
@@ -160,7 +160,6 @@ def cut(
     Raises:
         ValueError: a whole pass over a data set holds less than one batch of a phase, or `max_passes` are not enough.
     """
-    segments: list[Segment] = []
     now, step, end = dict(positions), first_step, 0
     for phase, shape in enumerate(shapes):
         end += shape.steps
@@ -171,7 +170,7 @@ def cut(
             dry = [name for name in live if room[name] == 0]
             if not dry and live:
                 segment = _longest(shape, phase, step, end - step, live, room, sources, now, seed, level)
-                segments.append(segment)
+                yield segment
                 now, step = segment.after(segment.steps), step + segment.steps
                 if step < end:
                     asked = _asked(segment, segment.steps + 1)
@@ -180,7 +179,6 @@ def cut(
                 now[name] = replace(now[name], out=True)
             if step < end and all(now[name].out for name, _ in shape.weights):
                 _next_pass(shape, phase, step, sources, now, seed, max_passes)
-    return segments
 
 
 def room_for(shape: Shape, source: Source, position: Position) -> int:

@@ -224,6 +224,24 @@ class Roxxel:
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out
 
+    def stream(
+        self,
+        seq_len: int,
+        batch_size: int,
+        seed: int = 0,
+        start_step: int = 0,
+        steps: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Batches of shuffled windows: a `roxxel_dist.stream.Stream`, endless where `steps` is None.
+
+        Options: `mesh` and `data_sharding` for global `jax.Array`s instead of numpy arrays; `mix_datasets` (by name)
+        and `weights` (with "self" for this one) for a blend.
+        """
+        from roxxel_dist.stream import stream_of  # above this layer: only a caller who streams needs it
+
+        return stream_of(self, seq_len, batch_size, seed, start_step, steps, **options)
+
     # -- writing, checking, closing
 
     def write(

@@ -156,6 +156,13 @@ class Logs:
         self._files.clear()
 
 
+def silence(stream: TextIO) -> None:
+    """Send what is still buffered, and all that follows, nowhere: its reader is gone, and it would fail again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class Screen:
     """What a person sees: the lines of rank 0 (or of all ranks), above a live bar where stdout is a terminal."""
 
@@ -198,9 +205,7 @@ class Screen:
             sys.stdout.flush()
         except OSError:  # the terminal or the pipe is gone; the logs go on
             self._gone = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())  # or what is buffered would fail once more at exit
-            os.close(nowhere)
+            silence(sys.stdout)
 
     def __enter__(self) -> "Screen":
         return self

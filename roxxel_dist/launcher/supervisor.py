@@ -19,7 +19,7 @@ from typing import Protocol
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, encode
 from roxxel_dist.launcher.job import JobSpec, coordinator_port, rank_environment
-from roxxel_dist.launcher.logs import Logs, Screen
+from roxxel_dist.launcher.logs import Logs, Screen, silence
 from roxxel_dist.launcher.outcome import (
     USAGE_S,
     Exit,
@@ -268,5 +268,7 @@ def _say(text: str) -> None:
 
 
 def _print(lines: Sequence[str]) -> None:
-    with suppress(OSError):  # a terminal that was closed must not keep the ranks from saving
+    try:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that was closed must not keep the ranks from saving
+        silence(sys.stderr)

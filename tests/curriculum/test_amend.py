@@ -73,6 +73,7 @@ def test_whatever_changes(changes, seed):
             refused.append(str(error))
             continue
         assert trace(amended, range(step)) == before
+        assert amended.segment(step).first_step == step
         plan = amended
     assert all("weights name" in message or "the phases end at step" in message for message in refused)
     seen = check_disjoint(plan)
