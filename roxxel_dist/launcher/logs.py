@@ -157,7 +157,7 @@ class Logs:
 
 
 def silence(stream: TextIO) -> None:
-    """Send what is still buffered, and all that follows, nowhere: its reader is gone, and it would fail again at exit."""
+    """Send what is buffered, and all that follows, nowhere: its reader is gone, and it would fail again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
