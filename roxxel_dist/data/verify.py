@@ -41,7 +41,9 @@ def _find_damaged_blocks(shards: Sequence[Shard], report: Report, workers: int) 
     pieces = [(shard.path, first, last) for shard in shards for first, last in shard.pieces()]
     by_path = {shard.path: shard for shard in shards}
     with report.bar("verify", max(1, len(pieces))) as advance:
-        for path, group in groupby(_check_pieces(pieces, workers), lambda checked: checked[0]):
+        # One process reads what is mapped already.
+        checked = _in_processes(pieces, workers) if workers > 1 else _in_this_one(shards)
+        for path, group in groupby(checked, lambda piece: piece[0]):
             damaged: list[int] = []
             for _, found in group:
                 damaged += found
@@ -52,10 +54,13 @@ def _find_damaged_blocks(shards: Sequence[Shard], report: Report, workers: int) 
                 yield str(error)
 
 
-def _check_pieces(pieces: Sequence[Piece], workers: int) -> Iterator[tuple[Path, list[int]]]:
-    if workers == 1:
-        yield from map(_check, pieces)
-        return
+def _in_this_one(shards: Sequence[Shard]) -> Iterator[tuple[Path, list[int]]]:
+    for shard in shards:
+        for first, last in shard.pieces():
+            yield shard.path, shard.damaged_blocks(first, last)
+
+
+def _in_processes(pieces: Sequence[Piece], workers: int) -> Iterator[tuple[Path, list[int]]]:
     # A fresh interpreter: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) as pool:
