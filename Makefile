@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all bench-data lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -21,6 +21,9 @@ test: $(VENV)/dev-installed lint ## every test and the linters: what CI runs
 
 test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+bench-data: $(VENV)/bench-installed ## what reading data costs, against other loaders: a table of ratios
+	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/data_read.py .cache/benchmarks
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
@@ -46,3 +49,9 @@ $(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/dev-installed: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/demo-installed
+
+$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt || \
+	    echo "the other loaders are not all installed; the table will say which" >&2
+	@touch $@

@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_USAGE
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 
@@ -28,7 +28,6 @@ NOT_BUILT = {
     "launch slurm": "start ranks in a SLURM job",
     "launch k8s": "start ranks in Kubernetes",
     "launch ray": "start ranks on a Ray cluster",
-    "data verify": "check every block of every shard",
 }
 
 Command = Callable[[list[str]], int]
@@ -140,6 +139,35 @@ def data_info(words: list[str]) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyArgs:
+    """Compare every block of every shard with its checksum; exits with 1 where one differs."""
+
+    path: tyro.conf.Positional[str]
+    """A folder, a file, or a pattern."""
+    workers: int | None = None
+    """Processes; as many as there are cores where there is much to read, if not given."""
+
+
+def data_verify(words: list[str]) -> int:
+    """Check every block of every shard."""
+    args = parse(VerifyArgs, words, "data verify")
+    with usage_errors():
+        from roxxel_dist.data.dataset import Roxxel
+        from roxxel_dist.data.report import Report
+        from roxxel_dist.data.verify import find_damage
+
+        try:
+            opened = Roxxel(args.path)
+        except ValueError as error:  # the files are there, and what opening checks is wrong already
+            print(error)
+            return EXIT_FAILED
+        with opened as dataset:
+            damage = list(find_damage(dataset.shards, Report(True), args.workers))
+            print(*damage or [f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"], sep="\n")
+    return EXIT_FAILED if damage else 0
+
+
 def train(words: list[str]) -> int:
     """Train a model through a curriculum, on all the processes this one belongs to."""
     with usage_errors():
@@ -226,8 +254,8 @@ def launch_local(words: list[str]) -> int:
 
 
 def data(words: list[str]) -> int:
-    """Make and describe shards of tokens: build, info."""
-    return _dispatch("data", {"build": data_build, "info": data_info}, words)
+    """Make, describe and check shards of tokens: build, info, verify."""
+    return _dispatch("data", {"build": data_build, "info": data_info, "verify": data_verify}, words)
 
 
 def launch(words: list[str]) -> int:

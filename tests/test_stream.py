@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -6,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.curriculum.plan import Rows
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.stream import Stream
 
 
@@ -98,3 +103,45 @@ def test_a_data_set_streams_to_a_mesh_with_others(corpus):
     batch = next(stream)
     assert batch.sharding == NamedSharding(mesh, P("data", None))
     assert np.array_equal(np.asarray(batch), next(corpus.stream(33, 8, steps=4, **options)))
+
+
+def test_several_data_sets_and_both_ways_of_reading(corpus, tmp_path):
+    """Rows of a blend come from their own data sets, placed or not, mapped or read."""
+    Roxxel(tmp_path / "other.rox").write([np.arange(5000, dtype=np.uint8) % 251])
+    sharding = NamedSharding(make_mesh(), P("data", None))
+    rng = np.random.default_rng(0)
+    with Roxxel(tmp_path / "other.rox", io="pread") as other, Roxxel(tmp_path / "corpus_*.rox", io="pread") as again:
+        plan = Curriculum(corpus, [Phase(6, 8, 33), Phase(4, 2, 65)], {"other": other}).plan(11)
+        assert plan.datasets == ("self", "other")
+        with pytest.raises(ValueError, match="give the data sets other too"):
+            Stream(plan, corpus, None)
+        for dataset in (np.zeros(8, np.int32), np.ones(8, np.int32), rng.integers(0, 2, 8).astype(np.int32)):
+            rows = Rows(dataset, np.array([10 + 70 * number for number in range(8)]), 33)
+            sources = {0: corpus, 1: other}
+            expected = np.concatenate([sources[d].read(o[None], 33) for d, o in zip(dataset, rows.offset, strict=True)])
+            for first in (corpus, again):
+                named = {"self": first, "other": other}
+                assert np.array_equal(Stream(plan, named, None).place(rows), expected)
+                placed = Stream(plan, named, sharding).place(rows)
+                assert placed.dtype == np.int32
+                assert np.array_equal(np.asarray(placed), expected)
+
+
+def test_looking_ahead_changes_nothing(corpus, plan, tmp_path):
+    with Roxxel(tmp_path / "corpus_*.rox", io="pread") as files:
+        assert files.reads_ahead
+        stream = Stream(plan, files, None)
+        for step, batch in enumerate(stream):
+            assert np.array_equal(batch, Stream(plan, corpus, None).batch(step))
+        stream.step = 3
+        assert np.array_equal(next(stream), Stream(plan, corpus, None).batch(3))
+
+
+def test_numpy_batches_need_no_jax(tmp_path):
+    Roxxel(tmp_path).write([np.arange(9000, dtype=np.uint16)])
+    code = (
+        "import sys; from roxxel_dist import Roxxel\n"
+        "print(next(Roxxel(sys.argv[1]).stream(33, 4)).shape, 'jax' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert result.stdout == "(4, 33) False\n"

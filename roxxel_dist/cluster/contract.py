@@ -8,6 +8,7 @@ STATUS_MARK = "\x1e"
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
 EXIT_DRAINED = 42

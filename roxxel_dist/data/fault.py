@@ -102,6 +102,8 @@ def _handler(number: int, info: int, context: int) -> None:
             os.write(2, f"{path} was cut short while it was mapped; its missing part reads as zeros\n".encode())
             return
     libc.sigaction(int(signal.SIGBUS), ctypes.byref(_before), None)
+    # That one may put this one back, if it was installed in between two data sets: then the system's own is next.
+    ctypes.memset(ctypes.byref(_before), 0, ctypes.sizeof(_Action))
 
 
 def _fill(address: int, end: int) -> bool:
