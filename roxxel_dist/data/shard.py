@@ -2,10 +2,10 @@
 
 import os
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -37,6 +37,8 @@ class Shard:
     The file stays mapped as long as this object or an array taken from it lives.
     """
 
+    offset: ClassVar[int] = HEADER_BYTES
+    """The file's byte at which the tokens begin."""
     path: Path
     layout: Layout
     tokens: np.ndarray
@@ -83,11 +85,6 @@ class Shard:
         return self.layout.metadata
 
     @property
-    def offset(self) -> int:
-        """The file's byte at which the tokens begin."""
-        return HEADER_BYTES
-
-    @property
     def dtype(self) -> np.dtype:
         """The dtype of the tokens."""
         return self.layout.dtype
@@ -98,21 +95,14 @@ class Shard:
         chain = chain_of(before, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
         return chain == layout.metadata.chain
 
-    def verify(self, advance: Callable[[int], None] = lambda _: None) -> None:
+    def verify(self) -> None:
         """Read the whole file and compare it with its checksums.
-
-        Args:
-            advance: is told how many more bytes of tokens have been read.
 
         Raises:
             ValueError: something differs; the message names the file and, for tokens, the block and the document.
         """
         self.verify_ends()
-        damaged: list[int] = []
-        for first, last in self.pieces():
-            damaged += self.damaged_blocks(first, last)
-            advance((last - first) * self.layout.block_size)
-        self.refuse(damaged)
+        self.refuse([block for first, last in self.pieces() for block in self.damaged_blocks(first, last)])
 
     def verify_ends(self) -> None:
         """Check all but the tokens: the size, the header, the tables, the metadata and the footer.
