@@ -22,6 +22,7 @@ import numpy as np
 import peers
 from measure import Result, interleave, ratios, table
 
+from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.report import Report
@@ -61,7 +62,7 @@ class Corpus:
 
     def plan(self, batch: int, seq_len: int) -> Plan:
         """An order over the shards that outlasts every row."""
-        return Plan([(1_000_000, batch, seq_len)], {"self": self.shards.ranges}, 1)
+        return Curriculum(self.shards, [Phase(1_000_000, batch, seq_len)]).plan(1)
 
     def warm(self) -> None:
         """Bring all files into the page cache and map their pages."""
@@ -147,11 +148,8 @@ def _blocking(call: Callable[[], object]) -> Callable[[], object]:
 
 COLD = """
 import sys
-from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.stream import Stream
-data = Roxxel(sys.argv[1])
-batch = next(Stream(Plan([(1000, 16, 1025)], {"self": data.ranges}, 1), data, None))
+from roxxel_dist import Roxxel
+batch = next(Roxxel(sys.argv[1]).stream(1025, 16, seed=1, steps=1000))
 assert batch.shape == (16, 1025) and "jax" not in sys.modules
 """
 
@@ -171,16 +169,14 @@ def cold_start(corpus: Corpus) -> Iterable[Result]:
 
 MEMORY = """
 import sys
-from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.stream import Stream
+from roxxel_dist import Roxxel
+import roxxel_dist.stream, roxxel_dist.curriculum.phases
 def kib(name):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name + ":"))
 anonymous, all_of_it = kib("RssAnon"), kib("VmRSS")
 data = Roxxel(sys.argv[1], io=sys.argv[2])
-stream = Stream(Plan([(3000, 16, 1025)], {"self": data.ranges}, 1), data, None)
-for batch in stream:
+for batch in data.stream(1025, 16, seed=1, steps=3000):
     pass
 print((kib("RssAnon") - anonymous) * 1024 / 1e6, (kib("VmRSS") - all_of_it) * 1024 / 1e6)
 """
