@@ -3,6 +3,7 @@
 import hashlib
 import json
 import operator
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -13,9 +14,10 @@ from typing import Any, get_args, overload
 
 import numpy as np
 
+from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.data.locate import Source, Target, find_shards
-from roxxel_dist.data.part import Io, Part, Reader, open_parts, split_part
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
+from roxxel_dist.data.part import Io, Part, Reader, TokenFile, open_parts, split_part
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.data.writing import WriteOptions, write_data_set
@@ -26,19 +28,22 @@ class Roxxel:
 
     Args:
         filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
-            `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it.
+            `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it. Files of other
+            systems are read in place and named the same ways: see `data.foreign`.
         io: "mmap" copies batches from the mapped files, which is the fastest; what was read counts as the process's
             memory until the kernel needs it. "pread" reads them from the files, and that memory stays flat.
+        dtype: of the tokens in `.bin` files that do not say it; uint16 where not given.
 
     Raises:
         ValueError: the files are not the whole shards of one data set. The message names the file.
     """
 
-    def __init__(self, filepath: Source, io: Io = "mmap") -> None:
+    def __init__(self, filepath: Source, io: Io = "mmap", dtype: Any = None) -> None:
         if io not in get_args(Io):
             raise ValueError(f"io={io!r}: how batches are read, one of {', '.join(get_args(Io))}")
         self.filepath = filepath
         self.io: Io = io
+        self._dtype = dtype
         self._is_view = False
         self._closed = False
         self._opened: tuple[Part, ...] | None = None
@@ -48,8 +53,8 @@ class Roxxel:
         paths = find_shards(self.filepath)
         self._forget()
         # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
-        one_file = not isinstance(self.filepath, (list, tuple)) and paths == [Path(self.filepath)]  # pyright: ignore[reportArgumentType]
-        self._opened = open_parts(paths, alone=one_file) if paths else None
+        one_file = isinstance(self.filepath, (str, os.PathLike)) and paths == [Path(self.filepath)]
+        self._opened = open_parts(paths, alone=one_file, dtype=self._dtype) if paths else None
         if paths and self.io == "pread":
             _ = self._reader  # from here on a file that is replaced is noticed
 
@@ -64,8 +69,8 @@ class Roxxel:
             raise ValueError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
         if self._opened is None:
             raise ValueError(
-                f"{self.filepath}: no .rox file there. Check the path, write() to it, or build a data set with "
-                "`roxxel-dist data build TEXT --out DIR`"
+                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
+                "data set with `roxxel-dist data build TEXT --out DIR`"
             )
         return self._opened
 
@@ -73,6 +78,7 @@ class Roxxel:
         view = object.__new__(Roxxel)
         view.filepath = self.filepath
         view.io = self.io
+        view._dtype = self._dtype
         view._is_view = True
         view._closed = False
         view._opened = tuple(parts)
@@ -81,8 +87,8 @@ class Roxxel:
     # -- what it is
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
-        """The open files, in order."""
+    def shards(self) -> tuple[TokenFile, ...]:
+        """The open files, in order: `Shard`s, or `ForeignFile`s where another system wrote them."""
         return tuple(part.shard for part in self._parts)
 
     @cached_property
@@ -276,6 +282,12 @@ class Roxxel:
         """
         if self._is_view:
             raise ValueError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
+        file = self._opened[0].shard if self._opened else None
+        if isinstance(file, ForeignFile):
+            raise ValueError(
+                f"{file.path} is a {file.kind} file, which is read and never written. Take it away or write to another "
+                f"place; `roxxel-dist data build {file.path} --out DIR` turns it into shards"
+            )
         options = WriteOptions(
             separator=separator,
             block_size=block_size,
@@ -289,7 +301,7 @@ class Roxxel:
         self._open()
 
     def verify(self) -> None:
-        """Read every shard whole and compare it with its checksums.
+        """Read every shard whole and compare it with its checksums; files of other systems have none to compare with.
 
         Raises:
             ValueError: the message names the damaged file, block and document.

@@ -11,16 +11,21 @@ from roxxel_dist.data.commit import finish_interrupted
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
+ENDINGS = (ENDING, ".npy", ".bin", ".idx")
+"""Of all files of tokens; the last three are read in place (`data.foreign`)."""
 
 
 def find_shards(source: Source) -> list[Path]:
-    """The files that a source names, each once, in no special order; none is opened.
+    """The files of tokens that a source names, each once; none is opened.
 
     An existing path is that file or, for a folder, all `*.rox` in it. With `*`, `?` or `[` it is a pattern. Anything
-    else is a prefix: `wiki` is `wiki_00000.rox` and so on, or else all of `wiki*.rox`.
+    else is a prefix: `wiki` is `wiki_00000.rox` and so on, or else all of `wiki*.rox`. Where there is no `.rox` file,
+    all of that holds for `.npy` and `.bin`. A `.bin` stands for its `.idx` too, and NAME for NAME.bin or NAME.npy.
+    Those of one folder, pattern or prefix come in the order of their names.
 
     Raises:
-        ValueError: an interrupted write has to be finished in the folder and cannot be.
+        ValueError: a folder holds parts to train on and parts to validate with, or an interrupted write has to be
+            finished in it and cannot be.
     """
     if not isinstance(source, (str, os.PathLike)):
         return list(dict.fromkeys(path for one in source for path in find_shards(one)))
@@ -30,18 +35,72 @@ def find_shards(source: Source) -> list[Path]:
     if folder.is_dir():
         finish_interrupted(folder)
     if path.is_dir():
-        return sorted(path.glob(f"*{ENDING}"))
+        return _in_folder(path)
     if path.exists():
-        return [path]
+        return _tokens_of([path])
     if glob.has_magic(path.name if folder.is_dir() else text):
         here = (
             glob.escape(str(folder)) if folder.is_dir() else str(folder)
         )  # an existing folder's brackets are its name
-        found = [
-            Path(name) for name in glob.glob(os.path.join(here, path.name), recursive=True) if os.path.isfile(name)
-        ]
-        return sorted([name for name in found if name.suffix == ENDING] or found)
-    return Target.of(source).shards() or sorted(Path(name) for name in glob.glob(f"{glob.escape(text)}*{ENDING}"))
+        names = glob.glob(os.path.join(here, path.name), recursive=True)
+        found = [Path(name) for name in names if os.path.isfile(name)]
+        return _preferred(found) or sorted(found)
+    exact = [path.with_name(path.name + ending) for ending in (".bin", ".idx", ".npy")]
+    return (
+        Target.of(source).shards()
+        or _glob(path, "*" + ENDING)
+        or _tokens_of([name for name in exact if name.exists()][:1])
+        or _preferred(_glob(path, "*"))
+    )
+
+
+def _glob(path: Path, rest: str) -> list[Path]:
+    return sorted(Path(name) for name in glob.glob(glob.escape(str(path)) + rest) if os.path.isfile(name))
+
+
+def _preferred(paths: Sequence[Path]) -> list[Path]:
+    """The shards among some files, or else the other files of tokens."""
+    return sorted(path for path in paths if path.suffix == ENDING) or _tokens_of(
+        sorted(path for path in paths if path.suffix in ENDINGS)
+    )
+
+
+def _tokens_of(paths: Sequence[Path]) -> list[Path]:
+    """The same with the `.bin` for each `.idx` that has one."""
+    pairs = [(path, path.with_suffix(".bin")) for path in paths]
+    return list(dict.fromkeys(tokens if path.suffix == ".idx" and tokens.exists() else path for path, tokens in pairs))
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    found = _preferred([path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file()])
+    halves = [path for path in found if path.suffix != ENDING and path.stem in ("train", "val")]
+    if not found:
+        halves = [half for half in (folder / "train", folder / "val") if half.is_dir() and any(half.glob(f"*{ENDING}"))]
+    if len(halves) == 2:
+        raise ValueError(f"{folder} holds data to train on and to validate with: name {halves[0]} or {halves[1]}")
+    return found
+
+
+def is_tokens(source: Source) -> bool:
+    """Whether a source names tokens that `Roxxel` opens, rather than text to make some from.
+
+    True for files that end in `.rox`, `.npy`, `.bin` or `.idx`, and for patterns and prefixes of such (a pattern that
+    matches nothing counts, so that opening it says so); for folders of `.rox` files; and for folders of the others
+    where no text stands beside them. A list is tokens if all of it is.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return bool(source) and all(is_tokens(one) for one in source)
+    path = Path(source)
+    try:
+        found = find_shards(path)
+    except ValueError:
+        return True  # opening it says what is wrong
+    if path.is_dir():
+        text = [name for name in path.iterdir() if name.suffix in (".txt", ".text", ".md", ".py", ".jsonl")]
+        return bool(found) and (found[0].suffix == ENDING or not text)
+    if found:
+        return all(name.suffix in ENDINGS for name in found)
+    return path.suffix in ENDINGS or glob.has_magic(path.name)
 
 
 @dataclass(frozen=True)

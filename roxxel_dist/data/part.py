@@ -1,26 +1,63 @@
-"""The part of a shard that a data set reads, and the check that shards are one data set."""
+"""The part of a file that a data set reads, and the check that files are one data set."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from roxxel_dist.data.arena import Windows, intact, map_files
+from roxxel_dist.data.convert import storage_dtype
+from roxxel_dist.data.foreign import OLD_MAGIC, ForeignFile, last_bytes, open_foreign
+from roxxel_dist.data.layout import MAGIC
 from roxxel_dist.data.pread import Files
 from roxxel_dist.data.shard import Shard
 
 LONG = 1 << 13
 Io = Literal["mmap", "pread"]
+FOREIGN = (".npy", ".bin", ".idx")
+TokenFile = Shard | ForeignFile
+"""A file of tokens, mapped read-only. Both kinds have `path`, `tokens`, `offset`, `dtype`, `document_ends`, `metadata`
+(whose `chain` is the fingerprint of the contents) and `verify()`."""
+
+
+def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
+    """Map files of tokens, of whatever kind each is.
+
+    Args:
+        paths: told apart by their last bytes, or else by their endings.
+        dtype: of the tokens in a headerless `.bin`; elsewhere it has to agree with what the file says.
+
+    Raises:
+        ValueError: one is not a whole file of a known kind. The message names it.
+        FileNotFoundError: there is no such file.
+    """
+    own = [path for path in paths if not _is_foreign(path)]
+    mapped = dict(zip(own, map_files(own), strict=True)) if own else {}
+    files: list[TokenFile] = []
+    for path in paths:
+        if path not in mapped:
+            files.append(open_foreign(path, dtype))
+            continue
+        shard = Shard.of(path, mapped[path])
+        if dtype is not None and storage_dtype(dtype) != shard.dtype:
+            raise ValueError(f"{path}: dtype={dtype} was given, and the file says {shard.dtype}. Leave dtype out")
+        files.append(shard)
+    return files
+
+
+def _is_foreign(path: Path) -> bool:
+    ending = last_bytes(path, len(MAGIC))
+    return ending == OLD_MAGIC or (path.suffix in FOREIGN and ending != MAGIC)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
     """The tokens `low` to `high` of a shard; the shard's token 0 is token `first` of the data set."""
 
-    shard: Shard
+    shard: TokenFile
     first: int
     low: int
     high: int
@@ -156,26 +193,48 @@ def split_part(part: Part, val_fraction: float) -> tuple[Part, Part]:
     return replace(part, high=cut, last_document=before), replace(part, low=cut, first_document=behind)
 
 
-def open_parts(paths: Sequence[Path], *, alone: bool = False) -> tuple[Part, ...]:
-    """Open the shards of one data set, in their order.
+def open_parts(paths: Sequence[Path], *, alone: bool = False, dtype: Any = None) -> tuple[Part, ...]:
+    """Open the files of one data set, in their order.
 
     Args:
-        paths: the files, in any order; at least one.
+        paths: shards, in any order, or files of another system, which know no order: theirs is the one given. At least
+            one.
         alone: one file was named, and is a data set whatever its number.
+        dtype: of the tokens in headerless files.
 
     Raises:
         ValueError: one is damaged, missing, doubled or of another data set. The message names it.
     """
-    shards = sorted(map(Shard.of, paths, map_files(paths)), key=lambda shard: shard.metadata.index)
-    for number, shard in enumerate(shards):
-        _check(shard, shards[number - 1] if number else None, alone)
+    files = _one_data_set(open_files(paths, dtype), alone)
     parts: list[Part] = []
     first = 0
-    for shard in shards:
-        tokens, documents = len(shard.tokens), len(shard.document_ends)
+    for shard in files:
+        tokens, documents = len(shard.tokens), shard.metadata.documents
         parts.append(Part(shard=shard, first=first, low=0, high=tokens, first_document=0, last_document=documents))
         first += tokens
     return tuple(parts)
+
+
+def _one_data_set(files: list[TokenFile], alone: bool) -> Sequence[TokenFile]:
+    """The files in their order, if they are one data set."""
+    for file in files:
+        if _kind(file) != _kind(files[0]):
+            raise ValueError(
+                f"{file.path} is a {_kind(file)} file, {files[0].path} a {_kind(files[0])} file: not one data set. "
+                "Name the files of one kind, or turn them into one with `roxxel-dist data build`"
+            )
+        if file.dtype != files[0].dtype:
+            raise ValueError(
+                f"{file.path} has dtype {file.dtype}, {files[0].path} has {files[0].dtype}: not one data set"
+            )
+    shards = sorted((file for file in files if isinstance(file, Shard)), key=lambda shard: shard.metadata.index)
+    for number, shard in enumerate(shards):
+        _check(shard, shards[number - 1] if number else None, alone)
+    return shards or files
+
+
+def _kind(file: TokenFile) -> str:
+    return file.kind if isinstance(file, ForeignFile) else MAGIC.decode()
 
 
 def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
@@ -195,10 +254,6 @@ def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
         mine, its = getattr(shard.metadata, name), getattr(previous.metadata, name)
         if mine != its:
             raise ValueError(f"{shard.path} has {name} {mine}, {previous.path} has {its}: they are not one data set")
-    if shard.dtype != previous.dtype:
-        raise ValueError(
-            f"{shard.path} has dtype {shard.dtype}, {previous.path} has {previous.dtype}: not one data set"
-        )
     if not shard.follows(previous):
         raise ValueError(
             f"{shard.path} was not written behind {previous.path}: shards of two data sets, or of two versions of one, "

@@ -12,8 +12,8 @@ from roxxel_dist.data.commit import publish, staging
 from roxxel_dist.data.convert import as_array, fit, separator_value, smallest_dtype, storage_dtype
 from roxxel_dist.data.layout import Metadata
 from roxxel_dist.data.locate import Target
-from roxxel_dist.data.part import open_parts
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard, ShardSettings, ShardWriter
+from roxxel_dist.data.part import TokenFile, open_parts
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class WriteOptions:
         if self.vocab_size is not None:
             smallest_dtype(self.vocab_size)
 
-    def continuing(self, last: Shard) -> "WriteOptions":
+    def continuing(self, last: TokenFile) -> "WriteOptions":
         """The same for data appended behind `last`: what is not given is as it is there.
 
         Raises:
