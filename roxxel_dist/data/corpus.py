@@ -1,4 +1,4 @@
-"""The text files a corpus is made of: found in a fixed order, checked, read one at a time."""
+"""The files a corpus is made of: found in a fixed order, checked, read one document at a time."""
 
 import hashlib
 import json
@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import xxhash
+
+from roxxel_dist.data.documents import (
+    MANY_DOCUMENTS,
+    Documents,
+    kind_of,
+    read_arrow,
+    read_json_lines,
+    read_parquet,
+    saved_data_set,
+)
 from roxxel_dist.data.layout import checksum
 
 _SUFFIXES = (
     "txt text md rst tex org html htm xml csv tsv json yaml yml toml ini cfg py pyi c h cc cpp hpp cu java kt scala go "
     "rs js jsx ts tsx css rb php pl lua r R jl sh sql swift hs ml el lisp clj ex erl f90 asm s"
 )
-TEXT_FILES = tuple(f"*.{suffix}" for suffix in _SUFFIXES.split())
+TEXT_FILES = (*(f"*.{suffix}" for suffix in _SUFFIXES.split()), *MANY_DOCUMENTS)
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 PIECE_CHARACTERS = 1 << 18
 _CUT = re.compile(r"[!-~]\n(?=[!-~])")
@@ -23,24 +34,37 @@ _CUT = re.compile(r"[!-~]\n(?=[!-~])")
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of text, which is one document."""
+    """One file: a document, or many of them."""
 
     path: Path
     name: str
     """Its path from the folder that was named, with `/`; the file's own name where the file was named."""
     size: int
     digest: int
+    kind: str = "text"
+    """text (the file is a document), jsonl, parquet or arrow."""
+    changed_ns: int = 0
 
-    def read(self) -> str:
-        """The text.
+    def documents(self, text_key: str) -> Documents:
+        """Its documents, in order, with the bytes that each took.
 
         Raises:
-            ValueError: the file has changed since it was found.
+            ValueError: the file has changed since it was found, or is not what its name says.
         """
-        data = self.path.read_bytes()
-        if checksum(data) != self.digest:
-            raise ValueError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
-        return data.decode()
+        if self.kind == "text":
+            data = self.path.read_bytes()
+            if checksum(data) != self.digest:
+                raise self._changed()
+            yield data.decode(), self.size
+            return
+        readers = {"jsonl": read_json_lines, "parquet": read_parquet, "arrow": read_arrow}
+        yield from readers[self.kind](self.path, text_key)
+        now = self.path.stat()
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.changed_ns):
+            raise self._changed()
+
+    def _changed(self) -> ValueError:
+        return ValueError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +88,11 @@ class Corpus:
 
 
 def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
-    """Find and read the text files that a build is made of.
+    """Find and read once the files that a build is made of.
 
     Args:
-        paths: files, which are always taken, and folders, which are walked in sorted order.
+        paths: files, which are always taken, and folders, which are walked in sorted order or are a data set that
+            Hugging Face `datasets` saved.
         include: patterns of file names to take from folders.
         exclude: patterns of what to leave out: of the path from the folder named, or of any folder's or file's name.
         out: a folder that is not looked into.
@@ -77,13 +102,16 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
         ValueError: no file matches, or none has any text.
     """
     found: dict[Path, str] = {}
+    arrow: set[Path] = set()
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(
                 f"{path}: no such file or folder; name the text files, or folders of them, to build from"
             )
-        walked = _walk(path, include, exclude, out) if path.is_dir() else [(path, path.name)]
-        for file, name in walked:
+        saved = saved_data_set(path) if path.is_dir() else None
+        arrow.update(file.resolve() for file in saved or ())
+        walked = [(file, file.name) for file in saved or ()] or [(path, path.name)]
+        for file, name in _walk(path, include, exclude, out) if path.is_dir() and saved is None else walked:
             found.setdefault(file.resolve(), name)
     shown = ", ".join(map(str, paths))
     if not found:
@@ -91,6 +119,11 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     files: list[TextFile] = []
     not_utf8 = empty = 0
     for path, name in found.items():
+        kind = "arrow" if path in arrow else kind_of(path.name)
+        if kind != "text" and path.stat().st_size:
+            before = path.stat()
+            files.append(TextFile(path, name, before.st_size, _digest(path), kind, before.st_mtime_ns))
+            continue
         data = path.read_bytes()
         try:
             data.decode()
@@ -104,6 +137,14 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     if not files:
         raise ValueError(f"{shown}: nothing to build from: {empty} files are empty, {not_utf8} are not UTF-8 text")
     return Corpus(files=tuple(files), not_utf8=not_utf8, empty=empty)
+
+
+def _digest(path: Path) -> int:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.intdigest()
 
 
 def _walk(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path) -> Iterator[tuple[Path, str]]:

@@ -24,7 +24,8 @@ Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>")
 """What end-of-text is called in ready-made tokenizers."""
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model")
 SMALLEST_BPE = 257
 DEFAULT_BPE = 8192
 
@@ -32,8 +33,9 @@ DEFAULT_BPE = 8192
 class Tokenizer:
     """A tokenizer of the `tokenizers` library that treats special tokens in a text as text."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, eos_token: str | None = None) -> None:
         self._inner = inner
+        self._eos_token = eos_token
         inner.no_truncation()
         inner.no_padding()
         # The library does not keep this one in the file.
@@ -41,6 +43,14 @@ class Tokenizer:
         self._described: dict[str, Any] = json.loads(inner.to_str())
         self.kind = _kind(self._described)
         self._characters = frozenset(self._described["model"]["vocab"]) if self.kind == "char" else None
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether the ids of a text are those of its pieces (`corpus.pieces`), one behind the other."""
+        splitter = self._described["pre_tokenizer"] or {}
+        plain = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and splitter["use_regex"]
+        ours = plain and self._described["model"]["type"] == "BPE" and not self._described["added_tokens"][1:]
+        return self._described["normalizer"] is None and (ours or self.kind == "char")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without end-of-text.
@@ -84,13 +94,16 @@ class Tokenizer:
         """The id that ends a document.
 
         Raises:
-            ValueError: a ready-made tokenizer has no token with one of the usual names.
+            ValueError: it has no token of the name given, or none with one of the usual names.
         """
-        for name in EOS_NAMES:
+        names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
+        for name in names:
             number = self._inner.token_to_id(name)
             if number is not None:
                 return number
-        raise ValueError(f"this tokenizer has no end-of-text token: none of {', '.join(EOS_NAMES)} is in it")
+        raise ValueError(
+            f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. Name one with --eos_token"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -98,22 +111,58 @@ class Tokenizer:
         return hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `tokenizer.json` in one instant."""
-        write_file(Path(path), self._inner.to_str(pretty=True).encode())
+        """Write `tokenizer.json`; where end-of-text has none of the usual names, `tokenizer_config.json` beside it."""
+        path = Path(path)
+        if self._eos_token not in (None, *EOS_NAMES[:1]):
+            write_file(path.with_name(CONFIG_FILE), json.dumps({"eos_token": self._eos_token}).encode())
+        write_file(path, self._inner.to_str(pretty=True).encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Read a `tokenizer.json`.
+    def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> "Tokenizer":
+        """Read a tokenizer without a network.
+
+        Args:
+            path: a `tokenizer.json` of the `tokenizers` library or what `save` wrote; a SentencePiece `.model`; or a
+                Hugging Face folder with one of them (`tokenizer.json`, else `tokenizer.model`).
+            eos_token: the name of end-of-text. None: as `tokenizer_config.json` or `special_tokens_map.json` beside it
+                says, or else the first of the usual names that it has.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a file of the `tokenizers` library.
+            ValueError: it is not such a file. The message names it.
         """
-        data = Path(path).read_bytes()
+        path = Path(path)
+        if path.is_dir():
+            path = next((path / name for name in TOKENIZER_NAMES if (path / name).is_file()), path / TOKENIZER_FILE)
+        data = path.read_bytes()
+        eos_token = eos_token or _named_eos(path)
+        from roxxel_dist.data.spm import SentencePieceTokenizer
+
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(data, eos_token, path)
+        packed = SentencePieceTokenizer.unpack(data, path)
+        if packed is not None:
+            return SentencePieceTokenizer(packed[0], eos_token or packed[1], path)
         try:
-            return cls(tokenizers.Tokenizer.from_buffer(data))
+            return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from error
+
+
+def _named_eos(path: Path) -> str | None:
+    """What the files beside a tokenizer call end-of-text."""
+    for name in (CONFIG_FILE, "special_tokens_map.json"):
+        beside = path.with_name(name)
+        if not beside.is_file():
+            continue
+        try:
+            token = json.loads(beside.read_bytes()).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{beside}: not a JSON object ({error}). Put the right file back, or remove it") from error
+        if isinstance(token, str):
+            return token
+    return None
 
 
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = None) -> Tokenizer:
