@@ -88,18 +88,34 @@ ABOUT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildArgs:
-    """Make shards of tokens from text files."""
+    """Make shards of tokens from text, or from the tokens of another system."""
 
     paths: tyro.conf.Positional[tuple[str, ...]]
-    """Text files, and folders of them; a file is a document."""
+    """Text files and folders of them (a file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by
+    Hugging Face datasets; or token files: .npy, .bin, .bin with .idx, .rox."""
     out: str
-    """The folder to make: shards and tokenizer.json."""
+    """The folder to make: shards, tokenizer.json and build.json."""
     tokenizer: str = "bpe"
-    """bpe, byte, char, or the path of a tokenizer.json."""
+    """bpe, byte, char; or the path of a tokenizer.json, of a Hugging Face tokenizer's folder, or of a SentencePiece
+    .model."""
     vocab_size: int | None = None
-    """Tokens that a bpe tokenizer learns; 4096 where not given."""
+    """Tokens that a bpe tokenizer learns, 8192 where not given; with token files: ids are below it."""
+    eos: bool = True
+    """End every document of text with the tokenizer's end-of-text."""
+    eos_token: str | None = None
+    """What a ready-made tokenizer calls end-of-text, where its files do not say it."""
+    text_key: str = "text"
+    """The key or column of the text in JSON lines, Parquet and saved data sets."""
+    val_fraction: float = 0.0
+    """Share of the documents to hold out; then OUT/train and OUT/val are made."""
+    dtype: str | None = None
+    """Of the tokens in headerless .bin files; uint16 where not given."""
+    workers: int | None = None
+    """Processes; one a core where not given. The result is always the same."""
+    max_shard_mb: int = 256
+    """MiB of tokens a shard."""
     include: tuple[str, ...] | None = None
-    """Names of files that are text, such as '*.py'; the usual ones where not given."""
+    """Names of files to take from folders, such as '*.py'; the usual ones where not given."""
     exclude: tuple[str, ...] = ()
     """Names of files and folders to leave out, such as test 'build/*'."""
     overwrite: Switch = False
@@ -112,9 +128,11 @@ def data_build(words: list[str]) -> int:
     with usage_errors():
         from roxxel_dist.data.build import build, info
 
-        options: dict[str, Any] = {"include": args.include} if args.include else {}
-        options |= {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size, "exclude": args.exclude}
-        with build(args.paths, args.out, overwrite=args.overwrite, **options) as made:
+        options: dict[str, Any] = dataclasses.asdict(args)
+        options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
+        if args.include is None:
+            del options["include"]
+        with build(options.pop("paths"), options.pop("out"), **options) as made:
             print(info(made))
     return 0
 

@@ -1,29 +1,108 @@
-"""Text files to a data set: one tokenizer and shards of its ids, in one folder that appears complete or not at all."""
+"""Texts, or tokens of other systems, to a data set: one folder of shards that appears complete or not at all."""
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import xxhash
 
 from roxxel_dist.data.commit import finish_interrupted, publish, staging, write_file
-from roxxel_dist.data.convert import smallest_dtype
 from roxxel_dist.data.corpus import TEXT_FILES, Corpus, find_corpus, pieces
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.encode import PARALLEL_BYTES, cores, encode_documents, train_on
 from roxxel_dist.data.info import info
+from roxxel_dist.data.layout import Metadata
+from roxxel_dist.data.locate import is_tokens_only
 from roxxel_dist.data.report import Report
-from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Kind, Tokenizer, train_tokenizer
+from roxxel_dist.data.shard import Shard
+from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.data.writing import WriteOptions, write_shards
 
 __all__ = ["BUILD_FILE", "MAX_SHARD_BYTES", "build", "info"]
 
 MAX_SHARD_BYTES = 256 << 20
-BATCH_CHARACTERS = 4 << 20
 BUILD_FILE = "build.json"
+PARTS = ".build.parts"
+HALVES = ("train", "val")
+SHARD_NAME = "shard_{:05d}.rox".format
 PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a build is made from, and the settings that decide its result."""
+
+    corpus: Corpus | None
+    tokens: Roxxel | None
+    tokenizer: Tokenizer | None
+    """None: one has to be trained, or there is none for tokens."""
+    kind: str
+    vocab_size: int | None
+    eos: bool
+    val_fraction: float
+    text_key: str
+    max_shard_bytes: int
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        """The folders in `out` to fill; "" is `out` itself."""
+        return HALVES if self.val_fraction else ("",)
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return self.corpus.size if self.corpus else sum(shard.tokens.nbytes for shard in self._open.shards)
+
+    @property
+    def _open(self) -> Roxxel:
+        assert self.tokens is not None
+        return self.tokens
+
+    def record(self) -> dict[str, Any]:
+        """What decides the result; kept beside it to know it again."""
+        inputs = {"fingerprint": self._open.fingerprint} if self.corpus is None else {
+            "bytes": self.corpus.size, "digest": self.corpus.digest, "files": len(self.corpus.files)
+        }  # fmt: skip
+        ready = self.tokenizer.fingerprint if self.tokenizer else self.kind
+        # A tokenizer that is still to be trained has its end-of-text in its kind.
+        ending = self.tokenizer.eos_id if self.tokenizer and self.eos and self.corpus else self.eos
+        names = ("max_shard_bytes", "text_key", "val_fraction", "vocab_size")
+        settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
+        return {"inputs": inputs, "settings": settings}
+
+    def is_in(self, half: str, number: int) -> bool:
+        """Whether document `number` belongs to a half: decided by its number alone."""
+        if not self.val_fraction:
+            return True
+        drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
+        return (drawn < self.val_fraction) == (half == "val")
+
+    def texts(self, half: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
+        """The texts of a half without the first `skipped`, with the bytes read since the one before."""
+        assert self.corpus is not None
+        read, number = 0, -1
+        for file in self.corpus.files:
+            for text, size in file.documents(self.text_key):
+                read, number = read + size, number + 1
+                if self.is_in(half, number):
+                    skipped -= 1
+                    if skipped < 0:
+                        yield text, read
+                        read = 0
+
+    def arrays(self, half: str, skipped: int = 0) -> Iterator[np.ndarray]:
+        """The same for tokens."""
+        for number, document in enumerate(self._open):
+            if self.is_in(half, number):
+                skipped -= 1
+                if skipped < 0:
+                    yield document
 
 
 def build(
@@ -32,6 +111,11 @@ def build(
     *,
     tokenizer: str | os.PathLike[str] = "bpe",
     vocab_size: int | None = None,
+    eos: bool = True,
+    eos_token: str | None = None,
+    text_key: str = "text",
+    val_fraction: float = 0.0,
+    dtype: Any = None,
     include: Sequence[str] = TEXT_FILES,
     exclude: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -39,141 +123,224 @@ def build(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Roxxel:
-    """Build a data set from text. One file is one document, followed by end-of-text.
+    """Build a data set from text, or from the tokens of another system.
 
-    The result follows from the texts and these settings alone. Where `out` holds the result of the same build already,
-    it is returned at once.
+    The result follows from the inputs and these settings alone. Where `out` holds the result of the same build already,
+    it is returned at once. A build that was killed goes on, when it is started again, behind its last finished shard
+    and with the tokenizer that it had trained; an interrupted or failed one leaves nothing.
 
     Args:
         paths: text files, which are always taken, and folders, which are walked in sorted order. Hidden files and
-            folders, `__pycache__` and installed packages are left out, as are empty files and what is not UTF-8.
+            folders, `__pycache__` and installed packages are left out, as are empty files and what is not UTF-8. A
+            text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by Hugging
+            Face `datasets` have many. Or else: anything that `Roxxel` opens, whose documents are taken as they are.
         out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`.
-        tokenizer: "bpe", "byte" or "char" to train one on the texts, or the path of a `tokenizer.json`.
-        vocab_size: ids in all; see `train_tokenizer`.
+        tokenizer: "bpe", "byte" or "char" to train one on the texts, or what `Tokenizer.load` reads. With tokens, the
+            tokenizer that made them, if it is known.
+        vocab_size: ids in all; see `train_tokenizer`. With tokens: ids are below it.
+        eos: documents of text end with the tokenizer's end-of-text.
+        eos_token: what a ready-made tokenizer calls that, where its own files do not say it.
+        text_key: the key or column of the text in JSON lines, Parquet and saved data sets.
+        val_fraction: the share of documents to hold out. Then `out/train` and `out/val` are filled. Which document goes
+            where follows from its number alone.
+        dtype: of the tokens in headerless `.bin` files; uint16 where not given.
         include: patterns of the names of files to take from folders.
         exclude: patterns of what to leave out, of the path from the folder named ("test/*") or of any name ("test").
         max_shard_bytes: bytes of tokens a shard.
-        workers: threads; None: as many as there are cores. It has no effect on the result, and none at all where the
-            `tokenizers` library has run in this process before.
+        workers: processes, or threads to train a tokenizer; None: as many as there are cores. It has no effect on the
+            result. Less than 8 MiB of text is encoded by one.
         overwrite: replace another data set in `out`.
         progress: say on stderr what is being done.
 
+    Returns:
+        The data set, or its training half.
+
     Raises:
         FileNotFoundError: one of `paths`, or the tokenizer's file, does not exist.
-        ValueError: nothing to build from, a setting is wrong, or `out` holds something else or cannot be written to.
-            Then nothing was changed.
+        ValueError: nothing to build from, a setting is wrong, an input is damaged, or `out` holds something else or
+            cannot be written to. Then nothing was changed.
     """
     named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     place, report = Path(out), Report(progress)
-    ready = _ready_tokenizer(tokenizer, vocab_size)
-    corpus = find_corpus(named, include, exclude, place)
-    report.line(_found(corpus))
-    record = _record(corpus, ready.fingerprint if ready else str(tokenizer), vocab_size, max_shard_bytes)
-    if place.is_dir():
-        finish_interrupted(place)
-    there = _ours(place)
-    done = _same_build(place, record)
+    _check_settings(workers, val_fraction)
+    ready = _ready_tokenizer(tokenizer, vocab_size, eos_token)
+    tokens, corpus = _inputs(named, include, exclude, place, dtype, report)
+    source = _Source(
+        corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
+        vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+    for folder in (place, *(place / half for half in HALVES)):
+        if folder.is_dir():
+            finish_interrupted(folder)
+    there = {half: _ours(place / half) for half in ("", *HALVES)}
+    done = _same_build(place, source)
     if done is not None:
         report.line(f"{place} holds this very data set already: nothing to do")
         return done
-    if there and not overwrite:
+    names = [f"{half}/{name}".lstrip("/") for half in there for name in there[half]]
+    if names and not overwrite:
         raise ValueError(
-            f"{place} holds another data set ({', '.join(there[:3])}); choose another --out, or give "
+            f"{place} holds another data set ({', '.join(names[:3])}); choose another --out, or give "
             "--overwrite True to replace it"
         )
-    with _threads(workers), staging(place, "build") as staged:
-        if ready is None:
-            report.line(f"training a {tokenizer} tokenizer")
-        made = ready or train_tokenizer(_as_kind(tokenizer), _texts(corpus), vocab_size)
-        _fill(staged, corpus, made, record, report)
-        publish(staged, there)
-    return Roxxel(place)
+    with staging(place, "build") as staged:
+        parts = place / PARTS
+        try:
+            _make(parts, source, cores() if workers is None else workers, report)
+            _publish(place, parts, staged, source, there)
+        finally:
+            shutil.rmtree(parts, ignore_errors=True)
+    return Roxxel(place / source.halves[0])
 
 
-def _record(corpus: Corpus, tokenizer: str, vocab_size: int | None, max_shard_bytes: int) -> dict[str, Any]:
-    """What decides the result of a build; kept beside it to know it again."""
-    return {
-        "inputs": {"bytes": corpus.size, "digest": corpus.digest, "files": len(corpus.files)},
-        "settings": {"max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer, "vocab_size": vocab_size},
-    }
+def _check_settings(workers: int | None, val_fraction: float) -> None:
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers}: processes, at least 1, or None for all cores")
+    if not 0 <= val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
 
 
-def _fill(staged: Path, corpus: Corpus, tokenizer: Tokenizer, record: dict[str, Any], report: Report) -> None:
-    """Write shards, tokenizer and record into the staging folder."""
-    options = WriteOptions(
-        separator=tokenizer.eos_id,
-        max_shard_bytes=record["settings"]["max_shard_bytes"],
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_fingerprint=tokenizer.fingerprint,
+def _inputs(
+    named: list[Path], include: Sequence[str], exclude: Sequence[str], place: Path, dtype: Any, report: Report
+) -> tuple[Roxxel | None, Corpus | None]:
+    kinds = [is_tokens_only(path) for path in named]
+    if all(kinds) and named:
+        tokens = Roxxel([str(path) for path in named] if len(named) > 1 else named[0], dtype)
+        report.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
+        return tokens, None
+    if any(kinds):
+        text, token = named[kinds.index(False)], named[kinds.index(True)]
+        raise ValueError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
+    corpus = find_corpus(named, include, exclude, place)
+    report.line(_found(corpus))
+    return None, corpus
+
+
+def _make(parts: Path, source: _Source, workers: int, report: Report) -> None:
+    """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to."""
+    record = json.dumps(source.record(), indent=1, sort_keys=True).encode()
+    if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir()
+        write_file(parts / BUILD_FILE, record)
+    tokenizer = source.tokenizer
+    if tokenizer is None and source.corpus is not None:
+        if (parts / TOKENIZER_FILE).is_file():
+            tokenizer = Tokenizer.load(parts / TOKENIZER_FILE)
+        else:
+            report.line(f"training a {source.kind} tokenizer")
+            kind = next(kind for kind in get_args(Kind) if kind == source.kind)
+            texts = (piece for text, _ in source.texts(source.halves[0]) for piece in pieces(text))
+            threads = workers if source.size >= PARALLEL_BYTES else 1
+            tokenizer = train_on(kind, texts, source.vocab_size, threads)
+    if tokenizer is not None and not (parts / TOKENIZER_FILE).is_file():
+        tokenizer.save(parts / TOKENIZER_FILE)
+    for half in source.halves:
+        (parts / half).mkdir(exist_ok=True)
+        last = _finished(parts / half)
+        if last is not None:
+            report.line(f"going on behind {last.index + 1} finished shards of a build that was ended")
+        _write_half(parts, half, source, tokenizer, last, workers, report)
+
+
+def _write_half(
+    parts: Path,
+    half: str,
+    source: _Source,
+    tokenizer: Tokenizer | None,
+    last: Metadata | None,
+    workers: int,
+    report: Report,
+) -> None:
+    skipped = last.first_document + last.documents if last else 0
+    name = f" for {half}" if half else ""
+    if source.corpus is not None:
+        assert tokenizer is not None
+        options = _options(source, tokenizer, tokenizer.eos_id if source.eos else None)
+        with report.bar(f"encoding{name} with {tokenizer.vocab_size} ids", source.size) as advance:
+            processes = workers if source.size >= PARALLEL_BYTES else 1
+            texts = source.texts(half, skipped)
+            items = encode_documents(texts, tokenizer, parts / TOKENIZER_FILE, processes, advance)
+            written = write_shards(parts / half, SHARD_NAME, items, options, after=last)
+    else:
+        assert source.tokens is not None
+        options = _options(source, tokenizer, source.tokens.shards[0].metadata.separator)
+        with report.bar(f"copying{name}", source.size) as advance:
+
+            def arrays() -> Iterator[np.ndarray]:
+                for document in source.arrays(half, skipped):
+                    yield document
+                    advance(document.nbytes)
+
+            written = write_shards(parts / half, SHARD_NAME, arrays(), options, after=last)
+    if not written and last is None:
+        if half:
+            raise ValueError(f"val_fraction={source.val_fraction}: no document is left for {half}; use another share")
+        raise ValueError("nothing to build from: every document is empty")
+
+
+def _options(source: _Source, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
+    known = source.tokens
+    return WriteOptions(
+        separator=separator,
+        max_shard_bytes=source.max_shard_bytes,
+        vocab_size=tokenizer.vocab_size if tokenizer else source.vocab_size or (known.vocab_size if known else None),
+        tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else known.tokenizer_fingerprint if known else None,
     )
-    with report.bar(f"encoding with {tokenizer.vocab_size} ids", corpus.size) as advance:
-
-        def documents() -> Iterator[np.ndarray]:
-            for file, document in zip(corpus.files, _encoded(corpus, tokenizer), strict=True):
-                yield document
-                advance(file.size)
-
-        write_shards(staged, "shard_{:05d}.rox".format, documents(), options)
-    tokenizer.save(staged / TOKENIZER_FILE)
-    with Roxxel(staged) as written:
-        record = record | {"fingerprint": written.fingerprint}
-    write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The ids of each document [tokens], encoded in batches bounded by their characters."""
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    parts: list[np.ndarray] = []
-    for batch in _batches(corpus, whole=tokenizer.kind not in get_args(Kind)):
-        encoded = tokenizer.encode_batch([text for text, _ in batch])
-        for ids, (_, is_last) in zip(encoded, batch, strict=True):
-            parts.append(np.array(ids, dtype))
-            if is_last:
-                yield parts[0] if len(parts) == 1 else np.concatenate(parts)
-                parts = []
+def _finished(folder: Path) -> Metadata | None:
+    """The last of the shards that a build which was killed had finished; what is behind it is removed."""
+    last: Shard | None = None
+    index = 0
+    while (path := folder / SHARD_NAME(index)).exists():
+        try:
+            shard = Shard.open(path)
+            if not shard.follows(last):
+                break
+        except ValueError:
+            break
+        last, index = shard, index + 1
+    for path in folder.glob("*.rox"):
+        if last is None or path.name > last.path.name:
+            path.unlink()
+    return last.metadata if last else None
 
 
-def _batches(corpus: Corpus, *, whole: bool) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces of documents, each with whether it is its document's last. A ready-made tokenizer gets documents whole."""
-    batch: list[tuple[str, bool]] = []
-    characters = 0
-    for file in corpus.files:
-        text = file.read()
-        cut = [text] if whole else list(pieces(text))
-        for number, piece in enumerate(cut, 1):
-            batch.append((piece, number == len(cut)))
-            characters += len(piece)
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch
+def _publish(place: Path, parts: Path, staged: Path, source: _Source, there: dict[str, list[str]]) -> None:
+    """Bring the finished files to their place, the half to validate with first, and remove what they replace."""
+    beside = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if (parts / name).exists()]
+    for half in sorted({*source.halves, *(half for half in there if there[half])}, reverse=True):
+        with ExitStack() as stack:
+            target = stack.enter_context(staging(place / half, "build")) if half else staged
+            if half in source.halves:
+                for name in beside:
+                    shutil.copyfile(parts / name, target / name)
+                for path in (parts / half).glob("*.rox"):
+                    path.rename(target / path.name)
+                with Roxxel(target) as written:
+                    record = source.record() | {"fingerprint": written.fingerprint}
+                write_file(target / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
+            publish(target, there[half])
 
 
-def _texts(corpus: Corpus) -> Iterator[str]:
-    for file in corpus.files:
-        yield from pieces(file.read())
-
-
-def _ready_tokenizer(tokenizer: PathLike, vocab_size: int | None) -> Tokenizer | None:
+def _ready_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
     """The tokenizer that a path names, or None where a kind to train is named."""
     if str(tokenizer) in get_args(Kind):
+        if eos_token is not None:
+            raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
         return None
     path = Path(tokenizer)
-    if path.is_dir():
-        path = path / TOKENIZER_FILE
-    if not path.is_file():
+    try:
+        found = Tokenizer.load(path, eos_token)
+    except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}"
-        )
-    found = Tokenizer.load(path)
+            f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
+            "of a folder with one, or of a SentencePiece .model"
+        ) from error
     if vocab_size is not None and vocab_size != found.vocab_size:
         raise ValueError(f"vocab_size={vocab_size}: {path} has {found.vocab_size} ids; leave vocab_size out")
     return found
-
-
-def _as_kind(tokenizer: PathLike) -> Kind:
-    return next(kind for kind in get_args(Kind) if kind == str(tokenizer))
 
 
 def _ours(place: Path) -> list[str]:
@@ -181,39 +348,28 @@ def _ours(place: Path) -> list[str]:
     if place.exists() and not place.is_dir():
         raise ValueError(f"{place} is a file; --out is the folder to fill")
     names = sorted(path.name for path in place.glob("*")) if place.is_dir() else []
-    return [name for name in names if name.endswith(".rox") or name in (TOKENIZER_FILE, BUILD_FILE)]
+    beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
+    found = [name for name in names if name.endswith(".rox") or name in beside]
+    # A folder `train` of somebody else's, with a tokenizer and no data, is nothing of ours.
+    return found if place.name not in HALVES or any(name.endswith(".rox") for name in found) else []
 
 
-def _same_build(place: Path, record: dict[str, Any]) -> Roxxel | None:
+def _same_build(place: Path, source: _Source) -> Roxxel | None:
     """The data set in `out`, if `build.json` says that it came from this very build and nothing was changed since."""
     try:
-        there = json.loads((place / BUILD_FILE).read_bytes())
-        found = Roxxel(place)
-        if there == record | {"fingerprint": found.fingerprint} and found.tokenizer is not None:
-            return found
+        for half in source.halves:
+            there = json.loads((place / half / BUILD_FILE).read_bytes())
+            with Roxxel(place / half) as found:
+                if there != json.loads(json.dumps(source.record() | {"fingerprint": found.fingerprint})):
+                    return None
+                if source.corpus is not None and found.tokenizer is None:
+                    return None
+        return Roxxel(place / source.halves[0])
     except (OSError, ValueError):
-        pass
-    return None
+        return None
 
 
 def _found(corpus: Corpus) -> str:
     skipped = [f"{count} {what}" for count, what in ((corpus.empty, "empty"), (corpus.not_utf8, "not UTF-8")) if count]
     left_out = f" (left out: {', '.join(skipped)})" if skipped else ""
     return f"{len(corpus.files)} text files, {corpus.size / 1e6:.1f} MB{left_out}"
-
-
-@contextmanager
-def _threads(workers: int | None) -> Iterator[None]:
-    if workers is None:
-        yield
-        return
-    if workers < 1:
-        raise ValueError(f"workers={workers}: threads, at least 1, or None for all cores")
-    before = os.environ.get("RAYON_NUM_THREADS")
-    os.environ["RAYON_NUM_THREADS"] = str(workers)
-    try:
-        yield
-    finally:
-        del os.environ["RAYON_NUM_THREADS"]
-        if before is not None:
-            os.environ["RAYON_NUM_THREADS"] = before

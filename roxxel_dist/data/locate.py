@@ -13,6 +13,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
 """Of all files of tokens; the last three are read in place (`data.foreign`)."""
+TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
 
 def find_shards(source: Source) -> list[Path]:
@@ -96,11 +97,19 @@ def is_tokens(source: Source) -> bool:
     except ValueError:
         return True  # opening it says what is wrong
     if path.is_dir():
-        text = [name for name in path.iterdir() if name.suffix in (".txt", ".text", ".md", ".py", ".jsonl")]
-        return bool(found) and (found[0].suffix == ENDING or not text)
+        return bool(found) and (found[0].suffix == ENDING or not _has_text(path))
     if found:
         return all(name.suffix in ENDINGS for name in found)
     return path.suffix in ENDINGS or glob.has_magic(path.name)
+
+
+def is_tokens_only(path: Path) -> bool:
+    """Whether a path names tokens to convert: `is_tokens`, but for folders where text stands beside any tokens."""
+    return is_tokens(path) and not (path.is_dir() and _has_text(path))
+
+
+def _has_text(folder: Path) -> bool:
+    return any(path.suffix in TEXT_ENDINGS for path in folder.iterdir() if not path.name.startswith("."))
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,21 @@ class Tokenizer:
         """32 hex digits that follow from the tokenizer's file alone."""
         return hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
 
+    def to_json(self) -> bytes:
+        """The contents of a `tokenizer.json`."""
+        return self._inner.to_str(pretty=True).encode()
+
+    @classmethod
+    def of_json(cls, data: bytes) -> "Tokenizer":
+        """The tokenizer of what `to_json` gave."""
+        return cls(tokenizers.Tokenizer.from_buffer(data))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json`; where end-of-text has none of the usual names, `tokenizer_config.json` beside it."""
         path = Path(path)
         if self._eos_token not in (None, *EOS_NAMES[:1]):
             write_file(path.with_name(CONFIG_FILE), json.dumps({"eos_token": self._eos_token}).encode())
-        write_file(path, self._inner.to_str(pretty=True).encode())
+        write_file(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> "Tokenizer":

@@ -157,7 +157,7 @@ def test_a_ready_made_tokenizer(texts, tmp_path):
 
 def test_a_long_document_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr("roxxel_dist.data.corpus.PIECE_CHARACTERS", 300)
-    monkeypatch.setattr("roxxel_dist.data.build.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("roxxel_dist.data.encode.BATCH_CHARACTERS", 1000)
     texts = ["".join(f"line {number} of text {text}\n" for number in range(300)) for text in "abc"]
     for name, text in zip("abc", texts, strict=True):
         (tmp_path / f"{name}.txt").write_text(text)
