@@ -17,11 +17,12 @@ from roxxel_dist.config import RECORD, UsageError, load_yaml, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.transformer import Transformer, next_token_loss
-from roxxel_dist.reading import curriculum_of, is_shards
+from roxxel_dist.reading import curriculum_of
 from roxxel_dist.record import describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
@@ -88,11 +89,11 @@ class Experiment:
 
     def _open(self, data_path: str | Path | None, run: Path, resume: bool) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
-        if resume and is_shards(run / DATA):
+        if resume and is_tokens(run / DATA):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
         if data_path is None:
             raise ValueError("no data: name a text file, a folder or shards with --data_path")
-        if is_shards(data_path):
+        if is_tokens(data_path):
             return Roxxel(data_path)
         kind, size = self.config.tokenizer_type, self.config.vocab_size
         _on_primary("corpus", lambda: build([data_path], run / DATA, tokenizer=kind, vocab_size=size).close())

@@ -11,7 +11,7 @@ from roxxel_dist.run_directory import CONFIG
 
 T = TypeVar("T")
 Switch = tyro.conf.FlagCreatePairsOff[bool]
-"""A flag that is given or not; `--flag True` and `--flag False` are understood as well."""
+"""A flag that is given or not. `--flag True` and `--flag False` are understood for it as well."""
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -24,7 +24,7 @@ def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = Tru
 def _plain_switches(words: list[str], kind: type) -> list[str]:
     """The words with `--switch True` as `--switch`, and without `--switch False`."""
     hints = get_type_hints(kind, include_extras=True)
-    switches = {name for name, hint in hints.items() if hint == Switch}
+    switches = {name for name, hint in hints.items() if hint in (Switch, bool)}
     result: list[str] = []
     rest = list(words)
     while rest:
@@ -37,6 +37,8 @@ def _plain_switches(words: list[str], kind: type) -> list[str]:
             value = rest.pop(0)
         if BOOLEANS.get(value.lower(), True):
             result.append(name)
+        elif hints[name[2:].replace("-", "_")] is bool:
+            result.append(f"--no-{name[2:]}")
     return result
 
 

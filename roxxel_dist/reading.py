@@ -6,18 +6,13 @@ from typing import Any
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.place import place_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.run_directory import CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
 
 SHOWN = 60
-
-
-def is_shards(path: str | Path) -> bool:
-    """Whether `path` names `.rox` shards, rather than text to make some from."""
-    p = Path(path)
-    return p.suffix == ".rox" or (p.is_dir() and any(p.glob("*.rox"))) or "*" in p.name
 
 
 def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
@@ -59,8 +54,8 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     config = Config.from_yaml(path)
     config.validate()
     if data_path is None:
-        data_path = source / DATA if is_shards(source / DATA) else recorded.get("data_path")
-    if data_path is None or not is_shards(data_path):
+        data_path = source / DATA if is_tokens(source / DATA) else recorded.get("data_path")
+    if data_path is None or not is_tokens(data_path):
         raise ValueError(f"{source} does not say which shards it reads: name them with --data_path")
     with Roxxel(data_path) as data:
         plan = curriculum_of(config, data)[0].plan(config.seed)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
+from roxxel_dist.data.part import TokenFile
 from roxxel_dist.data.report import Report
 from roxxel_dist.data.shard import Shard
 
@@ -17,7 +18,7 @@ WORTH_A_PROCESS = 1 << 32
 Piece = tuple[Path, int, int]
 
 
-def find_damage(shards: Sequence[Shard], report: Report, workers: int | None = None) -> Iterator[str]:
+def find_damage(shards: Sequence[TokenFile], report: Report, workers: int | None = None) -> Iterator[str]:
     """What is wrong with the shards: one message for each damaged one, which names the block and the document.
 
     Args:
