@@ -205,7 +205,7 @@ def _inputs(
 ) -> tuple[Roxxel | None, Corpus | None]:
     kinds = [is_tokens_only(path) for path in named]
     if all(kinds) and named:
-        tokens = Roxxel([str(path) for path in named] if len(named) > 1 else named[0], dtype)
+        tokens = Roxxel([str(path) for path in named] if len(named) > 1 else named[0], dtype=dtype)
         report.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
         return tokens, None
     if any(kinds):

@@ -38,7 +38,7 @@ class Roxxel:
         ValueError: the files are not the whole shards of one data set. The message names the file.
     """
 
-    def __init__(self, filepath: Source, io: Io = "mmap", dtype: Any = None) -> None:
+    def __init__(self, filepath: Source, *, io: Io = "mmap", dtype: Any = None) -> None:
         if io not in get_args(Io):
             raise ValueError(f"io={io!r}: how batches are read, one of {', '.join(get_args(Io))}")
         self.filepath = filepath
