@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import wait_for
 
 from roxxel_dist.data import pread
 from roxxel_dist.data.dataset import Roxxel
@@ -42,7 +43,7 @@ def test_it_reads_what_the_map_reads(folder, monkeypatch, kept_open):
             assert got.dtype == np.int32
             assert got.flags.writeable
             assert np.array_equal(got, mapped.read(offsets, length))
-        assert 0 < open_files(folder) <= min(10, kept_open)
+        wait_for(lambda: 0 < open_files(folder) <= min(10, kept_open), limit_s=30, what="the threads that read ahead")
         train, held_out = files.split(0.3)
         at = held_out.ranges[3][0]
         assert np.array_equal(held_out.read(np.array([at]), 50), mapped.read(np.array([at]), 50))
