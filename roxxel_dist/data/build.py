@@ -5,20 +5,18 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import xxhash
 
 from roxxel_dist.data.commit import finish_interrupted, publish, staging, write_file
-from roxxel_dist.data.corpus import TEXT_FILES, Corpus, find_corpus, pieces
+from roxxel_dist.data.corpus import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.encode import PARALLEL_BYTES, cores, encode_documents, train_on
 from roxxel_dist.data.info import info
+from roxxel_dist.data.inputs import HALVES, PathLike, Source, check_settings, find_inputs, ready_tokenizer
 from roxxel_dist.data.layout import Metadata
-from roxxel_dist.data.locate import is_tokens_only
 from roxxel_dist.data.report import Report
 from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
@@ -29,80 +27,7 @@ __all__ = ["BUILD_FILE", "MAX_SHARD_BYTES", "build", "info"]
 MAX_SHARD_BYTES = 256 << 20
 BUILD_FILE = "build.json"
 PARTS = ".build.parts"
-HALVES = ("train", "val")
 SHARD_NAME = "shard_{:05d}.rox".format
-PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """What a build is made from, and the settings that decide its result."""
-
-    corpus: Corpus | None
-    tokens: Roxxel | None
-    tokenizer: Tokenizer | None
-    """None: one has to be trained, or there is none for tokens."""
-    kind: str
-    vocab_size: int | None
-    eos: bool
-    val_fraction: float
-    text_key: str
-    max_shard_bytes: int
-
-    @property
-    def halves(self) -> tuple[str, ...]:
-        """The folders in `out` to fill; "" is `out` itself."""
-        return HALVES if self.val_fraction else ("",)
-
-    @property
-    def size(self) -> int:
-        """Bytes to read."""
-        return self.corpus.size if self.corpus else sum(shard.tokens.nbytes for shard in self._open.shards)
-
-    @property
-    def _open(self) -> Roxxel:
-        assert self.tokens is not None
-        return self.tokens
-
-    def record(self) -> dict[str, Any]:
-        """What decides the result; kept beside it to know it again."""
-        inputs = {"fingerprint": self._open.fingerprint} if self.corpus is None else {
-            "bytes": self.corpus.size, "digest": self.corpus.digest, "files": len(self.corpus.files)
-        }  # fmt: skip
-        ready = self.tokenizer.fingerprint if self.tokenizer else self.kind
-        # A tokenizer that is still to be trained has its end-of-text in its kind.
-        ending = self.tokenizer.eos_id if self.tokenizer and self.eos and self.corpus else self.eos
-        names = ("max_shard_bytes", "text_key", "val_fraction", "vocab_size")
-        settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
-        return {"inputs": inputs, "settings": settings}
-
-    def is_in(self, half: str, number: int) -> bool:
-        """Whether document `number` belongs to a half: decided by its number alone."""
-        if not self.val_fraction:
-            return True
-        drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
-        return (drawn < self.val_fraction) == (half == "val")
-
-    def texts(self, half: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
-        """The texts of a half without the first `skipped`, with the bytes read since the one before."""
-        assert self.corpus is not None
-        read, number = 0, -1
-        for file in self.corpus.files:
-            for text, size in file.documents(self.text_key):
-                read, number = read + size, number + 1
-                if self.is_in(half, number):
-                    skipped -= 1
-                    if skipped < 0:
-                        yield text, read
-                        read = 0
-
-    def arrays(self, half: str, skipped: int = 0) -> Iterator[np.ndarray]:
-        """The same for tokens."""
-        for number, document in enumerate(self._open):
-            if self.is_in(half, number):
-                skipped -= 1
-                if skipped < 0:
-                    yield document
 
 
 def build(
@@ -161,14 +86,18 @@ def build(
             cannot be written to. Then nothing was changed.
     """
     named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    place, report = Path(out), Report(progress)
-    _check_settings(workers, val_fraction)
-    ready = _ready_tokenizer(tokenizer, vocab_size, eos_token)
-    tokens, corpus = _inputs(named, include, exclude, place, dtype, report)
-    source = _Source(
+    report = Report(progress)
+    check_settings(workers, val_fraction)
+    ready = ready_tokenizer(tokenizer, vocab_size, eos_token)
+    tokens, corpus = find_inputs(named, include, exclude, Path(out), dtype, report)
+    source = Source(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
+    return _build(source, Path(out), cores() if workers is None else workers, overwrite, report)
+
+
+def _build(source: Source, place: Path, workers: int, overwrite: bool, report: Report) -> Roxxel:
     for folder in (place, *(place / half for half in HALVES)):
         if folder.is_dir():
             finish_interrupted(folder)
@@ -186,37 +115,14 @@ def build(
     with staging(place, "build") as staged:
         parts = place / PARTS
         try:
-            _make(parts, source, cores() if workers is None else workers, report)
+            _make(parts, source, workers, report)
             _publish(place, parts, staged, source, there)
         finally:
             shutil.rmtree(parts, ignore_errors=True)
     return Roxxel(place / source.halves[0])
 
 
-def _check_settings(workers: int | None, val_fraction: float) -> None:
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: processes, at least 1, or None for all cores")
-    if not 0 <= val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
-
-
-def _inputs(
-    named: list[Path], include: Sequence[str], exclude: Sequence[str], place: Path, dtype: Any, report: Report
-) -> tuple[Roxxel | None, Corpus | None]:
-    kinds = [is_tokens_only(path) for path in named]
-    if all(kinds) and named:
-        tokens = Roxxel([str(path) for path in named] if len(named) > 1 else named[0], dtype=dtype)
-        report.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
-        return tokens, None
-    if any(kinds):
-        text, token = named[kinds.index(False)], named[kinds.index(True)]
-        raise ValueError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
-    corpus = find_corpus(named, include, exclude, place)
-    report.line(_found(corpus))
-    return None, corpus
-
-
-def _make(parts: Path, source: _Source, workers: int, report: Report) -> None:
+def _make(parts: Path, source: Source, workers: int, report: Report) -> None:
     """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to."""
     record = json.dumps(source.record(), indent=1, sort_keys=True).encode()
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
@@ -246,7 +152,7 @@ def _make(parts: Path, source: _Source, workers: int, report: Report) -> None:
 def _write_half(
     parts: Path,
     half: str,
-    source: _Source,
+    source: Source,
     tokenizer: Tokenizer | None,
     last: Metadata | None,
     workers: int,
@@ -279,7 +185,7 @@ def _write_half(
         raise ValueError("nothing to build from: every document is empty")
 
 
-def _options(source: _Source, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
+def _options(source: Source, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
     known = source.tokens
     return WriteOptions(
         separator=separator,
@@ -307,7 +213,7 @@ def _finished(folder: Path) -> Metadata | None:
     return last.metadata if last else None
 
 
-def _publish(place: Path, parts: Path, staged: Path, source: _Source, there: dict[str, list[str]]) -> None:
+def _publish(place: Path, parts: Path, staged: Path, source: Source, there: dict[str, list[str]]) -> None:
     """Bring the finished files to their place, the half to validate with first, and remove what they replace."""
     beside = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if (parts / name).exists()]
     for half in sorted({*source.halves, *(half for half in there if there[half])}, reverse=True):
@@ -324,25 +230,6 @@ def _publish(place: Path, parts: Path, staged: Path, source: _Source, there: dic
             publish(target, there[half])
 
 
-def _ready_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
-    """The tokenizer that a path names, or None where a kind to train is named."""
-    if str(tokenizer) in get_args(Kind):
-        if eos_token is not None:
-            raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
-        return None
-    path = Path(tokenizer)
-    try:
-        found = Tokenizer.load(path, eos_token)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
-            "of a folder with one, or of a SentencePiece .model"
-        ) from error
-    if vocab_size is not None and vocab_size != found.vocab_size:
-        raise ValueError(f"vocab_size={vocab_size}: {path} has {found.vocab_size} ids; leave vocab_size out")
-    return found
-
-
 def _ours(place: Path) -> list[str]:
     """The files in `out` that are a data set's."""
     if place.exists() and not place.is_dir():
@@ -354,7 +241,7 @@ def _ours(place: Path) -> list[str]:
     return found if place.name not in HALVES or any(name.endswith(".rox") for name in found) else []
 
 
-def _same_build(place: Path, source: _Source) -> Roxxel | None:
+def _same_build(place: Path, source: Source) -> Roxxel | None:
     """The data set in `out`, if `build.json` says that it came from this very build and nothing was changed since."""
     try:
         for half in source.halves:
@@ -367,9 +254,3 @@ def _same_build(place: Path, source: _Source) -> Roxxel | None:
         return Roxxel(place / source.halves[0])
     except (OSError, ValueError):
         return None
-
-
-def _found(corpus: Corpus) -> str:
-    skipped = [f"{count} {what}" for count, what in ((corpus.empty, "empty"), (corpus.not_utf8, "not UTF-8")) if count]
-    left_out = f" (left out: {', '.join(skipped)})" if skipped else ""
-    return f"{len(corpus.files)} text files, {corpus.size / 1e6:.1f} MB{left_out}"

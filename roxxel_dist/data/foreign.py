@@ -5,10 +5,7 @@
   of each file is padded to a block, and nothing tells a separator of one byte that was put between wider tokens.
 - **npy**: a one-dimensional array.
 - **bin**: tokens and nothing else, as nanoGPT writes them. The dtype has to be known: uint16 unless another is given.
-- **Megatron**: `NAME.bin`, the tokens, and `NAME.idx`: the 9 bytes "MMIDIDX", NUL, NUL; the version (uint64, 1); the
-  dtype's number (uint8); how many sequences and how many document indices (uint64 each); the sequences' lengths in
-  tokens (int32) and first bytes (int64); and, from 0 to the number of sequences, the sequence that each document begins
-  with and the end (int64).
+- **Megatron**: `NAME.bin`, the tokens, and `NAME.idx`, which `data.megatron` describes.
 
 All numbers are little-endian. None of them keeps checksums. A file that does not keep where its documents end is one
 document.
@@ -28,12 +25,10 @@ import xxhash
 from roxxel_dist.data.arena import map_files
 from roxxel_dist.data.convert import storage_dtype
 from roxxel_dist.data.layout import DTYPES, Metadata
+from roxxel_dist.data.megatron import check_whole_elements, read_index
 
 OLD_MAGIC = b"ROXXEL02"
 OLD_FOOTER = struct.Struct("<qq8s8s")
-INDEX_MAGIC = b"MMIDIDX\x00\x00"
-INDEX_HEAD = struct.Struct("<9sQBQQ")
-INDEX_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DEFAULT_DTYPE = np.dtype("<u2")
 NPY_MAGIC = b"\x93NUMPY"
 SAMPLED_BLOCKS = 16
@@ -189,7 +184,7 @@ def _open_old(path: Path) -> ForeignFile:
             f"{path}: the file has {len(mapped)} bytes, and its footer speaks of {raw} bytes of tokens and {records} "
             "blocks; bytes are missing or were added. Write the file again"
         )
-    _whole_elements(path, raw, dtype, "the tokens")
+    check_whole_elements(path, raw, dtype, "the tokens")
     if not raw:
         raise ValueError(f"{path}: the file has no tokens. Take it away")
     end = struct.unpack_from("<q", mapped, len(mapped) - OLD_FOOTER.size - 8)[0] if records else 0
@@ -237,72 +232,15 @@ def _open_bin(path: Path, dtype: np.dtype) -> ForeignFile:
     mapped = _map(path)
     if mapped[: len(NPY_MAGIC)] == NPY_MAGIC:
         raise ValueError(f"{path}: a .npy file, not a headerless .bin. Name it .npy")
-    _whole_elements(path, len(mapped), dtype, "the file")
+    check_whole_elements(path, len(mapped), dtype, "the file")
     return _opened("bin", path, mapped, dtype, len(mapped) // dtype.itemsize)
-
-
-def _whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> None:
-    if size % dtype.itemsize:
-        raise ValueError(
-            f"{path}: {what} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}: it was "
-            "cut short or has another dtype. Write it again, or give the right dtype"
-        )
 
 
 def _open_megatron(path: Path) -> ForeignFile:
     index = path.with_suffix(".idx")
     mapped, table = _map(path), _map(index)
-    if len(table) < INDEX_HEAD.size:
-        raise ValueError(f"{index}: {len(table)} bytes are too few for a Megatron index. Write the pair again")
-    magic, version, code, sequences, indices = INDEX_HEAD.unpack_from(table)
-    if magic != INDEX_MAGIC or version != 1:
-        raise ValueError(
-            f"{index}: not a Megatron index of version 1 (it begins with {magic!r}, version {version}). "
-            "Write the pair again, or take the .idx away where the .bin is plain tokens"
-        )
-    if code not in INDEX_DTYPES:
-        raise ValueError(f"{index}: dtype number {code}; tokens are integers (1 to 5, or 8). Write the pair again")
-    dtype = np.dtype(INDEX_DTYPES[code])
-    expected = INDEX_HEAD.size + 12 * sequences + 8 * indices
-    # A kind of data set with pictures has one more byte a sequence; it means nothing for text.
-    if len(table) not in (expected, expected + sequences) or not sequences or not indices:
-        raise ValueError(
-            f"{index}: {len(table)} bytes where {sequences} sequences and {indices} document indices take {expected}: "
-            "it was cut short or is damaged. Write the pair again"
-        )
-    _whole_elements(path, len(mapped), dtype, "the file")
-    lengths = np.ndarray(sequences, "<i4", table, INDEX_HEAD.size)
-    pointers = np.ndarray(sequences, "<i8", table, INDEX_HEAD.size + 4 * sequences)
-    begins = np.ndarray(indices, "<i8", table, INDEX_HEAD.size + 12 * sequences)
+    dtype, documents, read_ends = read_index(index, table, path, len(mapped))
     count = len(mapped) // dtype.itemsize
-    last = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
-    if int(pointers[0]) or last != len(mapped):
-        raise ValueError(
-            f"{path}: the file has {len(mapped)} bytes, and the sequences of {index.name} reach from byte "
-            f"{pointers[0]} to {last}: one of the two was cut short or belongs to another. Write the pair again"
-        )
-    if int(begins[0]) or int(begins[-1]) != sequences or indices < 2:
-        raise ValueError(
-            f"{index}: the document indices run from {begins[0]} to {begins[-1]}, and have to from 0 to the "
-            f"{sequences} sequences. Write the pair again"
-        )
-
-    def read_ends() -> np.ndarray:
-        return _megatron_ends(index, lengths, pointers, begins, dtype)
-
     return _opened(
-        "Megatron", path, mapped, dtype, count, index=(index, table), documents=indices - 1, read_ends=read_ends
+        "Megatron", path, mapped, dtype, count, index=(index, table), documents=documents, read_ends=read_ends
     )
-
-
-def _megatron_ends(
-    index: Path, lengths: np.ndarray, pointers: np.ndarray, begins: np.ndarray, dtype: np.dtype
-) -> np.ndarray:
-    sequence_ends = np.cumsum(lengths, dtype=np.int64)
-    if (lengths < 0).any() or not np.array_equal(pointers[1:], sequence_ends[:-1] * dtype.itemsize):
-        raise ValueError(f"{index}: the sequences do not follow each other without gaps. Write the pair again")
-    if (np.diff(begins) < 0).any():
-        raise ValueError(f"{index}: the document indices fall. Write the pair again")
-    ends = np.concatenate([[0], sequence_ends])[begins[1:]].astype(np.int64)
-    ends.flags.writeable = False
-    return ends

@@ -1,6 +1,7 @@
 """A data set in a table for people."""
 
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 200
@@ -12,6 +13,7 @@ def info(ds: Roxxel) -> str:
     size = sum(shard.path.stat().st_size for shard in ds.shards)
     rows = [
         ("shards", f"{len(ds.shards)} ({ds.shards[0].path.parent})"),
+        ("format", "ROXXEL03" if isinstance(ds.shards[0], Shard) else f"{ds.shards[0].kind}, read in place"),
         ("tokens", f"{tokens:,}"),
         ("documents", f"{ds.documents:,} (mean {tokens / max(1, ds.documents):,.1f} tokens)"),
         ("dtype", str(ds.dtype)),
