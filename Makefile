@@ -24,6 +24,7 @@ test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
 
 bench-data: $(VENV)/bench-installed ## what reading data costs, against other loaders: a table of ratios
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/data_read.py .cache/benchmarks
+	@$(BIN)/python benchmarks/data_build.py
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ the public description of `IndexedDataset` in Megatron-Core. Its floats (numbers
 time) are no tokens and are refused.
 """
 
-import mmap
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ INDEX_HEAD = struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def read_index(index: Path, table: mmap.mmap, path: Path, size: int) -> tuple[np.dtype, int, Callable[[], np.ndarray]]:
+def read_index(index: Path, table: memoryview, path: Path, size: int) -> tuple[np.dtype, int, Callable[[], np.ndarray]]:
     """Check an index in O(1).
 
     Args:
@@ -54,7 +53,7 @@ def read_index(index: Path, table: mmap.mmap, path: Path, size: int) -> tuple[np
     return dtype, indices - 1, lambda: _document_ends(index, lengths, pointers, begins, dtype)
 
 
-def _read_head(index: Path, table: mmap.mmap) -> tuple[np.dtype, int, int]:
+def _read_head(index: Path, table: memoryview) -> tuple[np.dtype, int, int]:
     """(dtype, sequences, document indices)."""
     if len(table) < INDEX_HEAD.size:
         raise ValueError(f"{index}: {len(table)} bytes are too few for a Megatron index. Write the pair again")

@@ -100,7 +100,7 @@ def run(code, folder):
     """What a Python program says: (exit code, stdout, stderr)."""
     text = f"import os, sys, threading\nimport numpy as np\nfrom roxxel_dist.data.dataset import Roxxel\n{code}"
     result = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", text, folder], capture_output=True, text=True, timeout=60
+        [sys.executable, "-u", "-X", "faulthandler", "-c", text, folder], capture_output=True, text=True, timeout=60
     )
     return result.returncode, result.stdout, result.stderr
 
