@@ -1,7 +1,7 @@
 """From texts to token ids, in order, on as many processes as are wanted.
 
-A helper process (`data.helper`) encodes with one thread. That costs less CPU time than `encode_batch` on the threads of the
-`tokenizers` library (`benchmarks/data_build.py`), their number can be chosen anew for every build, and ids become
+A helper process (`data.helper`) encodes with one thread. That costs less CPU time than `encode_batch` on the threads of
+the `tokenizers` library (`benchmarks/data_build.py`), their number can be chosen anew for every build, and ids become
 arrays in parallel too. Texts and ids go through pipes in batches; a few batches a process are in memory at a time.
 """
 
