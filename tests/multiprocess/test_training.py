@@ -71,7 +71,9 @@ def ranks_of(launcher):
     return found
 
 
-@pytest.mark.parametrize("whom", ["rank 1", pytest.param("rank 0", marks=LONG), pytest.param("launcher", marks=LONG)])
+@pytest.mark.parametrize(
+    "whom", ["rank 1", *(pytest.param(other, marks=LONG) for other in ("rank 0", "every rank", "launcher"))]
+)
 def test_killed_and_started_again_it_is_the_same_run(work, whom):
     """kill -9 at a random step, twice; then on to the end. Every loss is that of the run that never stopped."""
     chosen = random.Random()
@@ -83,7 +85,9 @@ def test_killed_and_started_again_it_is_the_same_run(work, whom):
             target = min(STEPS - 2, begun + chosen.randint(1, 8))
             wait_for(lambda target=target: max(rows(work / run_dir), default=0) >= target, what=f"step {target}")
             ranks = ranks_of(launcher)
-            os.kill(launcher.pid if whom == "launcher" else ranks[int(whom[-1])], signal.SIGKILL)
+            doomed = {"launcher": [launcher.pid], "every rank": [*ranks.values()]}
+            for pid in doomed.get(whom) or [ranks[int(whom[-1])]]:
+                os.kill(pid, signal.SIGKILL)
             code = launcher.wait(60)
         finally:
             launcher.kill()
