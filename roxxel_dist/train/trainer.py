@@ -1,7 +1,7 @@
 """The training loop.
 
-After a step that is due, in this order: validate, log, save. The first and the last step are always due. A checkpoint
-therefore never holds less than the log says about its step.
+After a step that is due, in this order: validate, log, save. The first and the last step are always due. The row is on
+disk before the save begins, so no checkpoint is ahead of its log.
 """
 
 import math
