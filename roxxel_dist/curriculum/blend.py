@@ -6,6 +6,8 @@ of weight x items. Inside a block the quotas that follow from that are put in a 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import floor
 
 import numpy as np
 
@@ -25,13 +27,11 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float], items: int, key: Sequence[int]) -> None:
-        share = np.asarray(weights, float) / float(sum(weights))
-        self.sets = len(share)
+        self.edges = running_shares(weights)
+        self.sets = len(self.edges)
         self.items = items
         self._key = tuple(key)
-        self._edges = np.cumsum(share)
-        self._edges[-1] = 1.0
-        self.block = block_length(share)
+        self.block = block_length(min(weights) / sum(weights))
         """Items of a block; the last one is longer by what does not fill one."""
         # What does not fill a block lengthens the last one: a block never has fewer items than its rounding needs.
         self._blocks = max(1, items // self.block)
@@ -39,62 +39,64 @@ class Blend:
     def counts(self, items: int) -> np.ndarray:
         """int64[sets]: how often each data set is read in the first `items` items."""
         if items >= self.items:
-            return quota(self._edges, self.items)
-        block = self._block_of(items)
-        start = block * self.block
-        inside, _ = self._block_order(block)
-        return quota(self._edges, start) + np.bincount(inside[: items - start], minlength=self.sets)
+            return np.array(quota(self.edges, self.items))
+        return self.choose(items, items + 1)[1]
 
     def choose(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(int64[n], int64[n]): the data set of each of the items [first, stop), and how often it was read before."""
+        """The data set of each of the items [first, stop), and how often each data set is read before them.
+
+        Returns:
+            int64[stop - first] and int64[sets].
+        """
         if self.sets == 1:
-            return np.zeros(stop - first, np.int64), np.arange(first, stop)
-        low, high = self._block_of(first), self._block_of(stop - 1)
-        orders = [self._full_blocks(low, min(high + 1, self._blocks - 1))] if low < self._blocks - 1 else []
-        if high == self._blocks - 1:
-            orders.append(self._block_order(high))
-        chosen = np.concatenate([order for order, _ in orders])
-        ranks = np.concatenate([rank for _, rank in orders])
-        offset = low * self.block
-        return chosen[first - offset : stop - offset], ranks[first - offset : stop - offset]
+            return np.zeros(stop - first, np.int64), np.array([first])
+        low = self._block_of(first)
+        start = low * self.block
+        chosen = self._blocks_order(low, self._block_of(stop - 1))
+        before = quota(self.edges, start) + np.bincount(chosen[: first - start], minlength=self.sets)
+        return chosen[first - start : stop - start], before
 
     def _block_of(self, item: int) -> int:
         return min(item // self.block, self._blocks - 1)
 
-    def _block_order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """(data sets, ranks) of one block of any length."""
-        start = block * self.block
-        end = start + self.block if block < self._blocks - 1 else self.items
-        return self._arrange(block, 1, end - start, np.array([start]), np.array([end]))
+    def _blocks_order(self, low: int, high: int) -> np.ndarray:
+        """The data sets of the blocks from `low` to `high`, both included."""
+        last = self._blocks - 1
+        if high < last:
+            return self._arrange(low, high + 1 - low, self.block)
+        of_last = self._arrange(last, 1, self.items - last * self.block)
+        return np.concatenate([self._arrange(low, last - low, self.block), of_last]) if low < last else of_last
 
-    def _full_blocks(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-        """(data sets, ranks) of the blocks [low, high), all of the ordinary length."""
-        starts = np.arange(low, high) * self.block
-        return self._arrange(low, high - low, self.block, starts, starts + self.block)
-
-    def _arrange(
-        self, first: int, count: int, length: int, starts: np.ndarray, ends: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        before = quota(self._edges, starts)
-        quotas = quota(self._edges, ends) - before
-        in_order = np.repeat(np.tile(np.arange(self.sets), count), quotas.ravel()).reshape(count, length)
-        chosen = np.take_along_axis(in_order, shuffled_blocks(first, count, length, self._key), axis=1)
-        ranks = np.empty_like(chosen)
-        for which in range(self.sets):
-            mine = chosen == which
-            ranks[mine] = (np.cumsum(mine, axis=1) - 1 + before[:, which, None])[mine]
-        return chosen.ravel(), ranks.ravel()
+    def _arrange(self, first: int, count: int, length: int) -> np.ndarray:
+        """The data sets of some neighbouring blocks of one length, one block behind the other."""
+        starts = np.arange(first, first + count)[:, None] * self.block
+        ends = [np.floor(item * np.array(self.edges) + 0.5).astype(np.int64) for item in (starts, starts + length)]
+        # Inside the block: data set i has the places from its predecessor's end to its own.
+        edges = ends[1] - ends[0]
+        places = shuffled_blocks(first, count, length, self._key)
+        chosen = np.zeros((count, length), np.int64)
+        for which in range(self.sets - 1):
+            chosen += places >= edges[:, which, None]
+        return chosen.ravel()
 
 
-def quota(edges: np.ndarray, items: int | np.ndarray) -> np.ndarray:
-    """int64[..., sets]: counts after `items` items (int64[...]), each within one of its share and all exact in sum."""
-    ends = np.floor(np.multiply.outer(np.asarray(items, float), edges) + 0.5).astype(np.int64)
-    return np.diff(ends, axis=-1, prepend=0)
+def running_shares(weights: Sequence[float]) -> list[float]:
+    """The running sums of the normalised weights."""
+    total = float(sum(weights))
+    edges = list(accumulate(weight / total for weight in weights))
+    edges[-1] = 1.0
+    return edges
 
 
-def block_length(share: np.ndarray) -> int:
+def quota(edges: Sequence[float], items: int) -> list[int]:
+    """Counts after `items` items, each within one of its share and all exact in sum."""
+    ends = [floor(items * edge + 0.5) for edge in edges]
+    return [end - before for end, before in zip(ends, [0, *ends], strict=False)]
+
+
+def block_length(least: float) -> int:
     """Items a block, so that the smallest share comes to at least one: rounding then never takes a count back."""
     length = BLOCK
-    while length * share.min() < 1:
+    while length * least < 1:
         length *= 2
     return length

@@ -1,17 +1,22 @@
 """Keyed bijections of [0, n): shuffling without a table.
 
-A balanced Feistel network over the smallest even number of bits that holds n, walked until the value falls below n
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The round function multiplies and xor-shifts, which
-is not linear: linear rounds leave patterns on small domains. Memory and time for a value do not depend on n.
+A Feistel network over pairs (high, low) with low in [0, 2^k) and high in [0, ceil(n / 2^k)), where 2^k is about the
+square root of n: the rounds add to `high`, modulo its size, a number that follows from `low`, and exclusive-or to `low`
+one that follows from `high`. The pairs are barely more than n, so few values have to be walked until they fall below n
+(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The numbers come from multiplying and xor-shifting,
+which is not linear: linear rounds leave patterns on small domains. Memory and time for a value do not depend on n.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
-ROUNDS = 6
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_S29, _S32 = np.uint64(29), np.uint64(32)
+ROUNDS, ROUNDS_IF_SMALL, SMALL = 6, 12, 64
+"""A domain of few numbers takes more rounds until every order is as likely."""
+NARROW = 1 << 22
+"""Domains up to this size are computed in 32 bits, which is faster; larger ones need more bits of a hash."""
+Key = tuple[np.unsignedinteger, np.unsignedinteger]
 
 
 class Permutation:
@@ -26,47 +31,77 @@ class Permutation:
         if not 1 <= n < 1 << 62:
             raise ValueError(f"a permutation of {n} numbers: n must be at least 1 and below 2^62")
         self.n = n
-        bits = max(2, (n - 1).bit_length())
-        half = (bits + 1) // 2
-        self._half, self._mask = np.uint64(half), np.uint64((1 << half) - 1)
+        low_bits = (n - 1).bit_length() // 2
+        size = -(-n >> low_bits)
+        self._exact = size << low_bits == n
+        self._dtype = dtype = np.dtype(np.uint32 if n <= NARROW else np.uint64)
+        number, width = dtype.type, 8 * dtype.itemsize
+        self._odd = number(0x9E3779B97F4A7C15 >> (64 - width) | 1)
+        self._fold = number(15 if width == 32 else 29)
+        self._low_bits, self._low_mask = number(low_bits), number((1 << low_bits) - 1)
+        self._low_shift = number(width - low_bits)
+        # high's share of a hash: as many bits of it as can be multiplied by its size without going over.
+        self._size, self._size_bits = number(size), number(size.bit_length())
+        self._size_shift = number(width - size.bit_length())
+        rounds = ROUNDS if n > SMALL else ROUNDS_IF_SMALL
+        words = np.frombuffer(digest(key, 2 * rounds * dtype.itemsize), dtype.newbyteorder("<")).astype(dtype)
         # An odd multiplier is invertible, so no round loses information.
-        self._keys = np.random.SeedSequence(list(key)).generate_state(ROUNDS, np.uint64) | np.uint64(1)
+        keys = zip(words[:rounds], words[rounds:] | number(1), strict=True)
+        self._rounds: list[tuple[bool, Key]] = [(number % 2 == 0, key) for number, key in enumerate(keys)]
+        """Whether `high` changes, and by which key."""
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """The images of `index` (integers in [0, n), any shape), int64 of the same shape."""
-        return self._walk(index, self._forward)
+        return self._walk(index, back=False)
 
     def inverse(self, image: np.ndarray) -> np.ndarray:
         """The indices whose images these are: int64 of the same shape."""
-        return self._walk(image, self._backward)
+        return self._walk(image, back=True)
 
-    def _walk(self, index: np.ndarray, network: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        x = network(index.astype(np.uint64))
-        outside = x >= self.n
-        while outside.any():
-            x[outside] = network(x[outside])
-            outside = x >= self.n
-        return x.astype(np.int64)
+    def _walk(self, index: np.ndarray, *, back: bool) -> np.ndarray:
+        x = self._network(index.astype(self._dtype).ravel(), back)
+        if not self._exact:
+            outside = np.flatnonzero(x >= self.n)
+            while len(outside):
+                again = self._network(x[outside], back)
+                x[outside] = again
+                outside = outside[again >= self.n]
+        return x.astype(np.int64).reshape(index.shape)
 
-    def _forward(self, x: np.ndarray) -> np.ndarray:
-        left, right = x >> self._half, x & self._mask
-        for key in self._keys:
-            left, right = right, (left ^ _scramble(right, key)) & self._mask
-        return (left << self._half) | right
+    def _network(self, x: np.ndarray, back: bool) -> np.ndarray:
+        # All of it in four arrays: fresh ones would take longer than the arithmetic.
+        high, low, noise, spare = x >> self._low_bits, x & self._low_mask, np.empty_like(x), np.empty_like(x)
+        for changes_high, key in reversed(self._rounds) if back else self._rounds:
+            if not changes_high:
+                self._scramble(high, key, noise, spare)
+                np.right_shift(noise, self._low_shift, out=noise)
+                np.bitwise_xor(low, noise, out=low)
+                continue
+            self._scramble(low, key, noise, spare)
+            np.right_shift(noise, self._size_bits, out=noise)
+            np.multiply(noise, self._size, out=noise)
+            np.right_shift(noise, self._size_shift, out=noise)
+            if back:
+                np.subtract(self._size, noise, out=noise)
+            np.add(high, noise, out=high)
+            # Below the size, the difference wraps round to something larger.
+            np.subtract(high, self._size, out=spare)
+            np.minimum(high, spare, out=high)
+        np.left_shift(high, self._low_bits, out=high)
+        return np.bitwise_or(high, low, out=high)
 
-    def _backward(self, x: np.ndarray) -> np.ndarray:
-        left, right = x >> self._half, x & self._mask
-        for key in self._keys[::-1]:
-            left, right = (right ^ _scramble(left, key)) & self._mask, left
-        return (left << self._half) | right
+    def _scramble(self, x: np.ndarray, key: Key, noise: np.ndarray, spare: np.ndarray) -> None:
+        """Leave a hash of `x` in `noise`; its upper bits are the good ones."""
+        np.add(x, key[0], out=noise)  # arrays of unsigned integers wrap round without a warning
+        np.multiply(noise, self._odd, out=noise)
+        np.right_shift(noise, self._fold, out=spare)
+        np.bitwise_xor(noise, spare, out=noise)
+        np.multiply(noise, key[1], out=noise)
 
 
-def _scramble(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    f = (x + key) * _GOLDEN  # arrays of uint64 wrap round without a warning
-    f ^= f >> _S29
-    f *= key
-    f ^= f >> _S32
-    return f
+def digest(key: Sequence[int], size: int) -> bytes:
+    """So many bytes that look random and follow from the key: SHAKE-128 of its decimal numbers with spaces between."""
+    return hashlib.shake_128(" ".join(map(str, key)).encode()).digest(size)
 
 
 def shuffled_blocks(first: int, count: int, length: int, key: Sequence[int]) -> np.ndarray:
@@ -74,11 +109,15 @@ def shuffled_blocks(first: int, count: int, length: int, key: Sequence[int]) -> 
 
     Block b's depends on (key, b) alone. For short blocks: it sorts `length` random numbers each.
     """
-    word = np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0]
-    block = np.arange(first, first + count, dtype=np.uint64)[:, None]
-    x = word + (block << _S32) + np.arange(length, dtype=np.uint64)
-    for _ in range(2):  # splitmix64's finish (Steele, Lea and Flood, 2014), twice
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return np.argsort(x, axis=1, kind="stable")
+    word = np.frombuffer(digest(key, 8), "<u8")
+    block, place = np.arange(first, first + count, dtype=np.uint64)[:, None], np.arange(length, dtype=np.uint64)
+    x = word + ((block << np.uint64(32)) + place) * np.uint64(0x9E3779B97F4A7C15)
+    # splitmix64 (Steele, Lea and Flood, 2014)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    # With its place in the lowest bits no number comes twice, and sorting is faster than asking for the order.
+    bits = np.uint64((length - 1).bit_length())
+    x = (x >> bits << bits) | place
+    x.sort(axis=1)
+    return (x & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)

@@ -78,7 +78,7 @@ class Plan:
             self._know(self.total_steps - 1 if self.total_steps < ENDLESS else amendment.from_step)
         self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
         self._tokens_before = [0]
-        self._ahead = (0, np.empty((0, 0), np.int32), np.empty((0, 0), np.int64))
+        self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0))
 
     def _know(self, step: int) -> None:
         """Find the segments up to the one that holds `step`; a plan without an end finds the others when asked."""
@@ -169,14 +169,15 @@ class Plan:
 
     def rows(self, step: int) -> Rows:
         """The rows of step `step`, counted from 0: the same on every process, restart and machine."""
-        segment = self.segment(step)
-        first, dataset, offset = self._ahead
-        if not first <= step < first + len(dataset) or dataset.shape[1] != segment.shape.batch_size:
-            in_order = step == first + len(dataset)
-            count = max(1, ROWS_AHEAD // segment.shape.batch_size) if in_order else 1
-            first, (dataset, offset) = step, self._compute(segment, step, min(count, self._end(segment) - step))
-            self._ahead = (first, dataset, offset)
-        return Rows(dataset[step - first], offset[step - first], segment.shape.seq_len)
+        first, stop, rows = self._ahead
+        if not first <= step < stop:
+            segment = self.segment(step)
+            count = max(1, ROWS_AHEAD // segment.shape.batch_size) if step == stop else 1
+            first, stop = step, step + min(count, self._end(segment) - step)
+            rows = self._compute(segment, first, stop)
+            self._ahead = (first, stop, rows)
+        dataset, offset, seq_len = rows
+        return Rows(dataset[step - first], offset[step - first], seq_len)
 
     def _end(self, segment: Segment) -> int:
         """One past the last step that a segment is used for."""
@@ -184,20 +185,22 @@ class Plan:
         end = segment.first_step + segment.steps
         return min(end, self._firsts[following]) if following < len(self._firsts) else end
 
-    def _compute(self, segment: Segment, step: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """(int32[steps, B], int64[steps, B]): data sets and offsets of some steps of a segment."""
-        low = (step - segment.first_step) * segment.items_a_step
-        chosen, rank = segment.blend.choose(low, low + steps * segment.items_a_step)
-        width = segment.rows_an_item
-        windows = rank[:, None] * width + np.arange(width)
-        dataset = np.empty(windows.shape, np.int32)
-        offset = np.empty(windows.shape, np.int64)
+    def _compute(self, segment: Segment, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """(int32[S, B], int64[S, B], seq_len): data sets and offsets of the S steps [first, stop) of a segment."""
+        items, width = segment.items_a_step, segment.rows_an_item
+        begin = segment.first_step
+        chosen, before = segment.blend.choose((first - begin) * items, (stop - begin) * items)
+        offset = np.empty((len(chosen), width), np.int64)
         for number, claim in enumerate(segment.claims):
-            mine = chosen == number
-            if mine.any():
-                offset[mine] = claim.offsets(windows[mine].ravel()).reshape(-1, width)
-                dataset[mine] = self.datasets.index(claim.source.name)
-        return dataset.reshape(steps, -1), offset.reshape(steps, -1)
+            # A data set's windows are read one after the other, whatever is read between them.
+            mine = np.flatnonzero(chosen == number)
+            if len(mine):
+                low = int(before[number]) * width
+                offset[mine] = claim.offsets(low, low + len(mine) * width).reshape(-1, width)
+        names = np.array([self.datasets.index(claim.source.name) for claim in segment.claims], np.int32)
+        dataset = np.repeat(names[chosen], width)
+        shape = stop - first, segment.shape.batch_size
+        return dataset.reshape(shape), offset.reshape(shape), segment.shape.seq_len
 
     def phase(self, step: int) -> int:
         """The index of the phase that holds `step`."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from roxxel_dist.curriculum.blend import Blend
+from roxxel_dist.curriculum.blend import Blend, quota, running_shares
 from roxxel_dist.curriculum.permutation import Permutation
 from roxxel_dist.curriculum.pool import Pool
 from roxxel_dist.data.units import Units
@@ -61,7 +61,7 @@ class Position:
     """It had too little left for a batch, and waits until all are used up."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Claim:
     """What a segment reads of one data set: the units [position.used, position.used + units) of its pass."""
 
@@ -76,20 +76,16 @@ class Claim:
         """Windows of a unit."""
         return self.source.units.size // self.seq_len
 
-    def offsets(self, window: np.ndarray) -> np.ndarray:
-        """int64[n] windows of the claim, in the order in which they are read, to their first tokens, int64[n]."""
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        """int64[stop - first]: the first tokens of the windows [first, stop), counted in the order they are read in."""
         windows_a_chunk = self.source.chunk * self.per_unit
-        chunk, inside = np.divmod(window, windows_a_chunk)
-        result = np.empty_like(window)
-        for number in range(int(chunk.min()), int(chunk.max()) + 1):
-            mine = chunk == number
-            first = number * self.source.chunk
-            size = min(self.source.chunk, self.units - first)
-            order = _window_order(size * self.per_unit, (*self.key, OF_WINDOWS, self.position.used + first))
-            unit, within = np.divmod(order(inside[mine]), self.per_unit)
-            units = self.position.pool.units(self.position.used + first + unit)
-            result[mine] = self.source.units.start(units) + within * self.seq_len
-        return result
+        parts = []
+        while first < stop:
+            number, inside = divmod(first, windows_a_chunk)
+            count = min(stop - first, windows_a_chunk - inside)
+            parts.append(_chunk(self, number).offsets(inside, inside + count))
+            first += count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def units_after(self, windows: int) -> int:
         """Units of the pass that are given out once so many windows of the claim are read, whole chunks."""
@@ -130,10 +126,36 @@ class Segment:
         return result
 
 
-@lru_cache(maxsize=256)
-def _window_order(windows: int, key: tuple[int, ...]) -> Permutation:
-    """Steps that follow each other read from the same chunk: its keys are made once."""
-    return Permutation(windows, key)
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Units of a claim whose windows are shuffled together."""
+
+    order: Permutation
+    """Of the windows of all its units."""
+    starts: np.ndarray
+    """int64: the first token of each unit."""
+    per_unit: int
+    seq_len: int
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        """int64[stop - first]: the first tokens of the windows [first, stop) of the order."""
+        window = self.order(np.arange(first, stop))
+        unit = window // self.per_unit
+        window -= unit * self.per_unit
+        window *= self.seq_len
+        window += self.starts[unit]
+        return window
+
+
+# Steps that follow each other read from the same chunk: its order and its units are found once.
+@lru_cache(maxsize=64)
+def _chunk(claim: Claim, number: int) -> Chunk:
+    first = number * claim.source.chunk
+    size = min(claim.source.chunk, claim.units - first)
+    at = claim.position.used + first
+    units = claim.position.pool.units(np.arange(at, at + size))
+    order = Permutation(size * claim.per_unit, (*claim.key, OF_WINDOWS, at))
+    return Chunk(order=order, starts=claim.source.units.start(units), per_unit=claim.per_unit, seq_len=claim.seq_len)
 
 
 def cut(
@@ -231,39 +253,27 @@ def _longest(
     """The longest segment from `step` on that what is left of the pass can give."""
     shares = dict(shape.weights)
     weights = [shares[name] for name in live]
+    edges, rooms = running_shares(weights), [room[name] for name in live]
     a_step = shape.batch_size if shape.blend == "row" else 1
-
-    def segment(steps: int) -> Segment:
-        blend = Blend(weights, steps * a_step, (seed, OF_BLEND, level, step))
-        rows = blend.counts(steps * a_step) * (1 if shape.blend == "row" else shape.batch_size)
-        claims = []
-        for name, windows in zip(live, rows.tolist(), strict=True):
-            source, position = sources[name], now[name]
-            key = (seed, source.key, position.pass_index, level)
-            units = -(-windows // (source.units.size // shape.seq_len))
-            claims.append(Claim(source=source, position=position, units=units, seq_len=shape.seq_len, key=key))
-        return Segment(
-            first_step=step, steps=steps, phase=phase, shape=shape, blend=blend, claims=tuple(claims), before=dict(now)
-        )
-
-    def fits(steps: int) -> bool:
-        found = _counts(weights, steps * a_step)
-        return all(count <= room[name] for name, count in zip(live, found, strict=True))
-
-    low, high = 0, most
+    low, high = 0, min(most, sum(rooms) // a_step)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return segment(max(low, 0))
-
-
-def _counts(weights: Sequence[float], items: int) -> list[int]:
-    return Blend(weights, items, (0,)).counts(items).tolist()
+        fits = all(count <= room for count, room in zip(quota(edges, middle * a_step), rooms, strict=True))
+        low, high = (middle, high) if fits else (low, middle - 1)
+    blend = Blend(weights, low * a_step, (seed, OF_BLEND, level, step))
+    rows_an_item = 1 if shape.blend == "row" else shape.batch_size
+    claims = []
+    for name, items in zip(live, quota(edges, low * a_step), strict=True):
+        source, position = sources[name], now[name]
+        key = (seed, source.key, position.pass_index, level)
+        units = -(-items * rows_an_item // (source.units.size // shape.seq_len))
+        claims.append(Claim(source=source, position=position, units=units, seq_len=shape.seq_len, key=key))
+    return Segment(
+        first_step=step, steps=low, phase=phase, shape=shape, blend=blend, claims=tuple(claims), before=dict(now)
+    )
 
 
 def _asked(segment: Segment, steps: int) -> dict[str, int]:
     """Items that each data set of a segment would have to give, were it `steps` long."""
     names = [claim.source.name for claim in segment.claims]
-    shares = dict(segment.shape.weights)
-    counts = _counts([shares[name] for name in names], steps * segment.items_a_step)
-    return dict(zip(names, counts, strict=True))
+    return dict(zip(names, quota(segment.blend.edges, steps * segment.items_a_step), strict=True))

@@ -3,25 +3,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roxxel_dist.curriculum.permutation import Permutation
+from roxxel_dist.curriculum.permutation import Permutation, shuffled_blocks
 
 
 @given(st.integers(1, 5000), st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
 def test_is_a_bijection(n, key):
-    images = Permutation(n, key)(np.arange(n))
+    order = Permutation(n, key)
+    images = order(np.arange(n))
     assert np.array_equal(np.sort(images), np.arange(n))
+    assert np.array_equal(order.inverse(images), np.arange(n))
 
 
 @given(st.integers(2**30, 2**61), st.integers(0, 2**32))
 def test_stays_inside_large_domains_and_never_repeats(n, seed):
     index = np.unique(np.random.default_rng(seed).integers(0, n, 1000))
-    images = Permutation(n, [seed])(index)
+    order = Permutation(n, [seed])
+    images = order(index)
+    assert np.array_equal(order.inverse(images), index)
     assert images.min() >= 0
     assert images.max() < n
     assert len(np.unique(images)) == len(index)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 16, 100])
+@pytest.mark.parametrize("n", [2**22 - 1, 2**22, 2**22 + 1])
+def test_is_a_bijection_where_the_arithmetic_grows_wider(n):
+    images = Permutation(n, [5])(np.arange(n))
+    assert np.bincount(images, minlength=n).max() == 1
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 7, 16, 65, 100])
 def test_every_place_is_equally_likely(n):
     """Chi-square of where each index lands over many keys; the limit is far out in the tail of its distribution."""
     trials = 4000
@@ -29,9 +39,22 @@ def test_every_place_is_equally_likely(n):
     for key in range(trials):
         counts[np.arange(n), Permutation(n, [key])(np.arange(n))] += 1
     expected = trials / n
-    chi2 = ((counts - expected) ** 2 / expected).sum()
+    # A permutation hits every row and column once, so the cells vary a little more than independent ones would.
+    chi2 = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
     freedom = (n - 1) ** 2
     assert chi2 < freedom + 6 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 16, 65, 100])
+def test_two_neighbours_land_on_every_pair_of_places(n):
+    trials = 8000
+    counts = np.zeros((n, n))
+    for key in range(trials):
+        counts[tuple(Permutation(n, [key, n])(np.arange(2)))] += 1
+    assert not counts.diagonal().any()
+    pairs = n * (n - 1)
+    chi2 = ((counts - trials / pairs) ** 2 / (trials / pairs))[~np.eye(n, dtype=bool)].sum()
+    assert chi2 < pairs - 1 + 6 * np.sqrt(2 * (pairs - 1))
 
 
 def test_neighbours_part():
@@ -40,6 +63,18 @@ def test_neighbours_part():
     images = Permutation(n, [1, 2])(np.arange(n)).astype(float)
     assert abs(np.abs(np.diff(images)).mean() / (n / 3) - 1) < 0.01
     assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("n", [65_280, 5_000_000])
+def test_images_of_a_stretch_are_spread_evenly(n):
+    """What a few batches read comes from everywhere: chi-square over 64 parts of the domain, for many stretches."""
+    found = []
+    for stretch in range(100):
+        images = Permutation(n, [stretch % 10])(np.arange(4096) + 4096 * (stretch % 15))
+        counts = np.bincount(images * 64 // n, minlength=64)
+        found.append(((counts - 64) ** 2 / 64).sum() / (1 - 4096 / n))
+    assert abs(np.mean(found) - 63) < 6 * np.sqrt(2 * 63 / 100)
+    assert max(found) < 63 + 6 * np.sqrt(2 * 63)
 
 
 def test_the_key_decides():
@@ -53,3 +88,19 @@ def test_the_key_decides():
 def test_refuses_impossible_domains(n):
     with pytest.raises(ValueError, match="at least 1 and below 2\\^62"):
         Permutation(n, [0])
+
+
+@given(st.integers(0, 2**40), st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**70))
+def test_blocks_are_shuffled_each_for_itself(first, count, length, key):
+    blocks = shuffled_blocks(first, count, length, (key, 3))
+    assert np.array_equal(np.sort(blocks, axis=1), np.tile(np.arange(length), (count, 1)))
+    assert np.array_equal(blocks[-1:], shuffled_blocks(first + count - 1, 1, length, (key, 3)))
+
+
+def test_places_in_blocks_are_equally_likely():
+    n, trials = 64, 4000
+    blocks, counts = shuffled_blocks(7, trials, n, (1,)), np.zeros((n, n))
+    for place in range(n):
+        counts[place] = np.bincount(blocks[:, place], minlength=n)
+    chi2 = ((counts - trials / n) ** 2 / (trials / n)).sum() * (n - 1) / n
+    assert abs(chi2 - (n - 1) ** 2) < 6 * np.sqrt(2) * (n - 1)
