@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roxxel_dist.curriculum.pool import Pool
-from roxxel_dist.curriculum.segments import OF_UNITS, Position, Shape, Source
+from roxxel_dist.curriculum.claim import OF_UNITS, Position, Source
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.units import Ranges, Units, unit_size
 
 
@@ -80,11 +80,7 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, Source]) -> None:
 
 def beginnings(sources: Mapping[str, Source], seed: int) -> dict[str, Position]:
     """Every data set before its first token is read."""
-    return {name: _beginning(source, seed) for name, source in sources.items()}
-
-
-def _beginning(source: Source, seed: int) -> Position:
-    return Position(pass_index=0, pool=Pool.first(source.units.count, (seed, source.key, 0, OF_UNITS)))
+    return {name: source.beginning(seed, 0) for name, source in sources.items()}
 
 
 def carried(before: Position | None, earlier: Sequence[Source], source: Source, seed: int, level: int) -> Position:
@@ -98,7 +94,7 @@ def carried(before: Position | None, earlier: Sequence[Source], source: Source, 
         level: which amendment this is.
     """
     if before is None or not earlier:
-        return _beginning(source, seed)
+        return source.beginning(seed, 0)
     kept = _units_in_common(source, earlier[-1])
     if kept == earlier[-1].units.count == source.units.count:
         return before

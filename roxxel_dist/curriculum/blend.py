@@ -30,7 +30,7 @@ class Blend:
         self.edges = running_shares(weights)
         self.sets = len(self.edges)
         self.items = items
-        self._key = tuple(key)
+        self.weights, self.key = tuple(weights), tuple(key)
         self.block = block_length(min(weights) / sum(weights))
         """Items of a block; the last one is longer by what does not fill one."""
         # What does not fill a block lengthens the last one: a block never has fewer items than its rounding needs.
@@ -73,7 +73,7 @@ class Blend:
         ends = [np.floor(item * np.array(self.edges) + 0.5).astype(np.int64) for item in (starts, starts + length)]
         # Inside the block: data set i has the places from its predecessor's end to its own.
         edges = ends[1] - ends[0]
-        places = shuffled_blocks(first, count, length, self._key)
+        places = shuffled_blocks(first, count, length, self.key)
         chosen = np.zeros((count, length), np.int64)
         for which in range(self.sets - 1):
             chosen += places >= edges[:, which, None]

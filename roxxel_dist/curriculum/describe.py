@@ -36,7 +36,9 @@ def events(plan: "Plan") -> list[tuple[int, str]]:
     found = [(a.from_step, "amended" + (f", {a.skip} steps left out" if a.skip else "")) for a in plan.amendments[1:]]
     for before, segment in zip(plan.segments, plan.segments[1:], strict=False):
         found += [(segment.first_step, what) for what in _changes(before, segment)]
-    return sorted(found)
+    for laps in dict.fromkeys(segment.laps for segment in plan.segments if segment.laps):
+        found.append((laps.first_step, f"this pass and the {laps.count - 1} behind it take {laps.period:,} steps each"))
+    return sorted(found, key=lambda event: event[0])
 
 
 def _changes(before: Segment, now: Segment) -> list[str]:

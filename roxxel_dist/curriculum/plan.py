@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.curriculum.amend import Amendment, beginnings, carried, check, first_amendment, unit_of
+from roxxel_dist.curriculum.claim import Position, Source
 from roxxel_dist.curriculum.describe import describe
-from roxxel_dist.curriculum.segments import Position, Segment, Shape, Source, cut
+from roxxel_dist.curriculum.segments import Segment, Shape, cut
 from roxxel_dist.data.units import Ranges, Units
 
 ROWS_AHEAD = 4096
@@ -62,6 +63,7 @@ class Plan:
     def _build(self, seed: int, max_passes: int | None, amendments: Sequence[Amendment]) -> None:
         self.seed, self.max_passes, self.amendments = seed, max_passes, tuple(amendments)
         self.segments: list[Segment] = []
+        """In order; of whole passes that repeat (`Segment.laps`) those of the first."""
         self.total_steps = 0
         for level, amendment in enumerate(amendments):
             positions = self._positions_for(level) if level else beginnings(amendment.sources, seed)
@@ -77,7 +79,6 @@ class Plan:
             )  # fmt: skip
             self._know(self.total_steps - 1 if self.total_steps < ENDLESS else amendment.from_step)
         self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
-        self._tokens_before = [0]
         self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0))
 
     def _know(self, step: int) -> None:
@@ -145,7 +146,7 @@ class Plan:
         """
         amendment, earlier = self.amendments[level], self.amendments[:level]
         done = min(amendment.from_step + amendment.skip, self.total_steps)
-        segment = self.segment(done) if done < self.total_steps else self.segments[-1]
+        segment = self.segment(done) if done < self.total_steps else self.segment(done - 1)
         before = segment.after(done - segment.first_step)
         return before | {
             name: carried(
@@ -162,10 +163,18 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
+        first, lap = self._find(step)
+        return first.again(lap)
+
+    def _find(self, step: int) -> tuple[Segment, int]:
+        """The segment in which `step` is, or like which its own is, so many passes later."""
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step}: the plan has steps 0 to {self.total_steps - 1}")
         self._know(step)
-        return self.segments[bisect.bisect_right(self._firsts, step) - 1]
+        laps = self.segments[bisect.bisect_right(self._firsts, step) - 1].laps
+        lap, inside = divmod(step - laps.first_step, laps.period) if laps else (0, 0)
+        like = laps.first_step + inside if laps else step
+        return self.segments[bisect.bisect_right(self._firsts, like) - 1], lap
 
     def rows(self, step: int) -> Rows:
         """The rows of step `step`, counted from 0: the same on every process, restart and machine."""
@@ -181,9 +190,8 @@ class Plan:
 
     def _end(self, segment: Segment) -> int:
         """One past the last step that a segment is used for."""
-        following = bisect.bisect_right(self._firsts, segment.first_step)
-        end = segment.first_step + segment.steps
-        return min(end, self._firsts[following]) if following < len(self._firsts) else end
+        amended = (a.from_step for a in self.amendments if a.from_step > segment.first_step)
+        return min(segment.first_step + segment.steps, next(amended, ENDLESS))
 
     def _compute(self, segment: Segment, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """(int32[S, B], int64[S, B], seq_len): data sets and offsets of the S steps [first, stop) of a segment."""
@@ -204,24 +212,18 @@ class Plan:
 
     def phase(self, step: int) -> int:
         """The index of the phase that holds `step`."""
-        return self.segment(step).phase
+        return self._find(step)[0].phase
 
     def shape(self, step: int) -> tuple[int, int]:
         """(batch_size, seq_len) of `step`."""
-        shape = self.segment(step).shape
+        shape = self._find(step)[0].shape
         return shape.batch_size, shape.seq_len
 
     def tokens(self, step: int) -> int:
         """How many tokens the steps before `step` read."""
-        if step == 0:
-            return 0
-        self._know(step - 1)
-        for segment in self.segments[len(self._tokens_before) - 1 :]:
-            read = (self._end(segment) - segment.first_step) * segment.shape.batch_size * segment.shape.seq_len
-            self._tokens_before.append(self._tokens_before[-1] + read)
-        where = bisect.bisect_right(self._firsts, step - 1) - 1
-        shape = self.segments[where].shape
-        return self._tokens_before[where] + (step - self._firsts[where]) * shape.batch_size * shape.seq_len
+        ends = [*(amendment.from_step for amendment in self.amendments[1:]), step]
+        spans = zip(self.amendments, ends, strict=True)
+        return sum(_tokens(a.shapes, a.from_step, min(end, step)) for a, end in spans if a.from_step < step)
 
     # -- keeping and telling
 
@@ -245,3 +247,13 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of all that decides what a step reads, except the tokens themselves."""
         return hashlib.sha256(json.dumps(self.state(0)).encode()).hexdigest()[:16]
+
+
+def _tokens(shapes: Sequence[Shape], low: int, high: int) -> int:
+    """Tokens of the steps [low, high) of some phases."""
+    first = found = 0
+    for shape in shapes:
+        stop = first + shape.steps
+        found += max(0, min(stop, high) - max(first, low)) * shape.batch_size * shape.seq_len
+        first = stop
+    return found

@@ -1,21 +1,12 @@
 """From phases and data sets to segments: stretches of steps in which nothing changes."""
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-import numpy as np
-
 from roxxel_dist.curriculum.blend import Blend, quota, running_shares
-from roxxel_dist.curriculum.permutation import Permutation
-from roxxel_dist.curriculum.pool import Pool
-from roxxel_dist.data.units import Units
-
-# What an order is of: part of its key, so that two orders never share one.
-OF_UNITS, OF_WINDOWS, OF_BLEND = 0, 1, 2
-MOST_CHUNK, LEAST_CHUNK, CHUNKS = 256, 16, 8
+from roxxel_dist.curriculum.claim import OF_BLEND, Claim, Position, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,69 +22,20 @@ class Shape:
     """Whether each step, or each row, is of one data set."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A data set as the plan sees it."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Laps:
+    """Whole passes of one phase that differ in their keys alone."""
 
-    name: str
-    units: Units
-
-    @property
-    def key(self) -> int:
-        """A number that stands for the name in keys, whatever other data sets there are."""
-        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
-
-    @property
-    def chunk(self) -> int:
-        """Units whose windows are shuffled together; an amendment gives up at most the rest of one chunk."""
-        return max(LEAST_CHUNK, min(MOST_CHUNK, self.units.count // CHUNKS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """How far a data set has been read."""
-
-    pass_index: int
-    pool: Pool
-    used: int = 0
-    """Units given out in this pass."""
-    out: bool = False
-    """It had too little left for a batch, and waits until all are used up."""
+    first_step: int
+    period: int
+    """Steps of a pass."""
+    count: int
+    """How many passes."""
+    sources: Mapping[str, Source]
+    """Those of the phase."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Claim:
-    """What a segment reads of one data set: the units [position.used, position.used + units) of its pass."""
-
-    source: Source
-    position: Position
-    units: int
-    seq_len: int
-    key: tuple[int, ...]
-
-    @property
-    def per_unit(self) -> int:
-        """Windows of a unit."""
-        return self.source.units.size // self.seq_len
-
-    def offsets(self, first: int, stop: int) -> np.ndarray:
-        """int64[stop - first]: the first tokens of the windows [first, stop), counted in the order they are read in."""
-        windows_a_chunk = self.source.chunk * self.per_unit
-        parts = []
-        while first < stop:
-            number, inside = divmod(first, windows_a_chunk)
-            count = min(stop - first, windows_a_chunk - inside)
-            parts.append(_chunk(self, number).offsets(inside, inside + count))
-            first += count
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def units_after(self, windows: int) -> int:
-        """Units of the pass that are given out once so many windows of the claim are read, whole chunks."""
-        chunks = -(-windows // (self.source.chunk * self.per_unit))
-        return self.position.used + min(self.units, chunks * self.source.chunk)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Segment:
     """Steps [first_step, first_step + steps) of one phase, in one pass, with the same data sets in the blend."""
 
@@ -106,6 +48,8 @@ class Segment:
     """Of the data sets that are in the blend, in its order."""
     before: Mapping[str, Position]
     """Every data set's position when the segment begins."""
+    laps: "Laps | None" = None
+    """It comes again in passes that follow; this is the first time."""
 
     @property
     def items_a_step(self) -> int:
@@ -125,37 +69,23 @@ class Segment:
             result[claim.source.name] = replace(claim.position, used=claim.units_after(windows))
         return result
 
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """Units of a claim whose windows are shuffled together."""
-
-    order: Permutation
-    """Of the windows of all its units."""
-    starts: np.ndarray
-    """int64: the first token of each unit."""
-    per_unit: int
-    seq_len: int
-
-    def offsets(self, first: int, stop: int) -> np.ndarray:
-        """int64[stop - first]: the first tokens of the windows [first, stop) of the order."""
-        window = self.order(np.arange(first, stop))
-        unit = window // self.per_unit
-        window -= unit * self.per_unit
-        window *= self.seq_len
-        window += self.starts[unit]
-        return window
+    def again(self, lap: int) -> "Segment":
+        """The segment as it comes `lap` passes later."""
+        return _again(self, lap) if lap else self
 
 
-# Steps that follow each other read from the same chunk: its order and its units are found once.
-@lru_cache(maxsize=64)
-def _chunk(claim: Claim, number: int) -> Chunk:
-    first = number * claim.source.chunk
-    size = min(claim.source.chunk, claim.units - first)
-    at = claim.position.used + first
-    units = claim.position.pool.units(np.arange(at, at + size))
-    order = Permutation(size * claim.per_unit, (*claim.key, OF_WINDOWS, at))
-    return Chunk(order=order, starts=claim.source.units.start(units), per_unit=claim.per_unit, seq_len=claim.seq_len)
+# Steps that follow each other are of the same segment, which keeps what it found out.
+@lru_cache(maxsize=16)
+def _again(first: Segment, lap: int) -> Segment:
+    assert first.laps
+    seed, *others, _ = first.blend.key
+    step, before = first.first_step + lap * first.laps.period, dict(first.before)
+    for name, source in first.laps.sources.items():
+        begun = source.beginning(seed, before[name].pass_index + lap)
+        before[name] = replace(before[name], pass_index=begun.pass_index, pool=begun.pool)
+    claims = tuple(claim.moved(before[claim.source.name]) for claim in first.claims)
+    blend = Blend(first.blend.weights, first.blend.items, (seed, *others, step))
+    return replace(first, first_step=step, blend=blend, claims=claims, before=before, laps=None)
 
 
 def cut(
@@ -169,6 +99,8 @@ def cut(
     max_passes: int | None = None,
 ) -> Iterator[Segment]:
     """The segments of the steps from `first_step` to the end of the last phase, one after another.
+
+    Where whole passes repeat, those of the first stand for all of them; see `Segment.laps`.
 
     Args:
         shapes: all phases, from step 0.
@@ -185,22 +117,50 @@ def cut(
     now, step, end = dict(positions), first_step, 0
     for phase, shape in enumerate(shapes):
         end += shape.steps
+        mine = {name: sources[name] for name, _ in shape.weights}
+        begun = False
         while step < end:
-            live = [name for name, _ in shape.weights if not now[name].out]
-            room = {name: room_for(shape, sources[name], now[name]) for name in live}
-            # One that cannot give a batch leaves before the first step: rounding might ask it for one at once.
-            dry = [name for name in live if room[name] == 0]
-            if not dry and live:
-                segment = _longest(shape, phase, step, end - step, live, room, sources, now, seed, level)
-                yield segment
-                now, step = segment.after(segment.steps), step + segment.steps
-                if step < end:
-                    asked = _asked(segment, segment.steps + 1)
-                    dry = [name for name in live if asked[name] > room[name]]
-            for name in dry:
-                now[name] = replace(now[name], out=True)
-            if step < end and all(now[name].out for name, _ in shape.weights):
-                _next_pass(shape, phase, step, sources, now, seed, max_passes)
+            found = list(_until_used_up(shape, phase, step, end, mine, now, seed, level))
+            period = sum(segment.steps for segment in found)
+            # Passes begun in this phase are alike; the last one is left to be cut, for it may end early.
+            count = (end - step - 1) // period if begun and max_passes is None else 1
+            if count > 1:
+                laps = Laps(first_step=step, period=period, count=count, sources=mine)
+                found = [replace(segment, laps=laps) for segment in found]
+                for name in mine:
+                    now[name] = replace(now[name], pass_index=now[name].pass_index + count - 1)
+            yield from found
+            step += max(count, 1) * period
+            if step < end:
+                _next_pass(shape, phase, step, mine, now, seed, max_passes)
+                begun = True
+
+
+def _until_used_up(
+    shape: Shape,
+    phase: int,
+    step: int,
+    end: int,
+    sources: Mapping[str, Source],
+    now: dict[str, Position],
+    seed: int,
+    level: int,
+) -> Iterator[Segment]:
+    """The segments from `step` to `end`, or until no data set of the phase has enough left; keeps `now` up to date."""
+    while step < end and (live := [name for name in sources if not now[name].out]):
+        room = {name: room_for(shape, sources[name], now[name]) for name in live}
+        # One that cannot give a batch leaves before the first step: rounding might ask it for one at once.
+        dry = [name for name in live if room[name] == 0]
+        if not dry:
+            segment = _longest(shape, phase, step, end - step, live, room, sources, now, seed, level)
+            yield segment
+            now |= segment.after(segment.steps)
+            step += segment.steps
+            if step < end:
+                asked = _asked(segment, segment.steps + 1)
+                dry = [name for name in live if asked[name] > room[name]]
+        for name in dry:
+            now[name] = replace(now[name], out=True)
 
 
 def room_for(shape: Shape, source: Source, position: Position) -> int:
@@ -220,10 +180,9 @@ def _next_pass(
     max_passes: int | None,
 ) -> None:
     """Begin a new pass over every data set of the phase."""
-    for name, _ in shape.weights:
+    for name in sources:
         source, passes = sources[name], now[name].pass_index + 1
-        pool = Pool.first(source.units.count, (seed, source.key, passes, OF_UNITS))
-        position = Position(pass_index=passes, pool=pool)
+        position = source.beginning(seed, passes)
         if room_for(shape, source, position) == 0:
             held = source.units.count * (source.units.size // shape.seq_len)
             raise ValueError(
@@ -255,7 +214,10 @@ def _longest(
     weights = [shares[name] for name in live]
     edges, rooms = running_shares(weights), [room[name] for name in live]
     a_step = shape.batch_size if shape.blend == "row" else 1
-    low, high = 0, min(most, sum(rooms) // a_step)
+    # Counts are within one of their shares, so there is little to search. The factors make up for rounding.
+    parts = [(room, shares[name] / sum(weights)) for name, room in zip(live, rooms, strict=True)]
+    high = min(most, int(min((room + 1) / share for room, share in parts) * (1 + 1e-9)) // a_step)
+    low = min(high, int(max(0.0, min((room - 1) / share for room, share in parts)) * (1 - 1e-9)) // a_step)
     while low < high:
         middle = (low + high + 1) // 2
         fits = all(count <= room for count, room in zip(quota(edges, middle * a_step), rooms, strict=True))

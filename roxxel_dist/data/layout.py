@@ -95,7 +95,7 @@ def end_of_tokens(dtype: np.dtype, tokens: int) -> int:
 
 def chain_of(previous: str, metadata: Metadata, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> str:
     """The chain fingerprint of a shard whose predecessor has the chain `previous` ("" for the first)."""
-    fields = dataclasses.asdict(metadata) | {"chain": previous}
+    fields = vars(metadata) | {"chain": previous}
     content = [dtype.str, ends_checksum, sums_checksum, fields]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 

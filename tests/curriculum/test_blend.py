@@ -114,6 +114,47 @@ def test_what_is_used_up_leaves_and_comes_back_in_the_next_pass(blend):
     assert "a new pass over 'self', 'code', 'books' begins" in text
 
 
+REPEATING = {
+    "one data set": [shape(900, 8, 129, self=1.0)],
+    "by step": [shape(30, 4, 65, self=0.5, books=0.5), shape(900, 8, 129, self=0.3, code=0.4, books=0.3)],
+    "by row, then others": [
+        shape(900, 8, 129, "row", self=0.3, code=0.4, books=0.3),
+        shape(300, 4, 257, books=1.0),
+        shape(200, 4, 129, "row", self=0.9, code=0.1),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+@pytest.mark.parametrize("seed", range(3))
+def test_passes_that_repeat_are_found_without_those_before(name, seed):
+    """Where the number of passes is limited, each is cut by itself: the rows are the same."""
+    short, long = Plan(REPEATING[name], DATA, seed), Plan(REPEATING[name], DATA, seed, max_passes=99)
+    assert max(segment.laps.count for segment in short.segments if segment.laps) >= 3
+    assert len(short.segments) < len(long.segments)
+    assert short.total_steps == long.total_steps
+    steps = [*range(short.total_steps), *range(short.total_steps - 1, 0, -7)]
+    for at in (None, 450, 451 + 50 * seed, 899):
+        one, other = (short, long) if at is None else (p.amend(at, skip=seed) for p in (short, long))
+        for step in steps if at is None else steps[at - 3 :: 5]:
+            mine, its = one.rows(step), other.rows(step)
+            assert np.array_equal(mine.dataset, its.dataset)
+            assert np.array_equal(mine.offset, its.offset)
+            assert (one.phase(step), one.shape(step), one.tokens(step)) == (
+                other.phase(step), other.shape(step), other.tokens(step)
+            )  # fmt: skip
+            assert one.segment(step).after(1).keys() == other.segment(step).after(1).keys()
+
+
+def test_a_far_step_of_a_small_corpus_is_found_at_once():
+    plan = Plan([shape(10**12, 4, 129, "row", self=0.3, code=0.4, books=0.3)], DATA, 5)
+    assert len(plan.segments) < 20
+    rows = plan.rows(10**12 - 1)
+    assert len(rows.offset) == 4
+    assert plan.segment(10**12 - 1).before["self"].pass_index > 10**9
+    assert "behind it take" in plan.describe()
+
+
 def test_it_stays_out_over_a_phase_boundary():
     plan = Plan([shape(60, 4, 129, self=0.2, code=0.8), shape(10, 1, 65, self=0.5, code=0.5)], DATA, 5)
     out = [s for s in plan.segments if {c.source.name for c in s.claims} == {"self"}]
