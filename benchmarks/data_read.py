@@ -20,6 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import numpy as np
 import peers
+import plans
 from measure import Result, interleave, ratios, table
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
@@ -60,9 +61,9 @@ class Corpus:
         for _ in range(SHARDS):
             yield rng.integers(0, VOCABULARY, TOKENS // SHARDS, np.uint16)
 
-    def plan(self, batch: int, seq_len: int) -> Plan:
+    def plan(self, batch: int, seq_len: int, seed: int = 1) -> Plan:
         """An order over the shards that outlasts every row."""
-        return Curriculum(self.shards, [Phase(1_000_000, batch, seq_len)]).plan(1)
+        return Curriculum(self.shards, [Phase(1_000_000, batch, seq_len)]).plan(seed)
 
     def warm(self) -> None:
         """Bring all files into the page cache and map their pages."""
@@ -84,7 +85,7 @@ def to_numpy(corpus: Corpus) -> Iterable[Result]:
 
 def _to_numpy(corpus: Corpus, batch: int, seq_len: int) -> dict[str, Callable[[], object]]:
     stream = Stream(corpus.plan(batch, seq_len), corpus.shards, None)
-    plan = corpus.plan(batch, seq_len)
+    plan = corpus.plan(batch, seq_len, seed=2)  # another order: rows that were just read are in the processor's cache
     known = iter([plan.rows(step).offset for step in range(10 * max(10, 3_000_000 // (batch * seq_len)) + 10)])
     found: dict[str, Callable[[], object] | None] = {
         "sequential copy": peers.sequential(corpus.tokens, batch, seq_len),
@@ -115,7 +116,7 @@ def to_mesh(corpus: Corpus) -> Iterable[Result]:
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
-    plan = corpus.plan(batch, seq_len)
+    plan = corpus.plan(batch, seq_len, seed=2)
     known = iter([plan.rows(step) for step in range(4100)])
     found = {
         "raw slice + the same put": lambda: put(host()),
@@ -210,7 +211,19 @@ def verify(corpus: Corpus) -> Iterable[Result]:
     yield from ratios("data verify", "ours", times, {"reading the files once": 0.5})
 
 
-ROWS: list[Callable[[Corpus], Iterable[Result]]] = [to_numpy, to_mesh, cold_start, memory, verify]
+def plan_rows(corpus: Corpus) -> Iterable[Result]:
+    """Finding the rows of a step, in order and at random."""
+    return plans.rows()
+
+
+def far_start(corpus: Corpus) -> Iterable[Result]:
+    """Open ten sparse shards and read a batch far into them."""
+    return plans.far_start(corpus.folder / "sparse")
+
+
+ROWS: list[Callable[[Corpus], Iterable[Result]]] = [
+    to_numpy, to_mesh, plan_rows, far_start, cold_start, memory, verify,
+]  # fmt: skip
 
 
 def main() -> None:

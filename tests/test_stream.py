@@ -1,5 +1,7 @@
+import resource
 import subprocess
 import sys
+from itertools import pairwise
 
 import jax
 import numpy as np
@@ -34,6 +36,52 @@ def test_rows_are_the_windows_of_the_plan(corpus, plan):
         rows = plan.rows(step)
         expected = np.stack([tokens[o : o + rows.seq_len] for o in rows.offset])
         assert np.array_equal(batch, expected)
+
+
+def test_batches_that_are_read_together_are_separate(corpus, plan, monkeypatch):
+    """The first comes alone, the others some at a time; what is done to one batch changes no other."""
+    counted = []
+    read = type(corpus).read
+    monkeypatch.setattr(type(corpus), "read", lambda self, o, *a: counted.append(len(o)) or read(self, o, *a))
+    stream = Stream(plan, corpus, None)
+    expected = [stream.batch(step) for step in range(10)]
+    counted.clear()
+    found = [next(stream)]
+    assert counted == [8]
+    for batch in stream:
+        assert np.array_equal(batch, expected[len(found)])
+        batch[:] = -1
+        found.append(batch)
+    assert counted == [8, 5 * 8, 4 * 2]
+    assert not any(np.shares_memory(a, b) for a, b in pairwise(found))
+    for step in (8, 2, 3, 9):
+        stream.step = step
+        assert np.array_equal(next(stream), expected[step])
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory):
+    """A folder of 2,000 shards of two windows each, and the windows."""
+    folder = tmp_path_factory.mktemp("many")
+    tokens = np.random.default_rng(2).integers(0, 60_000, (2000, 66)).astype(np.uint16)
+    Roxxel(folder).write(tokens, separator=None, max_shard_bytes=132)
+    return folder, tokens.reshape(-1, 33)
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_two_thousand_shards_need_few_file_descriptors(many_shards, io):
+    folder, windows = many_shards
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        with Roxxel(folder, io=io) as data:
+            assert len(data.shards) == 2000
+            steps = data.estimate_steps(33, 32)
+            assert steps == 125
+            rows = np.concatenate(list(data.stream(33, 32, seed=1, steps=steps)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert np.array_equal(np.unique(rows, axis=0), np.unique(windows, axis=0))
 
 
 def test_its_state_is_a_number(corpus, plan):

@@ -23,7 +23,7 @@ from roxxel_dist.curriculum.describe import describe
 from roxxel_dist.curriculum.segments import Segment, Shape, cut
 from roxxel_dist.data.units import Ranges, Units
 
-ROWS_AHEAD = 4096
+ROWS_AHEAD = 8192
 ENDLESS = 1 << 62
 """Steps of a phase that goes on, pass after pass."""
 

@@ -1,6 +1,7 @@
 """Windows of files by read calls instead of a map: the memory of the process stays flat, whatever has been read."""
 
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,13 +19,16 @@ ASKED_AT_MOST = 16
 class Files:
     """Some files, of which windows of bytes are read into fresh buffers.
 
-    At most 256 files are held open. A file that was replaced since this object was made is an error, not other data.
+    At most 256 files are held open, and at most an eighth of what the process may open. A file that was replaced since
+    this object was made is an error, not other data.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._identities = [_identity(os.stat(path)) for path in paths]
         self._descriptors: dict[int, int] = {}
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._kept_open = KEPT_OPEN if limit == resource.RLIM_INFINITY else min(KEPT_OPEN, limit // 8)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._asked: dict[bytes, Future[np.ndarray]] = {}
@@ -88,7 +92,7 @@ class Files:
             os.close(fd)
             raise ValueError(f"{path} was replaced since the data set was opened; open it again with Roxxel(...)")
         with self._lock:
-            if len(self._descriptors) < KEPT_OPEN and number not in self._descriptors:
+            if len(self._descriptors) < self._kept_open and number not in self._descriptors:
                 self._descriptors[number] = fd
         return fd
 

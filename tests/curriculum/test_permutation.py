@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -104,3 +106,56 @@ def test_places_in_blocks_are_equally_likely():
         counts[place] = np.bincount(blocks[:, place], minlength=n)
     chi2 = ((counts - trials / n) ** 2 / (trials / n)).sum() * (n - 1) / n
     assert abs(chi2 - (n - 1) ** 2) < 6 * np.sqrt(2) * (n - 1)
+
+
+# -- docs/data.md gives the order as a formula: here it is in plain numbers
+
+
+def shake(key, words, width):
+    data = hashlib.shake_128(" ".join(map(str, key)).encode()).digest(words * width // 8)
+    return [int.from_bytes(data[i : i + width // 8], "little") for i in range(0, len(data), width // 8)]
+
+
+def image(n, key, x):
+    k = (n - 1).bit_length() // 2
+    size = -(-n // 2**k)
+    width, golden, s = (32, 0x9E3779B9, 15) if n <= 2**22 else (64, 0x9E3779B97F4A7C15, 29)
+    rounds = 6 if n > 64 else 12
+    words = shake(key, 2 * rounds, width)
+
+    def h(value, number):
+        t = (value + words[number]) * golden % 2**width
+        return (t ^ (t >> s)) * (words[rounds + number] | 1) % 2**width
+
+    while True:
+        high, low = divmod(x, 2**k)
+        for number in range(rounds):
+            if number % 2:
+                low ^= h(high, number) >> (width - k)
+            else:
+                e = size.bit_length()
+                high = (high + ((h(low, number) >> e) * size >> (width - e))) % size
+        x = high * 2**k + low
+        if x < n:
+            return x
+
+
+@given(
+    st.integers(1, 2**41) | st.integers(1, 200) | st.integers(2**22 - 5, 2**22 + 5), st.integers(0, 2**70), st.data()
+)
+def test_is_the_formula_of_the_documentation(n, key, data):
+    index = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
+    assert Permutation(n, (key, 7))(np.array(index)).tolist() == [image(n, (key, 7), x) for x in index]
+
+
+@pytest.mark.parametrize(("block", "length"), [(0, 64), (5, 100), (2**33, 3)])
+def test_blocks_are_the_formula_of_the_documentation(block, length):
+    (word,), found = shake((3, 4), 1, 64), []
+    for place in range(length):
+        x = (word + (block * 2**32 + place) * 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        bits = (length - 1).bit_length()
+        found.append((x ^ (x >> 31)) >> bits << bits | place)
+    expected = [x % 2 ** (length - 1).bit_length() for x in sorted(found)]
+    assert shuffled_blocks(block, 1, length, (3, 4))[0].tolist() == expected
