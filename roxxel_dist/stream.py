@@ -4,12 +4,14 @@ jax is imported only where batches are placed: a process that reads numpy arrays
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
+from roxxel_dist.data.packed import Packed
 
 if TYPE_CHECKING:
     import jax
@@ -32,7 +34,7 @@ class Stream:
         start_step: the first step to read, from 0.
 
     Iterating gives int32[batch_size, seq_len] arrays: a global `jax.Array` of which this process read only what its
-    devices hold.
+    devices hold. In a phase with `packing="documents"` it gives a `Packed` of three such arrays.
 
     Raises:
         ValueError: a data set of the plan is missing.
@@ -93,11 +95,32 @@ class Stream:
 
     def place(self, rows: Rows) -> Any:
         """The batch of these rows, as iterating gives it."""
+        if rows.packed:
+            return self._place_packed(rows)
         if self.sharding is None:
             return self._read(rows, 0, len(rows.offset))
         shape = (len(rows.offset), rows.seq_len)
         sharding, runs = _layout(self.sharding, shape)
         return _place(shape, sharding, [(low, high, self._read(rows, low, high)) for low, high in runs])
+
+    def _place_packed(self, rows: Rows) -> Packed:
+        """The batch, and beside it the segments and positions of the same rows, placed alike."""
+        shape = (len(rows.offset), rows.seq_len)
+        sharding, runs = _layout(self.sharding, shape)
+        tokens = self.place(replace(rows, packed=False))
+        found = [self._segments(rows, low, high) for low, high in runs]
+        if sharding is None:
+            return Packed(tokens, *found[0])
+        held = [[(low, high, marks[i]) for (low, high), marks in zip(runs, found, strict=True)] for i in (0, 1)]
+        return Packed(tokens, *(_place(shape, sharding, one) for one in held))
+
+    def _segments(self, rows: Rows, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+        """Segments and positions of the rows `low` to `high`, int32 [rows, seq_len] each."""
+        segments, positions = np.empty((2, high - low, rows.seq_len), np.int32)
+        for number, mine in _by_dataset(rows.dataset[low:high], len(self.datasets)):
+            found = self.datasets[number].segments(rows.offset[low:high][mine], rows.seq_len)
+            segments[mine], positions[mine] = found
+        return segments, positions
 
     def _read(self, rows: Rows, low: int, high: int) -> np.ndarray:
         """Rows `low` to `high` of a batch, int32 [rows, seq_len]."""

@@ -37,6 +37,8 @@ class Rows:
     """int64[B]: first token of the row's window, in tokens from the data set's start."""
     seq_len: int
     """Tokens of a window, the target included."""
+    packed: bool = False
+    """Whether the batch tells the documents of its rows apart."""
 
 
 class Plan:
@@ -176,7 +178,8 @@ class Plan:
             count = max(1, ROWS_AHEAD // segment.shape.batch_size) if in_order else 1
             first, (dataset, offset) = step, self._compute(segment, step, min(count, self._end(segment) - step))
             self._ahead = (first, dataset, offset)
-        return Rows(dataset[step - first], offset[step - first], segment.shape.seq_len)
+        shape = segment.shape
+        return Rows(dataset[step - first], offset[step - first], shape.seq_len, shape.packing == "documents")
 
     def _end(self, segment: Segment) -> int:
         """One past the last step that a segment is used for."""
