@@ -40,7 +40,6 @@ class Boundaries:
 
     def segments(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """(segments, positions), int32 [R, length] each: see `TokenSequence.segments`."""
-        begins = np.zeros((len(offsets), length), bool)
         numbers = self._low.searchsorted(offsets, side="right") - 1
         wrong = (numbers < 0) | (offsets + length > self._high[numbers])
         if length < 1 or wrong.any():
@@ -49,14 +48,23 @@ class Boundaries:
                 f"a window of {length} tokens at token {offset} is not within one of the data set's ranges; "
                 "a window has at least 1 token and crosses no shard and no cut of split()"
             )
+        rows = np.arange(len(offsets)) * length
+        found = [rows]
         for number in np.unique(numbers).tolist():
             mine = np.flatnonzero(numbers == number)
             row, place = _begins(self._files[number], offsets[mine] - self._first[number], length)
-            begins[mine[row], place] = True
-        counted = np.arange(length, dtype=np.int32)
-        # A document's start is the last place at or before a token where one begins, or the row's own.
-        starts = np.maximum.accumulate(np.where(begins, counted, np.int32(0)), axis=1)
-        return np.cumsum(begins, axis=1, dtype=np.int32), counted - starts
+            found.append(rows[mine[row]] + place)
+        return _count(np.unique(np.concatenate(found)), len(offsets), length)
+
+
+def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(segments, positions), from the sorted places where a row or a document begins, the rows laid end to end."""
+    tokens = np.diff(begins, append=rows * length)
+    row, place = np.divmod(begins, length)
+    segment = np.arange(len(begins)) - np.searchsorted(begins, row * length)
+    segments = np.repeat(segment.astype(np.int32), tokens).reshape(rows, length)
+    starts = np.repeat(place.astype(np.int32), tokens).reshape(rows, length)
+    return segments, np.arange(length, dtype=np.int32) - starts
 
 
 def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
