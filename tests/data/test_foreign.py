@@ -1,6 +1,5 @@
 """Files of other systems: their tokens and documents, every way to name them, and no damage that goes unnoticed."""
 
-import contextlib
 import os
 import struct
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusing import refusing_by_name
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.foreign import ForeignFile, open_foreign
@@ -283,17 +283,6 @@ def test_opening_is_independent_of_the_size(tmp_path):
         open_foreign(tmp_path / name)
         after = os.times()
         assert after.user + after.system - before.user - before.system < 1.0
-
-
-@contextlib.contextmanager
-def refusing_by_name(folder):
-    """Nothing else than a ValueError that names the file may come out."""
-    message = str(folder)
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-    assert str(folder) in message
 
 
 def read_all(path):

@@ -1,6 +1,5 @@
 """What `data build` reads besides text files, how it shares the work, and what it says about damage."""
 
-import contextlib
 import gzip
 import json
 import os
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusing import refusing_by_name
 
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
@@ -171,7 +171,8 @@ roxxel_dist.data.build.build(
 @pytest.mark.parametrize("published", [0, 1])
 def test_a_build_killed_between_its_halves_is_finished(tmp_path, capsys, published, earlier):
     """The half that is there is kept; the other is made without the word to replace anything of another build."""
-    out, options = tmp_path / "out", {"vocab_size": 300, "max_shard_bytes": 700, "val_fraction": 0.4, "tokenizer": "bpe"}
+    out = tmp_path / "out"
+    options = {"tokenizer": "bpe", "vocab_size": 300, "max_shard_bytes": 700, "val_fraction": 0.4}
     write_json_lines(tmp_path / "a.jsonl", [text + "!" for text in TEXTS])
     if earlier == "overwrite":
         built(tmp_path / "a.jsonl", out, **options | {"vocab_size": 290})
@@ -321,17 +322,6 @@ def test_saved_data_sets_that_cannot_be_read_are_named(tmp_path):
         (one / "state.json").write_text(wrong)
         with pytest.raises(ValueError, match=r"state\.json: not what `datasets` saves"):
             saved_data_set(one)
-
-
-@contextlib.contextmanager
-def refusing_by_name(folder):
-    """Nothing else than a ValueError that names the file may come out."""
-    message = str(folder)
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-    assert str(folder) in message
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
