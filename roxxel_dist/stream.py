@@ -4,12 +4,14 @@ jax is imported only where batches are placed: a process that reads numpy arrays
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
+from roxxel_dist.data.packed import Packed
 
 if TYPE_CHECKING:
     import jax
@@ -35,7 +37,7 @@ class Stream:
         start_step: the first step to read, from 0.
 
     Iterating gives int32[batch_size, seq_len] arrays: a global `jax.Array` of which this process read only what its
-    devices hold.
+    devices hold. In a phase with `packing="documents"` it gives a `Packed` of three such arrays.
 
     Raises:
         ValueError: a data set of the plan is missing.
@@ -72,19 +74,23 @@ class Stream:
     def __next__(self) -> Any:
         if self.step >= self.plan.total_steps:
             raise StopIteration
-        step = self.step
-        read = self._read.pop(step, None)
-        if read is None:
-            rows = self._ahead.pop(step, None) or self.plan.rows(step)
-            # Only a step that follows the last one is read with others: the first batch should come at once.
-            alone = self._asks_ahead or step != self._next or len(rows.offset) * rows.seq_len > FEW_TOKENS
-            read = self._host(rows) if alone else self._with_following(step, rows)
-        batch = self._place(*read)
-        self.step = self._next = step + 1
+        batch = self._following_batch(self.step)
+        self.step = self._next = self.step + 1
         self._asks_ahead = any(dataset.reads_ahead for dataset in self.datasets)
         if self._asks_ahead:
             self._look_ahead()
         return batch
+
+    def _following_batch(self, step: int) -> Any:
+        """The batch of a step, where the steps behind it will be asked for next."""
+        read = self._read.pop(step, None)
+        if read is not None:
+            return self._place(*read)
+        rows = self._ahead.pop(step, None) or self.plan.rows(step)
+        # Only a step that follows the last one is read with others: the first batch should come at once.
+        if self._asks_ahead or step != self._next or rows.packed or len(rows.offset) * rows.seq_len > FEW_TOKENS:
+            return self.place(rows)
+        return self._place(*self._with_following(step, rows))
 
     def batch(self, step: int) -> Any:
         """The batch of any step."""
@@ -96,7 +102,7 @@ class Stream:
         steps = [rows]
         for later in range(step + 1, min(step + STEPS_TOGETHER, self.plan.total_steps)):
             following = self.plan.rows(later)
-            if (len(following.offset), following.seq_len) != (batch, rows.seq_len):
+            if following.packed or (len(following.offset), following.seq_len) != (batch, rows.seq_len):
                 break
             steps.append(following)
         shape, found = (batch, rows.seq_len), [[] for _ in steps]
@@ -126,7 +132,7 @@ class Stream:
 
     def place(self, rows: Rows) -> Any:
         """The batch of these rows, as iterating gives it."""
-        return self._place(*self._host(rows))
+        return self._place_packed(rows) if rows.packed else self._place(*self._host(rows))
 
     def _host(self, rows: Rows) -> Host:
         """The batch's shape, and int32 [rows, seq_len] of each run of rows that is needed here."""
@@ -141,6 +147,25 @@ class Stream:
             return host[0]
         sharding, runs = _layout(self.sharding, shape)
         return _placed(shape, sharding, [(*run, rows) for run, rows in zip(runs, host, strict=True)])
+
+    def _place_packed(self, rows: Rows) -> Packed:
+        """The batch, and beside it the segments and positions of the same rows, placed alike."""
+        shape = (len(rows.offset), rows.seq_len)
+        sharding, runs = _layout(self.sharding, shape)
+        tokens = self.place(replace(rows, packed=False))
+        found = [self._segments(rows, low, high) for low, high in runs]
+        if sharding is None:
+            return Packed(tokens, *found[0])
+        held = [[(low, high, marks[i]) for (low, high), marks in zip(runs, found, strict=True)] for i in (0, 1)]
+        return Packed(tokens, *(_placed(shape, sharding, one) for one in held))
+
+    def _segments(self, rows: Rows, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+        """Segments and positions of the rows `low` to `high`, int32 [rows, seq_len] each."""
+        segments, positions = np.empty((2, high - low, rows.seq_len), np.int32)
+        for number, mine in _by_dataset(rows.dataset[low:high], len(self.datasets)):
+            found = self.datasets[number].segments(rows.offset[low:high][mine], rows.seq_len)
+            segments[mine], positions[mine] = found
+        return segments, positions
 
     def _copy(self, dataset: np.ndarray, offset: np.ndarray, seq_len: int) -> np.ndarray:
         """The windows of some rows, int32 [rows, seq_len]."""

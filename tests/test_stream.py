@@ -13,6 +13,7 @@ from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.packed import Packed
 from roxxel_dist.stream import Stream
 
 
@@ -183,6 +184,53 @@ def test_looking_ahead_changes_nothing(corpus, plan, tmp_path):
             assert np.array_equal(batch, Stream(plan, corpus, None).batch(step))
         stream.step = 3
         assert np.array_equal(next(stream), Stream(plan, corpus, None).batch(3))
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_packed_batch_says_which_document_each_token_is_of(corpus, tmp_path, io):
+    """Against the data set, looked up token by token; the tokens are those of a phase that does not pack."""
+    plain, packed = (Curriculum(corpus, [Phase(5, 8, 700, packing=p)]).plan(3) for p in ("contiguous", "documents"))
+    ends = np.cumsum([0, *(len(document) + 1 for document in corpus)])
+    with Roxxel(tmp_path / "corpus_*.rox", io=io) as data:
+        stream = Stream(packed, data, None)
+        assert len(stream) == 5
+        for step, batch in enumerate(stream):
+            assert isinstance(batch, Packed)
+            assert np.array_equal(batch.tokens, Stream(plain, corpus, None).batch(step))
+            assert all(array.dtype == np.int32 and array.shape == (8, 700) for array in batch)
+            for row, offset in enumerate(packed.rows(step).offset.tolist()):
+                documents = ends.searchsorted(np.arange(offset, offset + 700), side="right")
+                assert np.array_equal(batch.segments[row], documents - documents[0])
+                starts = np.maximum(offset, ends[documents - 1])
+                assert np.array_equal(batch.positions[row], np.arange(offset, offset + 700) - starts)
+            assert batch.segments.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((8, 33), P("data", None)), ((1, 64), P(None, "data")), ((2, 65), P()), ((16, 600), P("data"))]
+)
+def test_a_packed_batch_lies_as_its_tokens_do(corpus, shape, spec):
+    sharding = NamedSharding(make_mesh(), P("data", None))
+    plan = Curriculum(corpus, [Phase(2, *shape, packing="documents")]).plan(1)
+    for host, placed in zip(Stream(plan, corpus, None), Stream(plan, corpus, sharding), strict=True):
+        for mine, there in zip(host, placed, strict=True):
+            assert there.sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), 2)
+            assert np.array_equal(mine, np.asarray(there))
+
+
+def test_packed_rows_of_a_blend_have_the_documents_of_their_own_data_set(corpus, tmp_path):
+    np.save(tmp_path / "one.npy", np.arange(50_000, dtype=np.uint16))
+    with Roxxel(tmp_path / "one.npy") as one:
+        weights = {"self": 0.5, "one": 0.5}
+        phase = Phase(3, 8, 700, weights=weights, blend="row", packing="documents")
+        plan = Curriculum(corpus, [phase], {"one": one}).plan(2)
+        stream = Stream(plan, {"self": corpus, "one": one}, None)
+        for step in range(3):
+            batch, dataset = stream.batch(step), plan.rows(step).dataset
+            assert set(dataset.tolist()) == {0, 1}
+            assert (batch.segments[dataset == 0].max(1) > 0).all()
+            assert not batch.segments[dataset == 1].any()
+            assert (batch.positions[dataset == 1] == np.arange(700)).all()
 
 
 def test_numpy_batches_need_no_jax(tmp_path):

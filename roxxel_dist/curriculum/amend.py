@@ -25,7 +25,7 @@ class Amendment:
         return {
             "from_step": self.from_step,
             "skip": self.skip,
-            "shapes": [asdict(shape) for shape in self.shapes],
+            "shapes": [_shape_state(shape) for shape in self.shapes],
             "datasets": {
                 name: {"unit": source.units.size, "ranges": [[int(s), int(n)] for s, n in source.units.ranges]}
                 for name, source in self.sources.items()
@@ -44,6 +44,14 @@ class Amendment:
             for name, kept in state["datasets"].items()
         }
         return cls(from_step=state["from_step"], skip=state["skip"], shapes=tuple(shapes), sources=sources)
+
+
+def _shape_state(shape: Shape) -> dict[str, Any]:
+    """Without `packing` where there is none: plans from before there was any keep their fingerprint."""
+    state = asdict(shape)
+    if shape.packing == "contiguous":
+        del state["packing"]
+    return state
 
 
 def first_amendment(phases: Sequence[Shape], datasets: Mapping[str, Ranges]) -> Amendment:

@@ -22,7 +22,8 @@ def describe(plan: "Plan") -> str:
         data = ", ".join(f"{name} {weight / shares:.0%}" for name, weight in shape.weights)
         by = f" by {shape.blend}" if len(shape.weights) > 1 else ""
         cells = (f"{first + 1:,} to {stop:,}", f"{shape.batch_size:,} x {shape.seq_len:,}", f"{tokens:,}")
-        table.append((str(number + 1), *cells, f"{tokens / readable:.2f}", data + by))
+        apart = ", documents apart" if shape.packing == "documents" else ""
+        table.append((str(number + 1), *cells, f"{tokens / readable:.2f}", data + by + apart))
         first = stop
     total = plan.tokens(plan.total_steps)
     table.append(("all", f"{plan.total_steps:,}", "", f"{total:,}", f"{total / readable:.2f}", ""))

@@ -33,6 +33,9 @@ class Phase:
     """Share of each data set, "self" being the primary one; they are normalised. None: all of it is "self"."""
     blend: Literal["step", "row"] = "step"
     """Whether each step, or each row of a batch, is of one data set."""
+    packing: Literal["contiguous", "documents"] = "contiguous"
+    """"documents": batches say which document each token is of (`data.packed.Packed`), and attention stops where a
+    document ends. The rows are the same tokens either way."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -50,6 +53,8 @@ class Phase:
 
         if self.blend not in ("step", "row"):
             raise ValueError(f"{self._named()}: blend is {self.blend!r}, and must be 'step' or 'row'")
+        if self.packing not in ("contiguous", "documents"):
+            raise ValueError(f"{self._named()}: packing is {self.packing!r}, and must be 'contiguous' or 'documents'")
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -71,7 +76,9 @@ class Phase:
         """The phase as the plan sees it; its steps must be known."""
         shares = tuple((name, float(weight)) for name, weight in (self.weights or {"self": 1.0}).items() if weight > 0)
         steps, batch_size, seq_len = self.steps or 0, self.batch_size or 0, self.seq_len or 0
-        return Shape(steps=steps, batch_size=batch_size, seq_len=seq_len, weights=shares, blend=self.blend)
+        return Shape(
+            steps=steps, batch_size=batch_size, seq_len=seq_len, weights=shares, blend=self.blend, packing=self.packing
+        )
 
     def _named(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}

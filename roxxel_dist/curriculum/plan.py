@@ -38,6 +38,8 @@ class Rows:
     """int64[B]: first token of the row's window, in tokens from the data set's start."""
     seq_len: int
     """Tokens of a window, the target included."""
+    packed: bool = False
+    """Whether the batch tells the documents of its rows apart."""
 
 
 class Plan:
@@ -79,7 +81,7 @@ class Plan:
             )  # fmt: skip
             self._know(self.total_steps - 1 if self.total_steps < ENDLESS else amendment.from_step)
         self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
-        self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0))
+        self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0, False))
 
     def _know(self, step: int) -> None:
         """Find the segments up to the one that holds `step`; a plan without an end finds the others when asked."""
@@ -185,16 +187,16 @@ class Plan:
             first, stop = step, step + min(count, self._end(segment) - step)
             rows = self._compute(segment, first, stop)
             self._ahead = (first, stop, rows)
-        dataset, offset, seq_len = rows
-        return Rows(dataset[step - first], offset[step - first], seq_len)
+        dataset, offset, seq_len, packed = rows
+        return Rows(dataset[step - first], offset[step - first], seq_len, packed)
 
     def _end(self, segment: Segment) -> int:
         """One past the last step that a segment is used for."""
         amended = (a.from_step for a in self.amendments if a.from_step > segment.first_step)
         return min(segment.first_step + segment.steps, next(amended, ENDLESS))
 
-    def _compute(self, segment: Segment, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """(int32[S, B], int64[S, B], seq_len): data sets and offsets of the S steps [first, stop) of a segment."""
+    def _compute(self, segment: Segment, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """The fields of `Rows` for the S steps [first, stop) of a segment, the arrays being [S, B]."""
         items, width = segment.items_a_step, segment.rows_an_item
         begin = segment.first_step
         chosen, before = segment.blend.choose((first - begin) * items, (stop - begin) * items)
@@ -207,8 +209,8 @@ class Plan:
                 offset[mine] = claim.offsets(low, low + len(mine) * width).reshape(-1, width)
         names = np.array([self.datasets.index(claim.source.name) for claim in segment.claims], np.int32)
         dataset = np.repeat(names[chosen], width)
-        shape = stop - first, segment.shape.batch_size
-        return dataset.reshape(shape), offset.reshape(shape), segment.shape.seq_len
+        shape, size = segment.shape, (stop - first, segment.shape.batch_size)
+        return dataset.reshape(size), offset.reshape(size), shape.seq_len, shape.packing == "documents"
 
     def phase(self, step: int) -> int:
         """The index of the phase that holds `step`."""

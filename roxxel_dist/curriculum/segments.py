@@ -20,6 +20,8 @@ class Shape:
     """Positive shares by data set."""
     blend: Literal["step", "row"] = "step"
     """Whether each step, or each row, is of one data set."""
+    packing: Literal["contiguous", "documents"] = "contiguous"
+    """"documents": rows come with the document that each token is of. It changes no row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

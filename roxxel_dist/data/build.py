@@ -48,64 +48,59 @@ def build(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Roxxel:
-    """Build a data set from text, or from the tokens of another system.
+    """Build a data set from text, or from the tokens of another system, and return it, or its half to train on.
 
-    The result follows from the inputs and these settings alone. Where `out` holds the result of the same build already,
-    it is returned at once. A build that was killed goes on, when it is started again, behind its last finished shard
-    and with the tokenizer that it had trained; an interrupted or failed one leaves nothing.
+    The result follows from the inputs and these settings alone; where `out` holds it already, it is returned at once. A
+    build that was killed goes on, when started again, behind its last finished shard and with the tokenizer that it had
+    trained; an interrupted or failed one leaves nothing.
 
     Args:
         paths: text files, which are always taken, and folders, which are walked in sorted order. Hidden files and
             folders, `__pycache__` and installed packages are left out, as are empty files and what is not UTF-8. A
             text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by Hugging
             Face `datasets` have many. Or else: anything that `Roxxel` opens, whose documents are taken as they are.
-        out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`.
-        tokenizer: "bpe", "byte" or "char" to train one on the texts, or what `Tokenizer.load` reads. With tokens, the
-            tokenizer that made them, if it is known.
+        out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. It may be inside a
+            folder to read, and is left out there.
+        tokenizer: "bpe", "byte" or "char" to train one, or what `Tokenizer.load` reads. With tokens: what made them.
         vocab_size: ids in all; see `train_tokenizer`. With tokens: ids are below it.
         eos: documents of text end with the tokenizer's end-of-text.
         eos_token: what a ready-made tokenizer calls that, where its own files do not say it.
         text_key: the key or column of the text in JSON lines, Parquet and saved data sets.
-        val_fraction: the share of documents to hold out. Then `out/train` and `out/val` are filled. Which document goes
-            where follows from its number alone.
+        val_fraction: the share of documents to hold out, by their numbers alone; `out/train` and `out/val` are filled.
         dtype: of the tokens in headerless `.bin` files; uint16 where not given.
         include: patterns of the names of files to take from folders.
         exclude: patterns of what to leave out, of the path from the folder named ("test/*") or of any name ("test").
         max_shard_bytes: bytes of tokens a shard.
-        workers: processes, or threads to train a tokenizer; None: as many as there are cores. It has no effect on the
-            result. Less than 8 MiB of text is encoded by one.
+        workers: processes, or threads to train a tokenizer; None: one a core. One encodes less than 8 MiB of text.
         overwrite: replace another data set in `out`.
         progress: say on stderr what is being done.
 
-    Returns:
-        The data set, or its training half.
-
     Raises:
         FileNotFoundError: one of `paths`, or the tokenizer's file, does not exist.
-        ValueError: nothing to build from, a setting is wrong, an input is damaged, or `out` holds something else or
-            cannot be written to. Then nothing was changed.
+        ValueError: nothing to build from, a setting is wrong, an input is damaged, or `out` is an input, holds
+            something else or cannot be written to. Then nothing was changed.
     """
-    named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    report = Report(progress)
-    check_settings(workers, val_fraction)
+    report, place = Report(progress), Path(out)
+    named = check_settings(paths, place, workers, val_fraction)
     ready = ready_tokenizer(tokenizer, vocab_size, eos_token)
-    tokens, corpus = find_inputs(named, include, exclude, Path(out), dtype, report)
+    tokens, corpus = find_inputs(named, include, exclude, place, dtype, report)
     source = Source(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    return _build(source, Path(out), cores() if workers is None else workers, overwrite, report)
+    return _build(source, place, cores() if workers is None else workers, overwrite, report)
 
 
 def _build(source: Source, place: Path, workers: int, overwrite: bool, report: Report) -> Roxxel:
     for folder in (place, *(place / half for half in HALVES)):
         if folder.is_dir():
             finish_interrupted(folder)
-    there = {half: _ours(place / half) for half in ("", *HALVES)}
-    done = _same_build(place, source)
-    if done is not None:
+    # A build that was killed between its halves has one of them there: it is kept, and the other is made.
+    missing = [half for half in source.halves if not _is_built(place / half, source)]
+    if not missing:
         report.line(f"{place} holds this very data set already: nothing to do")
-        return done
+        return Roxxel(place / source.halves[0])
+    there = {half: _ours(place / half) for half in ("", *HALVES) if half in missing or half not in source.halves}
     names = [f"{half}/{name}".lstrip("/") for half in there for name in there[half]]
     if names and not overwrite:
         raise ValueError(
@@ -115,14 +110,14 @@ def _build(source: Source, place: Path, workers: int, overwrite: bool, report: R
     with staging(place, "build") as staged:
         parts = place / PARTS
         try:
-            _make(parts, source, workers, report)
-            _publish(place, parts, staged, source, there)
+            _make(parts, missing, source, workers, report)
+            _publish(place, parts, missing, staged, source, there)
         finally:
             shutil.rmtree(parts, ignore_errors=True)
     return Roxxel(place / source.halves[0])
 
 
-def _make(parts: Path, source: Source, workers: int, report: Report) -> None:
+def _make(parts: Path, halves: Sequence[str], source: Source, workers: int, report: Report) -> None:
     """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to."""
     record = json.dumps(source.record(), indent=1, sort_keys=True).encode()
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
@@ -141,7 +136,7 @@ def _make(parts: Path, source: Source, workers: int, report: Report) -> None:
             tokenizer = train_on(kind, texts, source.vocab_size, threads)
     if tokenizer is not None and not (parts / TOKENIZER_FILE).is_file():
         tokenizer.save(parts / TOKENIZER_FILE)
-    for half in source.halves:
+    for half in halves:
         (parts / half).mkdir(exist_ok=True)
         last = _finished(parts / half)
         if last is not None:
@@ -213,13 +208,15 @@ def _finished(folder: Path) -> Metadata | None:
     return last.metadata if last else None
 
 
-def _publish(place: Path, parts: Path, staged: Path, source: Source, there: dict[str, list[str]]) -> None:
+def _publish(
+    place: Path, parts: Path, halves: Sequence[str], staged: Path, source: Source, there: dict[str, list[str]]
+) -> None:
     """Bring the finished files to their place, the half to validate with first, and remove what they replace."""
     beside = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if (parts / name).exists()]
-    for half in sorted({*source.halves, *(half for half in there if there[half])}, reverse=True):
+    for half in sorted({*halves, *(half for half in there if there[half])}, reverse=True):
         with ExitStack() as stack:
             target = stack.enter_context(staging(place / half, "build")) if half else staged
-            if half in source.halves:
+            if half in halves:
                 for name in beside:
                     shutil.copyfile(parts / name, target / name)
                 for path in (parts / half).glob("*.rox"):
@@ -241,16 +238,12 @@ def _ours(place: Path) -> list[str]:
     return found if place.name not in HALVES or any(name.endswith(".rox") for name in found) else []
 
 
-def _same_build(place: Path, source: Source) -> Roxxel | None:
-    """The data set in `out`, if `build.json` says that it came from this very build and nothing was changed since."""
+def _is_built(folder: Path, source: Source) -> bool:
+    """Whether the data set in a folder came from this very build, by its `build.json`, and was not changed since."""
     try:
-        for half in source.halves:
-            there = json.loads((place / half / BUILD_FILE).read_bytes())
-            with Roxxel(place / half) as found:
-                if there != json.loads(json.dumps(source.record() | {"fingerprint": found.fingerprint})):
-                    return None
-                if source.corpus is not None and found.tokenizer is None:
-                    return None
-        return Roxxel(place / source.halves[0])
+        there = json.loads((folder / BUILD_FILE).read_bytes())
+        with Roxxel(folder) as found:
+            expected = json.loads(json.dumps(source.record() | {"fingerprint": found.fingerprint}))
+            return there == expected and (source.corpus is None or found.tokenizer is not None)
     except (OSError, ValueError):
-        return None
+        return False

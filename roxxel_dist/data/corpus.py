@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -74,6 +75,8 @@ class Corpus:
     files: tuple[TextFile, ...]
     not_utf8: int
     empty: int
+    other_endings: Mapping[str, int]
+    """How many files in the folders have a name that no pattern takes, by the ending of the name."""
 
     @property
     def size(self) -> int:
@@ -101,18 +104,8 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
         FileNotFoundError: one of `paths` does not exist.
         ValueError: no file matches, or none has any text.
     """
-    found: dict[Path, str] = {}
-    arrow: set[Path] = set()
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path}: no such file or folder; name the text files, or folders of them, to build from"
-            )
-        saved = saved_data_set(path) if path.is_dir() else None
-        arrow.update(file.resolve() for file in saved or ())
-        walked = [(file, file.name) for file in saved or ()] or [(path, path.name)]
-        for file, name in _walk(path, include, exclude, out) if path.is_dir() and saved is None else walked:
-            found.setdefault(file.resolve(), name)
+    passed_by: set[Path] = set()
+    found, arrow = _find(paths, include, exclude, out, passed_by)
     shown = ", ".join(map(str, paths))
     if not found:
         raise ValueError(f"{shown}: no file there matches the patterns; name the files, or give include=, as '*.log'")
@@ -136,7 +129,27 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             empty += 1
     if not files:
         raise ValueError(f"{shown}: nothing to build from: {empty} files are empty, {not_utf8} are not UTF-8 text")
-    return Corpus(files=tuple(files), not_utf8=not_utf8, empty=empty)
+    endings = Counter(path.suffix or "no ending" for path in passed_by if path.resolve() not in found)
+    return Corpus(files=tuple(files), not_utf8=not_utf8, empty=empty, other_endings=endings)
+
+
+def _find(
+    paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path, passed_by: set[Path]
+) -> tuple[dict[Path, str], set[Path]]:
+    """(each file and its name in the corpus, which of them are Arrow files); `passed_by` gets what no pattern takes."""
+    found: dict[Path, str] = {}
+    arrow: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path}: no such file or folder; name the text files, or folders of them, to build from"
+            )
+        saved = saved_data_set(path) if path.is_dir() else None
+        arrow.update(file.resolve() for file in saved or ())
+        walked = [(file, file.name) for file in saved or ()] or [(path, path.name)]
+        for file, name in _walk(path, include, exclude, out, passed_by) if path.is_dir() and saved is None else walked:
+            found.setdefault(file.resolve(), name)
+    return found, arrow
 
 
 def _digest(path: Path) -> int:
@@ -147,7 +160,9 @@ def _digest(path: Path) -> int:
     return digest.intdigest()
 
 
-def _walk(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path) -> Iterator[tuple[Path, str]]:
+def _walk(
+    root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, passed_by: set[Path]
+) -> Iterator[tuple[Path, str]]:
     for folder, folders, names in os.walk(root):
         here = Path(folder)
         folders[:] = sorted(
@@ -161,10 +176,12 @@ def _walk(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path)
         for name in sorted(names):
             path = here / name
             relative = path.relative_to(root).as_posix()
-            if name.startswith(".") or not _matches(name, include) or not path.is_file():
+            if name.startswith(".") or not path.is_file() or _matches(name, exclude) or _matches(relative, exclude):
                 continue
-            if not _matches(name, exclude) and not _matches(relative, exclude):
+            if _matches(name, include):
                 yield path, relative
+            else:
+                passed_by.add(path)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

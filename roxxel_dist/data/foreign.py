@@ -5,6 +5,8 @@
   of each file is padded to a block, and nothing tells a separator of one byte that was put between wider tokens.
 - **npy**: a one-dimensional array.
 - **bin**: tokens and nothing else, as nanoGPT writes them. The dtype has to be known: uint16 unless another is given.
+- **llm.c** (`.bin`): 1024 bytes of header, which begins with the numbers 20240520, 1 and how many tokens there are
+  (int32), and the tokens (uint16).
 - **Megatron**: `NAME.bin`, the tokens, and `NAME.idx`, which `data.megatron` describes.
 
 All numbers are little-endian. None of them keeps checksums. A file that does not keep where its documents end is one
@@ -31,6 +33,8 @@ OLD_MAGIC = b"ROXXEL02"
 OLD_FOOTER = struct.Struct("<qq8s8s")
 DEFAULT_DTYPE = np.dtype("<u2")
 NPY_MAGIC = b"\x93NUMPY"
+LLMC_MAGIC, LLMC_VERSION = struct.pack("<i", 20240520), 1
+LLMC_HEADER_BYTES = 1024
 SAMPLED_BLOCKS = 16
 SAMPLE_BYTES = 4096
 
@@ -107,7 +111,7 @@ def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile
     elif path.with_suffix(".idx").exists():
         opened = _open_megatron(path)
     else:
-        opened = _open_bin(path, wanted or DEFAULT_DTYPE)
+        opened = _open_llmc(path) or _open_bin(path, wanted or DEFAULT_DTYPE)
     if wanted not in (None, opened.dtype):
         raise ValueError(f"{path}: dtype={dtype} was given, and the file says {opened.dtype}. Leave dtype out")
     return opened
@@ -234,6 +238,23 @@ def _open_bin(path: Path, dtype: np.dtype) -> ForeignFile:
         raise ValueError(f"{path}: a .npy file, not a headerless .bin. Name it .npy")
     check_whole_elements(path, len(mapped), dtype, "the file")
     return _opened("bin", path, mapped, dtype, len(mapped) // dtype.itemsize)
+
+
+def _open_llmc(path: Path) -> ForeignFile | None:
+    """None where the file does not begin as llm.c's do."""
+    with path.open("rb") as file:
+        head = file.read(12)
+    if head[:4] != LLMC_MAGIC:
+        return None
+    mapped = _map(path)
+    version, count = struct.unpack("<2i", head[4:]) if len(head) == 12 else (0, 0)
+    expected = LLMC_HEADER_BYTES + count * DEFAULT_DTYPE.itemsize
+    if version != LLMC_VERSION or count < 1 or len(mapped) != expected:
+        raise ValueError(
+            f"{path}: {len(mapped)} bytes, and its llm.c header speaks of version {version} and {count} tokens; it has "
+            f"to be version {LLMC_VERSION}, at least 1 token and {expected} bytes. Write it again"
+        )
+    return _opened("llm.c", path, mapped, DEFAULT_DTYPE, count, LLMC_HEADER_BYTES)
 
 
 def _open_megatron(path: Path) -> ForeignFile:

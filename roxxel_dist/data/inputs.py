@@ -16,6 +16,7 @@ from roxxel_dist.data.report import Report
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
 
 HALVES = ("train", "val")
+SHOWN_ENDINGS = 4
 PathLike = str | os.PathLike[str]
 
 
@@ -90,18 +91,29 @@ class Source:
                     yield document
 
 
-def check_settings(workers: int | None, val_fraction: float) -> None:
-    """Raises ValueError where a setting cannot be used."""
+def check_settings(
+    paths: PathLike | Sequence[PathLike], place: Path, workers: int | None, val_fraction: float
+) -> list[Path]:
+    """The paths to read as a list. Raises ValueError where a setting cannot be used, or a folder is read and filled."""
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: processes, at least 1, or None for all cores")
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
+    named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    filled = [place, *(place / half for half in HALVES if val_fraction)]
+    for path in named:
+        if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:
+            raise ValueError(
+                f"{path} would be read and filled by one build, and the next would take its files for text; choose "
+                f"another --out, a folder in it if you like, such as {path / 'tokens'}"
+            )
+    return named
 
 
 def find_inputs(
     named: list[Path], include: Sequence[str], exclude: Sequence[str], place: Path, dtype: Any, report: Report
 ) -> tuple[Roxxel | None, Corpus | None]:
-    """The tokens or the texts that the paths name; one of the two is None.
+    """The tokens or the texts that the paths name, for a build into the folder `place`; one of the two is None.
 
     Raises:
         FileNotFoundError: one does not exist.
@@ -141,5 +153,9 @@ def ready_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str 
 
 def _found(corpus: Corpus) -> str:
     skipped = [f"{count} {what}" for count, what in ((corpus.empty, "empty"), (corpus.not_utf8, "not UTF-8")) if count]
+    if others := sum(corpus.other_endings.values()):
+        commonest = sorted(corpus.other_endings, key=lambda ending: (-corpus.other_endings[ending], ending))
+        shown = ", ".join(commonest[:SHOWN_ENDINGS]) + (", ..." if len(commonest) > SHOWN_ENDINGS else "")
+        skipped.append(f"{others} that no --include pattern takes: {shown}")
     left_out = f" (left out: {', '.join(skipped)})" if skipped else ""
     return f"{len(corpus.files)} text files, {corpus.size / 1e6:.1f} MB{left_out}"

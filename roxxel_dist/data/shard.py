@@ -2,16 +2,14 @@
 
 import os
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
 
 from roxxel_dist.data.arena import map_files
-from roxxel_dist.data.commit import sync_folder
 from roxxel_dist.data.layout import (
     HEADER_BYTES,
     Layout,
@@ -25,8 +23,13 @@ from roxxel_dist.data.layout import (
     parse,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 DEFAULT_BLOCK_SIZE = 4096
 WRITE_BYTES = 1 << 20
+PIECE_TOKENS = 1 << 17
+"""Of a document that are copied at once, however long it is."""
 PIECE_BYTES = 1 << 24
 
 
@@ -208,10 +211,14 @@ class ShardWriter:
 
     def add(self, document: np.ndarray) -> None:
         """Append one document, [tokens] of the shard's dtype, and the separator."""
-        self._pending += np.ascontiguousarray(document).data.cast("B") if len(document) else b""
-        self._pending += self._tail
+        for start in range(0, len(document), PIECE_TOKENS):
+            self._add(np.ascontiguousarray(document[start : start + PIECE_TOKENS]).data.cast("B"))
+        self._add(self._tail)
         self.tokens += len(document) + bool(self._tail)
         self._ends.append(self.tokens)
+
+    def _add(self, piece: "ReadableBuffer") -> None:
+        self._pending += piece
         if len(self._pending) >= max(WRITE_BYTES, self.settings.block_size):
             self._write_blocks(len(self._pending) // self.settings.block_size * self.settings.block_size)
 
@@ -268,32 +275,3 @@ class ShardWriter:
         """Close and remove the unfinished file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
-
-
-def write_shard(
-    path: str | os.PathLike[str],
-    documents: Iterable[np.ndarray],
-    settings: ShardSettings,
-    *,
-    after: Metadata | None = None,
-) -> Metadata:
-    """Write one whole shard, or nothing.
-
-    Args:
-        path: the file; an existing one is replaced in one instant.
-        documents: arrays [tokens] of `settings.dtype`, without separators.
-        settings: dtype, separator, block size and vocabulary.
-        after: the metadata of the shard this one follows; None for the first of a data set.
-    """
-    path = Path(path)
-    writer = ShardWriter(path.with_name(f".{path.name}.{os.getpid()}.tmp"), settings, after=after)
-    try:
-        for document in documents:
-            writer.add(document)
-        metadata = writer.finish()
-        writer.path.replace(path)
-    except BaseException:
-        writer.abort()
-        raise
-    sync_folder(path.parent)
-    return metadata

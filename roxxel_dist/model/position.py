@@ -11,7 +11,7 @@ def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array) -> jax.Array:
 
     Args:
         x_BxLxHxK: queries or keys; K even.
-        position_L: int32 positions.
+        position_L: int32 [L] positions, or [B, L] where rows have their own.
 
     Returns:
         An array of the same shape and dtype, computed in float32. The product of a query and a key so turned depends on
@@ -19,7 +19,7 @@ def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array) -> jax.Array:
     """
     half = x_BxLxHxK.shape[-1] // 2
     frequency = THETA ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_Lx1xF = position_L.astype(jnp.float32)[:, None, None] * frequency
+    angle_Lx1xF = position_L.astype(jnp.float32)[..., None, None] * frequency
     cos, sin = jnp.cos(angle_Lx1xF), jnp.sin(angle_Lx1xF)
     first, second = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,6 +1,9 @@
 """A decoder-only Transformer."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -20,9 +23,11 @@ class Block(nnx.Module):
         # No layer at rate 0: it would carry random state through every step for nothing.
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs) if config.dropout_rate else None
 
-    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        """[B, L, dim] to [B, L, dim]."""
-        x_BxLxD = x_BxLxD + self._drop(self.attention(self.attention_norm(x_BxLxD)))
+    def __call__(
+        self, x_BxLxD: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, L, dim] to [B, L, dim]; see `Transformer` for segments and positions."""
+        x_BxLxD = x_BxLxD + self._drop(self.attention(self.attention_norm(x_BxLxD), segments_BxL, positions_BxL))
         return x_BxLxD + self._drop(self.feedforward(self.feedforward_norm(x_BxLxD)))
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -49,8 +54,16 @@ class Transformer(nnx.Module):
         if not config.weight_tying:
             self.head = nnx.Linear(config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
 
-    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
+    ) -> jax.Array:
         """int32[B, L] tokens to float32[B, L, vocab_size] logits of the token after each.
+
+        Args:
+            tokens_BxL: rows of tokens.
+            segments_BxL: int32 [B, L]: attention stays among the tokens of a row that have the same number. None: a row
+                is one text.
+            positions_BxL: int32 [B, L]: what the rotary positions are computed from. None: the place in the row.
 
         Raises:
             ValueError: L is beyond max_context.
@@ -63,12 +76,25 @@ class Transformer(nnx.Module):
         remat = self.config.gradient_checkpointing and not self.deterministic
         run = nnx.remat(Block.__call__) if remat else Block.__call__
         for block in self.blocks:
-            x_BxLxD = run(block, x_BxLxD)
+            x_BxLxD = run(block, x_BxLxD, segments_BxL, positions_BxL)
         x_BxLxD = self.norm(x_BxLxD)
         return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD)
 
 
-def next_token_loss(model: nnx.Module, batch_BxL: jax.Array) -> jax.Array:
-    """Mean cross-entropy, in nats, of predicting each token of int32[B, L] but the first from those before it."""
-    logits = model(batch_BxL[:, :-1])  # pyright: ignore[reportCallIssue]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch_BxL[:, 1:]).mean()
+def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
+    """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
+
+    Args:
+        model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
+            positions too.
+        batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
+            Then the mean leaves out a document's first token: nothing before it is of that document.
+    """
+    apply: Any = model
+    if not hasattr(batch, "tokens"):
+        return optax.softmax_cross_entropy_with_integer_labels(apply(batch[:, :-1]), batch[:, 1:]).mean()
+    tokens, segments, positions = batch.tokens, batch.segments, batch.positions
+    logits = apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    counted = segments[:, 1:] == segments[:, :-1]
+    return jnp.where(counted, losses, 0).sum() / jnp.maximum(counted.sum(), 1)

@@ -1,11 +1,16 @@
+import dataclasses
+import json
+
+import numpy as np
 import pytest
 
-from roxxel_dist import Curriculum, Phase
+from roxxel_dist import Curriculum, Phase, Plan
 
 
 def test_positional_order_is_steps_batch_seq_len_epochs():
     phase = Phase(10, 8, 129)
     assert (phase.steps, phase.batch_size, phase.seq_len, phase.epochs) == (10, 8, 129, None)
+    assert [f.name for f in dataclasses.fields(Phase)][-2:] == ["blend", "packing"]
 
 
 @pytest.mark.parametrize(
@@ -17,6 +22,10 @@ def test_positional_order_is_steps_batch_seq_len_epochs():
         ({"steps": 0, "batch_size": 1, "seq_len": 2}, "steps is 0, and must be a whole number of at least 1"),
         ({"steps": 1, "batch_size": 2.0, "seq_len": 2}, "batch_size is 2.0"),
         ({"steps": 1, "batch_size": 1, "seq_len": 1}, "seq_len is 1, and must be a whole number of at least 2"),
+        (
+            {"steps": 1, "batch_size": 1, "seq_len": 2, "packing": "rows"},
+            "packing is 'rows', and must be 'contiguous' or",
+        ),
         ({"epochs": -1, "batch_size": 1, "seq_len": 2}, "epochs is -1"),
     ],
 )
@@ -33,6 +42,26 @@ def test_mappings_stand_for_phases(corpus):
         Curriculum(corpus, [{"steps": 3, "batchsize": 2, "seq_len": 17}])
     with pytest.raises(ValueError, match="at least one phase"):
         Curriculum(corpus, [])
+
+
+def test_packing_changes_no_row_and_is_part_of_the_plan(corpus):
+    """A plan without it says nothing about it: checkpoints from before there was any are still its own."""
+    plain, packed = (
+        Curriculum(corpus, [Phase(3, 4, 33), {"steps": 2, "batch_size": 8, "seq_len": 65, **more}]).plan(5)
+        for more in ({}, {"packing": "documents"})
+    )
+    for step in range(5):
+        one, other = plain.rows(step), packed.rows(step)
+        assert np.array_equal(one.offset, other.offset)
+        assert (one.packed, other.packed) == (False, step >= 3)
+    assert plain.fingerprint != packed.fingerprint
+    assert "packing" not in json.dumps(plain.state(0))
+    again = Plan.from_state(json.loads(json.dumps(packed.state(3))))
+    assert again.shapes == packed.shapes
+    assert again.fingerprint == packed.fingerprint
+    assert [again.rows(step).packed for step in (2, 3)] == [False, True]
+    assert "self 100%, documents apart" in packed.describe()
+    assert "documents apart" not in plain.describe()
 
 
 @pytest.mark.parametrize("epochs", [0.25, 1, 2.5])

@@ -155,6 +155,43 @@ def test_a_ready_made_tokenizer(texts, tmp_path):
         build(texts, tmp_path / "out", tokenizer=tmp_path, vocab_size=999, progress=False)
 
 
+def test_what_no_pattern_takes_is_told(texts, tmp_path, capsys):
+    """What is hidden, excluded, or taken by its name is not counted."""
+    for name in ("a.log", "sub/b.log", "notes", "x.a1", "x.a2", "x.a3", ".c.log", "excluded/d.log"):
+        (texts / name).parent.mkdir(exist_ok=True)
+        (texts / name).write_text("left out")
+    named = [texts, texts / "x.a3"]
+    build(named, tmp_path / "out", tokenizer="byte", exclude=["excluded", "*.a2"])
+    said = capsys.readouterr().err
+    told = "left out: 1 empty, 1 not UTF-8, 5 that no --include pattern takes: .log, .a1, .png, no ending)"
+    assert f"5 text files, 0.0 MB ({told}\n" in said
+    build(named, tmp_path / "out", tokenizer="byte", include=["*.log"], overwrite=True)
+    assert "10 that no --include pattern takes: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5])
+@pytest.mark.parametrize("inputs", ["text", "tokens"])
+def test_a_folder_is_not_both_read_and_filled(texts, tmp_path, inputs, fraction):
+    """It would be read with the tokenizer and the record of the build before; nothing is touched."""
+    if inputs == "tokens":
+        texts = tmp_path / "tokens"
+        Roxxel(f"{texts}/").write([[1, 2], [3]])
+    texts.rename(tmp_path / "train")
+    texts, before = tmp_path / "train", sorted(tmp_path.rglob("*"))
+    (tmp_path / "link").symlink_to(texts)
+    out = tmp_path if fraction else tmp_path / "link"
+    with pytest.raises(ValueError, match=r"train would be read and filled by one build, .* such as .*train/tokens"):
+        build(texts, out, tokenizer="byte", val_fraction=fraction, overwrite=True, progress=False)
+    assert sorted(set(tmp_path.rglob("*")) - {tmp_path / "link"}) == before
+
+
+def test_out_around_the_folder_that_is_read(texts, tmp_path):
+    """Nothing is written into the folder, so the next build finds the same."""
+    for _ in range(2):
+        assert len(build(texts, tmp_path, tokenizer="byte", progress=False)) == 4
+    assert sorted(os.listdir(tmp_path)) == ["build.json", "shard_00000.rox", "texts", "tokenizer.json"]
+
+
 def test_a_long_document_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr("roxxel_dist.data.corpus.PIECE_CHARACTERS", 300)
     monkeypatch.setattr("roxxel_dist.data.encode.BATCH_CHARACTERS", 1000)

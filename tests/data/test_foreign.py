@@ -1,6 +1,5 @@
 """Files of other systems: their tokens and documents, every way to name them, and no damage that goes unnoticed."""
 
-import contextlib
 import os
 import struct
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusing import refusing_by_name
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.foreign import ForeignFile, open_foreign
@@ -200,7 +200,34 @@ def test_a_file_that_changed_its_size_is_noticed(tmp_path):
             ds.verify()
 
 
+def llmc(tokens, magic=20240520, version=1, count=None):
+    head = struct.pack("<3i", magic, version, len(tokens) if count is None else count)
+    return head.ljust(1024, b"\0") + tokens.astype("<u2").tobytes()
+
+
+def test_a_file_of_llm_c_is_read_behind_its_header(tmp_path):
+    path = tmp_path / "train_000001.bin"
+    path.write_bytes(llmc(TOKENS))
+    assert open_foreign(path).kind == "llm.c"
+    for io in ("mmap", "pread"):
+        with Roxxel(path, io=io) as ds:
+            assert ds.dtype == np.uint16
+            assert np.array_equal(ds[0], TOKENS)
+            assert np.array_equal(ds.read(np.array([3, 4000]), 900), np.stack([TOKENS[3:903], TOKENS[4000:4900]]))
+            ds.verify()
+    with pytest.raises(ValueError, match=r"train_000001\.bin: dtype=int32 was given, and the file says uint16"):
+        Roxxel(path, dtype="int32")
+    path.write_bytes(llmc(TOKENS, magic=20240521))
+    assert Roxxel(path).num_tokens == 512 + 5000
+
+
 DAMAGED = {
+    "short.bin": (llmc(TOKENS)[:-1], r"11023 bytes, and its llm\.c header speaks of version 1 and 5000 tokens"),
+    "long.bin": (llmc(TOKENS) + b"\0\0", r"11026 bytes, .* 11024 bytes"),
+    "new.bin": (llmc(TOKENS, version=2), "speaks of version 2"),
+    "none.bin": (llmc(TOKENS[:0]), "at least 1 token"),
+    "minus.bin": (llmc(TOKENS, count=-1), "at least 1 token"),
+    "head.bin": (llmc(TOKENS)[:11], "11 bytes, and its llm"),
     "odd.bin": (b"abc", r"no multiple of the 2 bytes of uint16"),
     "empty.bin": (b"", "is empty"),
     "really.bin": (b"\x93NUMPY\x01\x00", r"a \.npy file, not a headerless"),
@@ -285,17 +312,6 @@ def test_opening_is_independent_of_the_size(tmp_path):
         assert after.user + after.system - before.user - before.system < 1.0
 
 
-@contextlib.contextmanager
-def refusing_by_name(folder):
-    """Nothing else than a ValueError that names the file may come out."""
-    message = str(folder)
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-    assert str(folder) in message
-
-
 def read_all(path):
     opened = open_files([path])[0]
     assert isinstance(opened, ForeignFile)
@@ -326,7 +342,15 @@ def test_no_damage_raises_anything_but_value_error(tmp_path, data, name):
 @given(
     content=st.binary(max_size=300),
     name=st.sampled_from(["x.npy", "x.bin", "x.idx", "x.rox"]),
-    magic=st.sampled_from([(b"", b""), (b"\x93NUMPY\x01\x00", b""), (b"MMIDIDX\0\0", b""), (b"", b"ROXXEL02")]),
+    magic=st.sampled_from(
+        [
+            (b"", b""),
+            (llmc(TOKENS[:0])[:8], b""),
+            (b"\x93NUMPY\x01\x00", b""),
+            (b"MMIDIDX\0\0", b""),
+            (b"", b"ROXXEL02"),
+        ]
+    ),
 )
 def test_random_bytes_raise_nothing_but_value_error(tmp_path, content, name, magic):
     for path in tmp_path.iterdir():

@@ -1,6 +1,5 @@
 """What `data build` reads besides text files, how it shares the work, and what it says about damage."""
 
-import contextlib
 import gzip
 import json
 import os
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusing import refusing_by_name
 
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
@@ -150,6 +150,56 @@ def test_a_killed_build_goes_on(tmp_path, capsys, fraction, killed_at, finished)
         assert Roxxel(tmp_path / "out/val").fingerprint == Roxxel(tmp_path / "fresh/val").fingerprint
 
 
+KILLED_BETWEEN = """
+import os, sys
+import roxxel_dist.data.build
+publish, left = roxxel_dist.data.build.publish, [int(sys.argv[3])]
+def counted(*given):
+    if not left[0]:
+        os.kill(os.getpid(), 9)
+    left[0] -= 1
+    publish(*given)
+roxxel_dist.data.build.publish = counted
+overwrite = sys.argv[4] == "overwrite"
+roxxel_dist.data.build.build(
+    sys.argv[1], sys.argv[2], vocab_size=300, max_shard_bytes=700, val_fraction=0.4, overwrite=overwrite
+)
+"""
+
+
+@pytest.mark.parametrize("earlier", ["nothing", "overwrite"])
+@pytest.mark.parametrize("published", [0, 1])
+def test_a_build_killed_between_its_halves_is_finished(tmp_path, capsys, published, earlier):
+    """The half that is there is kept; the other is made without the word to replace anything of another build."""
+    out = tmp_path / "out"
+    options = {"tokenizer": "bpe", "vocab_size": 300, "max_shard_bytes": 700, "val_fraction": 0.4}
+    write_json_lines(tmp_path / "a.jsonl", [text + "!" for text in TEXTS])
+    if earlier == "overwrite":
+        built(tmp_path / "a.jsonl", out, **options | {"vocab_size": 290})
+    write_json_lines(tmp_path / "a.jsonl")
+    command = [sys.executable, "-c", KILLED_BETWEEN, tmp_path / "a.jsonl", out, str(published), earlier]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120, check=False).returncode == -signal.SIGKILL
+    fresh = built(tmp_path / "a.jsonl", tmp_path / "fresh", **options)
+    if published:
+        assert Roxxel(out / "val").fingerprint == Roxxel(tmp_path / "fresh/val").fingerprint
+    val = {path: path.stat().st_mtime_ns for path in out.glob("val/*")}
+    if earlier == "overwrite":
+        with pytest.raises(ValueError, match=rf"holds another data set \({'train' if published else ''}"):
+            built(tmp_path / "a.jsonl", out, **options)
+    capsys.readouterr()
+    ds = built(tmp_path / "a.jsonl", out, **options, overwrite=earlier == "overwrite", progress=True)
+    assert "training" not in capsys.readouterr().err, "the tokenizer was there"
+    if published:
+        assert {path: path.stat().st_mtime_ns for path in out.glob("val/*")} == val
+    assert ds.fingerprint == fresh.fingerprint
+    for half in ("train", "val"):
+        files, expected = (
+            {path.name: path.read_bytes() for path in (top / half).iterdir()} for top in (out, tmp_path / "fresh")
+        )
+        assert files == expected
+    assert sorted(os.listdir(out)) == ["train", "val"]
+
+
 def test_a_killed_build_of_something_else_is_forgotten(tmp_path, capsys):
     write_json_lines(tmp_path / "a.jsonl")
     command = [sys.executable, "-c", KILLED, tmp_path / "a.jsonl", tmp_path / "out", "0", "shard_00002.rox"]
@@ -272,17 +322,6 @@ def test_saved_data_sets_that_cannot_be_read_are_named(tmp_path):
         (one / "state.json").write_text(wrong)
         with pytest.raises(ValueError, match=r"state\.json: not what `datasets` saves"):
             saved_data_set(one)
-
-
-@contextlib.contextmanager
-def refusing_by_name(folder):
-    """Nothing else than a ValueError that names the file may come out."""
-    message = str(folder)
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-    assert str(folder) in message
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

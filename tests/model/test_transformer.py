@@ -1,9 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.position import rotate
@@ -64,6 +66,76 @@ def test_rotary_depends_on_the_distance_alone():
 
 def test_loss_of_an_untrained_model_is_that_of_guessing():
     assert float(next_token_loss(build(), tokens(8, 33))) == pytest.approx(np.log(50), abs=0.1)
+
+
+LENGTHS = [7, 1, 20, 12]
+
+
+def packed():
+    """One row of four documents, and the same four as rows of their own, filled up behind their ends."""
+    row = tokens(1, sum(LENGTHS))
+    segments = jnp.repeat(jnp.arange(4), jnp.array(LENGTHS))[None]
+    positions = jnp.concatenate([jnp.arange(length) for length in LENGTHS])[None]
+    apart, ends = np.zeros((4, max(LENGTHS)), np.int32), np.cumsum(LENGTHS)
+    for number, (length, end) in enumerate(zip(LENGTHS, ends.tolist(), strict=True)):
+        apart[number, :length] = row[0, end - length : end]
+    return Packed(row, segments, positions), jnp.asarray(apart)
+
+
+def own_places(apart):
+    """What stands in the documents alone, one behind the other, of an array [4, longest, ...]."""
+    return np.concatenate([rows[:length] for rows, length in zip(apart, LENGTHS, strict=True)])
+
+
+def test_a_packed_row_is_its_documents_apart():
+    model, (batch, apart) = build(kv_heads=1, head_size=8), packed()
+    expected = own_places(model(apart))
+    np.testing.assert_allclose(model(*batch)[0], expected, atol=1e-5)
+    assert not np.allclose(model(batch.tokens)[0, 7:], expected[7:], atol=1e-3)
+
+
+def test_a_document_does_not_see_its_neighbours():
+    model, (batch, _) = build(), packed()
+    changed = batch._replace(tokens=batch.tokens.at[:, 8:28].set((batch.tokens[:, 8:28] + 1) % 50))
+    before, after = model(*batch), model(*changed)
+    assert np.array_equal(before[:, :8], after[:, :8])
+    assert np.array_equal(before[:, 28:], after[:, 28:])
+    assert not np.allclose(before[:, 8:28], after[:, 8:28])
+
+
+def test_rotary_positions_are_those_given():
+    """Distances alone decide: a shift changes the rounding, and stretching changes what is said."""
+    model, (batch, _) = build(), packed()
+    expected = model(*batch)
+    shifted, stretched = (model(*batch[:2], positions) for positions in (batch.positions + 5, batch.positions * 3))
+    rounding = np.abs(shifted - expected).max()
+    assert rounding < 1e-5
+    assert np.abs(stretched - expected).max() > 10 * rounding
+    np.testing.assert_allclose(model(*batch[:2]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_loss_and_gradients_of_a_packed_batch_are_those_of_its_documents(remat):
+    """The mean over all targets but the first token of a document, which nothing of its own comes before."""
+    batch, apart = packed()
+
+    def loss_apart(model):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(apart[:, :-1]), apart[:, 1:])
+        counted = jnp.arange(losses.shape[1]) < jnp.array(LENGTHS)[:, None] - 1
+        return jnp.where(counted, losses, 0).sum() / (sum(LENGTHS) - 4)
+
+    loss, grads = nnx.jit(nnx.value_and_grad(next_token_loss))(build(gradient_checkpointing=remat), batch)
+    expected, expected_grads = nnx.jit(nnx.value_and_grad(loss_apart))(build())
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_loss_of_one_document_a_row_and_of_nothing_to_predict():
+    model, x = build(), tokens(2, 12)
+    zeros, places = jnp.zeros_like(x), jnp.broadcast_to(jnp.arange(12), x.shape)
+    assert float(next_token_loss(model, Packed(x, zeros, places))) == pytest.approx(float(next_token_loss(model, x)))
+    assert float(next_token_loss(model, Packed(x, places, zeros))) == 0
 
 
 def test_checkpointed_gradients_are_the_same():
