@@ -7,10 +7,10 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tyro
 
+from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
@@ -22,7 +22,6 @@ NOT_BUILT = {
     "report": "pictures and tables of runs and studies",
     "plan": "phases, memory and time of a run before it starts",
     "doctor": "check the hosts",
-    "save": "ask a running job for a checkpoint",
     "export": "weights for other programs",
     "launch ssh": "start ranks on hosts reached by ssh",
     "launch slurm": "start ranks in a SLURM job",
@@ -84,106 +83,6 @@ ABOUT = {
     "data": "Tokens on disk.",
     "launch": "Start one program as many processes that know each other, and watch over them.",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BuildArgs:
-    """Make shards of tokens from text, or from the tokens of another system."""
-
-    paths: tyro.conf.Positional[tuple[str, ...]]
-    """Text files and folders of them (a file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by
-    Hugging Face datasets; or token files: .npy, .bin, .bin with .idx, .rox."""
-    out: str
-    """The folder to make: shards, tokenizer.json and build.json."""
-    tokenizer: str = "bpe"
-    """bpe, byte, char; or the path of a tokenizer.json, of a Hugging Face tokenizer's folder, or of a SentencePiece
-    .model."""
-    vocab_size: int | None = None
-    """Tokens that a bpe tokenizer learns, 8192 where not given; with token files: ids are below it."""
-    eos: bool = True
-    """End every document of text with the tokenizer's end-of-text."""
-    eos_token: str | None = None
-    """What a ready-made tokenizer calls end-of-text, where its files do not say it."""
-    text_key: str = "text"
-    """The key or column of the text in JSON lines, Parquet and saved data sets."""
-    val_fraction: float = 0.0
-    """Share of the documents to hold out; then OUT/train and OUT/val are made."""
-    dtype: str | None = None
-    """Of the tokens in headerless .bin files; uint16 where not given."""
-    workers: int | None = None
-    """Processes; one a core where not given. The result is always the same."""
-    max_shard_mb: int = 256
-    """MiB of tokens a shard."""
-    include: tuple[str, ...] | None = None
-    """Names of files to take from folders, such as '*.py'; the usual ones where not given."""
-    exclude: tuple[str, ...] = ()
-    """Names of files and folders to leave out, such as test 'build/*'."""
-    overwrite: Switch = False
-    """Replace what is in the folder."""
-
-
-def data_build(words: list[str]) -> int:
-    """Make shards of tokens from text."""
-    args = parse(BuildArgs, words, "data build")
-    with usage_errors():
-        from roxxel_dist.data.build import build, info
-
-        options: dict[str, Any] = dataclasses.asdict(args)
-        options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
-        if args.include is None:
-            del options["include"]
-        with build(options.pop("paths"), options.pop("out"), **options) as made:
-            print(info(made))
-    return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InfoArgs:
-    """Describe shards of tokens."""
-
-    path: tyro.conf.Positional[str]
-    """A folder, a file, or a pattern."""
-
-
-def data_info(words: list[str]) -> int:
-    """Describe shards."""
-    args = parse(InfoArgs, words, "data info")
-    with usage_errors():
-        from roxxel_dist.data.build import info
-        from roxxel_dist.data.dataset import Roxxel
-
-        with Roxxel(args.path) as dataset:
-            print(info(dataset))
-    return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyArgs:
-    """Compare every block of every shard with its checksum; exits with 1 where one differs."""
-
-    path: tyro.conf.Positional[str]
-    """A folder, a file, or a pattern."""
-    workers: int | None = None
-    """Processes; as many as there are cores where there is much to read, if not given."""
-
-
-def data_verify(words: list[str]) -> int:
-    """Check every block of every shard."""
-    args = parse(VerifyArgs, words, "data verify")
-    with usage_errors():
-        from roxxel_dist.data.dataset import Roxxel
-        from roxxel_dist.data.report import Report
-        from roxxel_dist.data.verify import find_damage
-
-        try:
-            opened = Roxxel(args.path)
-        except ValueError as error:  # the files are there, and what opening checks is wrong already
-            print(error)
-            return EXIT_FAILED
-        with opened as dataset:
-            damage = list(find_damage(dataset.shards, Report(True), args.workers))
-            print(*damage or [f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"], sep="\n")
-    return EXIT_FAILED if damage else 0
 
 
 def train(words: list[str]) -> int:
@@ -305,4 +204,36 @@ def batch(words: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Command] = {"data": data, "batch": batch, "train": train, "generate": generate, "launch": launch}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveArgs:
+    """Ask a running job for a checkpoint at its next step, and wait until it is on disk; exits with 1 if it is not."""
+
+    run: tyro.conf.Positional[str]
+    """The run directory that the job trains in."""
+    timeout: float = 600.0
+    """Seconds to wait."""
+
+
+def save(words: list[str]) -> int:
+    """Ask a running job for a checkpoint at its next step."""
+    args = parse(SaveArgs, words, "save")
+    with usage_errors():
+        from roxxel_dist.save import NotSaved, ask_for_checkpoint
+
+        try:
+            step = ask_for_checkpoint(args.run, args.timeout)
+        except NotSaved as problem:
+            print(f"roxxel-dist: {problem}", file=sys.stderr)
+            return EXIT_FAILED
+    print(f"saved: step {step}")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "data": data,
+    "batch": batch,
+    "train": train,
+    "save": save,
+    "generate": generate,
+    "launch": launch,
+}

@@ -4,8 +4,11 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from datetime import datetime
 from pathlib import Path
+
+from roxxel_dist.cluster import mailbox
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 SUMMARY, LOG, CURVE, LOCK = "model_summary.json", "training_log.csv", "plots/loss.png", ".lock"
@@ -42,16 +45,11 @@ class RunDirectory:
                 f"--run_dir {self.path} cannot be written ({error.strerror}): choose another folder, or change its "
                 f"permissions"
             ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _locked(self._lock):
             os.close(self._lock)
             self._lock, self._new = None, []
-            raise ValueError(
-                f"another process is training in {self.path}: wait for its end, or name another"
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+            raise ValueError(f"another process is training in {self.path}: wait for its end, or name another")
+        mailbox.sweep(self.path)
 
     def release(self) -> None:
         """Let others have it."""
@@ -68,6 +66,35 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # a folder that is not empty holds something of somebody else
                     path.unlink() if path.name == LOCK else path.rmdir()
         self._new = []
+
+
+def _locked(lock: int) -> bool:
+    """Take the lock of a run; false where another process has it."""
+    for _ in range(2):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)  # perhaps it was somebody who only looked, with `is_held`
+        except OSError:
+            return True  # a file system without locks
+        else:
+            return True
+    return False
+
+
+def is_held(run: Path) -> bool:
+    """Whether somebody trains in a run directory now; true also where the file system has no locks to tell."""
+    try:
+        lock = os.open(run / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def default_run_dir() -> Path:

@@ -1,0 +1,110 @@
+"""The commands under `data`: make, describe and check shards of tokens."""
+
+import dataclasses
+from typing import Any
+
+import tyro
+
+from roxxel_dist.cluster.contract import EXIT_FAILED
+from roxxel_dist.config import usage_errors
+from roxxel_dist.flags import Switch, parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildArgs:
+    """Make shards of tokens from text, or from the tokens of another system."""
+
+    paths: tyro.conf.Positional[tuple[str, ...]]
+    """Text files and folders of them (a file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by
+    Hugging Face datasets; or token files: .npy, .bin, .bin with .idx, .rox."""
+    out: str
+    """The folder to make: shards, tokenizer.json and build.json."""
+    tokenizer: str = "bpe"
+    """bpe, byte, char; or the path of a tokenizer.json, of a Hugging Face tokenizer's folder, or of a SentencePiece
+    .model."""
+    vocab_size: int | None = None
+    """Tokens that a bpe tokenizer learns, 8192 where not given; with token files: ids are below it."""
+    eos: bool = True
+    """End every document of text with the tokenizer's end-of-text."""
+    eos_token: str | None = None
+    """What a ready-made tokenizer calls end-of-text, where its files do not say it."""
+    text_key: str = "text"
+    """The key or column of the text in JSON lines, Parquet and saved data sets."""
+    val_fraction: float = 0.0
+    """Share of the documents to hold out; then OUT/train and OUT/val are made."""
+    dtype: str | None = None
+    """Of the tokens in headerless .bin files; uint16 where not given."""
+    workers: int | None = None
+    """Processes; one a core where not given. The result is always the same."""
+    max_shard_mb: int = 256
+    """MiB of tokens a shard."""
+    include: tuple[str, ...] | None = None
+    """Names of files to take from folders, such as '*.py'; the usual ones where not given."""
+    exclude: tuple[str, ...] = ()
+    """Names of files and folders to leave out, such as test 'build/*'."""
+    overwrite: Switch = False
+    """Replace what is in the folder."""
+
+
+def data_build(words: list[str]) -> int:
+    """Make shards of tokens from text."""
+    args = parse(BuildArgs, words, "data build")
+    with usage_errors():
+        from roxxel_dist.data.build import build, info
+
+        options: dict[str, Any] = dataclasses.asdict(args)
+        options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
+        if args.include is None:
+            del options["include"]
+        with build(options.pop("paths"), options.pop("out"), **options) as made:
+            print(info(made))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfoArgs:
+    """Describe shards of tokens."""
+
+    path: tyro.conf.Positional[str]
+    """A folder, a file, or a pattern."""
+
+
+def data_info(words: list[str]) -> int:
+    """Describe shards."""
+    args = parse(InfoArgs, words, "data info")
+    with usage_errors():
+        from roxxel_dist.data.build import info
+        from roxxel_dist.data.dataset import Roxxel
+
+        with Roxxel(args.path) as dataset:
+            print(info(dataset))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyArgs:
+    """Compare every block of every shard with its checksum; exits with 1 where one differs."""
+
+    path: tyro.conf.Positional[str]
+    """A folder, a file, or a pattern."""
+    workers: int | None = None
+    """Processes; as many as there are cores where there is much to read, if not given."""
+
+
+def data_verify(words: list[str]) -> int:
+    """Check every block of every shard."""
+    args = parse(VerifyArgs, words, "data verify")
+    with usage_errors():
+        from roxxel_dist.data.dataset import Roxxel
+        from roxxel_dist.data.report import Report
+        from roxxel_dist.data.verify import find_damage
+
+        try:
+            opened = Roxxel(args.path)
+        except ValueError as error:  # the files are there, and what opening checks is wrong already
+            print(error)
+            return EXIT_FAILED
+        with opened as dataset:
+            damage = list(find_damage(dataset.shards, Report(True), args.workers))
+            print(*damage or [f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"], sep="\n")
+    return EXIT_FAILED if damage else 0
