@@ -1,0 +1,78 @@
+"""The command that asks; the job here is this process, which holds the run directory and looks into it."""
+
+import threading
+import time
+
+import pytest
+from commands import run
+
+from roxxel_dist.cluster.mailbox import post_answer, take_requests
+from roxxel_dist.run_directory import RunDirectory, is_held
+from roxxel_dist.save import NotSaved, ask_for_checkpoint
+
+
+@pytest.fixture
+def held(tmp_path):
+    directory = RunDirectory(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    directory.claim(resume=True)
+    yield directory
+    directory.release()
+
+
+def answering(folder, answer, release=None):
+    """A thread that answers the next request."""
+
+    def work():
+        while not (found := take_requests(folder)):
+            time.sleep(0.01)
+        if answer is not None:
+            post_answer(folder, found[0], answer)
+        if release is not None:
+            release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_it_waits_for_the_answer(held, tmp_path):
+    job = answering(tmp_path, {"step": 7})
+    said = run("save", tmp_path, cwd=tmp_path)
+    job.join()
+    assert (said.returncode, said.stdout, said.stderr) == (0, "saved: step 7\n", "")
+    job = answering(tmp_path, {"step": 8}, held.release)  # it answers and ends at once
+    assert ask_for_checkpoint(tmp_path, 30) == 8
+    job.join()
+
+
+def test_it_says_why_nothing_was_saved(held, tmp_path):
+    job = answering(tmp_path, {"error": "step 3 could not be saved: no space left"})
+    said = run("save", tmp_path, cwd=tmp_path)
+    job.join()
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr == "roxxel-dist: step 3 could not be saved: no space left\n"
+    with pytest.raises(NotSaved, match=r"did not save within 0.3 s: see its log; wait longer with --timeout"):
+        ask_for_checkpoint(tmp_path, 0.3)
+    assert take_requests(tmp_path) == [], "a request that nobody waits for was left"
+    job = answering(tmp_path, None, held.release)
+    with pytest.raises(NotSaved, match="ended before it saved"):
+        ask_for_checkpoint(tmp_path, 30)
+    job.join()
+
+
+def test_where_nobody_trains(tmp_path):
+    for words in (["nowhere"], ["."]):
+        said = run("save", *words, cwd=tmp_path)
+        assert said.returncode == 2
+        assert f"{words[0]} is not a run directory" in said.stderr
+    (tmp_path / "config.yaml").touch()
+    directory = RunDirectory(tmp_path)
+    directory.claim(resume=True)
+    assert is_held(tmp_path)
+    directory.release()
+    assert not is_held(tmp_path)
+    said = run("save", ".", cwd=tmp_path)
+    assert said.returncode == 2
+    assert "nobody trains in . now: its checkpoints are in checkpoints" in said.stderr
+    assert not list(tmp_path.glob(".save*"))
