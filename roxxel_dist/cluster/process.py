@@ -6,9 +6,12 @@ pods, Open MPI) is asked, and a process that is alone stays alone.
 
 import contextlib
 import os
+import platform
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +20,12 @@ import jax
 
 INIT_TIMEOUT_S = 300
 WAIT_LIMIT_S = 600.0
+DETERMINISTIC = "xla_gpu_deterministic_ops"
+"""XLA's flag for the same bits each time on a GPU. It excludes kernels whose sums depend on the order in which threads
+come (atomics), and takes the first kernel that fits where XLA would measure which is fastest. (XLA, gpu/autotuning:
+the same as xla_gpu_exclude_nondeterministic_ops and xla_gpu_autotune_level=0.)"""
+BITS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
+"""Settings of jax that decide bits."""
 
 _calls: dict[str, int] = {}
 _stop = threading.Event()
@@ -38,6 +47,76 @@ def pin_threads(count: int | None = None) -> int:
         count = int(os.environ.get("PJRT_NPROC") or max(os.cpu_count() or 1, devices))
     os.environ["PJRT_NPROC"] = str(count)
     return count
+
+
+def make_deterministic() -> None:
+    """Have XLA give the same bits each time, through XLA_FLAGS, before jax makes its first device.
+
+    The flags that are there stay. On a CPU the flag changes nothing.
+
+    Raises:
+        ValueError: XLA_FLAGS forbids it, or names a file that cannot be read.
+        RuntimeError: jax uses its GPUs already.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # XLA takes it for the name of a file with flags
+        try:
+            flags = Path(flags).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(f"XLA_FLAGS is {flags!r}, a file that cannot be read ({error.strerror})") from error
+    said = [word.partition("=")[2].lower() for word in flags.split() if word.strip("-").split("=")[0] == DETERMINISTIC]
+    if said and said[-1] in ("false", "0"):
+        raise ValueError(
+            f"deterministic is true, but XLA_FLAGS has --{DETERMINISTIC}={said[-1]}: take it out, or set deterministic "
+            f"to false"
+        )
+    if said:
+        return
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
+        raise RuntimeError(
+            f"deterministic is true, but jax uses its GPUs already, and XLA has read its flags: ask for it first, or "
+            f"set XLA_FLAGS=--{DETERMINISTIC}=true before the program starts"
+        )
+    os.environ["XLA_FLAGS"] = f"{flags} --{DETERMINISTIC}=true".strip()
+
+
+def what_decides_bits() -> dict[str, Any]:
+    """All that can change the last bits of a loss, besides config and data; plain values, to be kept with a run.
+
+    Makes jax's devices, so it comes after `make_deterministic` and `initialize`.
+    """
+    devices = jax.devices()
+    nproc = os.environ.get("PJRT_NPROC")
+    return {
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "pjrt_nproc": int(nproc) if nproc else None,
+        "processes": jax.process_count(),
+        "devices": dict(Counter(_kind(device) for device in devices)),
+        "platform": " ".join(devices[0].client.platform_version.split()),
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
+        **{name: getattr(jax.config, name) for name in BITS},
+    }
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each thing that decides bits and is not what it was; what only one of the two knows is left out."""
+    return [f"{name}: {saved[name]!r} -> {now[name]!r}" for name in now if name in saved and saved[name] != now[name]]
+
+
+def _kind(device: Any) -> str:
+    """What a device is; for a CPU, whose instructions decide how sums are split, the model of the processor."""
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {models[0] if models else 'CPU'}"
 
 
 def initialize() -> None:

@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import yaml
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster import process
@@ -69,6 +70,56 @@ def test_the_thread_pool_is_one_number(monkeypatch):
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setenv("ROXXEL_LOCAL_DEVICES", "64")
     assert process.pin_threads() == max(64, os.cpu_count())
+
+
+def test_the_users_own_flags_stay(monkeypatch, tmp_path):
+    ours, theirs = "--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=2 --xla_dump_to='a folder'"
+    (tmp_path / "flags").write_text(theirs + "\n")
+    cases = {"": ours, theirs: f"{theirs} {ours}", str(tmp_path / "flags"): f"{theirs} {ours}", ours: ours}
+    for given, expected in (cases | {"--xla_gpu_deterministic_ops": "--xla_gpu_deterministic_ops"}).items():
+        monkeypatch.setenv("XLA_FLAGS", given)
+        process.make_deterministic()
+        process.make_deterministic()
+        assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_xla_knows_the_flag_of_determinism():
+    """XLA ends a process that has a flag which it does not know; and a jaxlib without GPU support must know it, too."""
+    code = (
+        "import jax; from roxxel_dist.cluster import process; process.make_deterministic(); "
+        "print(jax.jit(lambda x: x + 1)(1), process.what_decides_bits()['xla_flags'])"
+    )
+    for given, said in (("", "2 --xla_gpu_deterministic_ops=true\n"), ("--xla_unheard_of=1", "")):
+        environment = os.environ | {"XLA_FLAGS": given}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert done.stdout == said, done.stderr
+    assert "Unknown flag" in done.stderr
+
+
+def test_flags_that_forbid_determinism(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    with pytest.raises(ValueError, match="XLA_FLAGS has --xla_gpu_deterministic_ops=false: take it out, or set"):
+        process.make_deterministic()
+    monkeypatch.setenv("XLA_FLAGS", "nowhere")
+    with pytest.raises(ValueError, match="XLA_FLAGS is 'nowhere', a file that cannot be read"):
+        process.make_deterministic()
+
+
+def test_what_decides_bits_is_kept_and_compared(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    before = process.what_decides_bits()
+    assert before["pjrt_nproc"] == 8
+    assert before["processes"] == 1
+    assert list(before["devices"].values()) == [8]
+    path = tmp_path / "record.yaml"
+    path.write_text(yaml.safe_dump(before))
+    saved = yaml.safe_load(path.read_text())
+    assert process.differences(saved, process.what_decides_bits()) == []
+    monkeypatch.setenv("PJRT_NPROC", "4")
+    with jax.default_matmul_precision("highest"):
+        told = process.differences(saved, process.what_decides_bits())
+    assert told == ["pjrt_nproc: 8 -> 4", "jax_default_matmul_precision: None -> 'highest'"]
+    assert process.differences({"of another version": 1}, before) == []
 
 
 def test_progress_is_seen_by_others(tmp_path):
