@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import make_mesh, num_devices
@@ -27,7 +29,7 @@ from roxxel_dist.record import describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.curve import plot_losses
-from roxxel_dist.train.optimizer import make_optimizer, make_schedule
+from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.trainer import Trainer
 
 BUILD_LIMIT_S = 6 * 3600.0
@@ -131,13 +133,12 @@ class Experiment:
 
     def _trainer(self, run: Path, curriculum: Curriculum, held_out: Roxxel) -> Trainer:
         config, loop = self.config, self.config.part(LoopConfig)
-        optimizer = config.part(OptimizerConfig)
-        total = curriculum.total_steps
+        tx, schedule = _with_constants(NamedOptimizer(config.part(OptimizerConfig)), curriculum.total_steps)
         rngs = {"params": loop.seed, "dropout": loop.seed + 1}
         model = nnx.jit(lambda: Transformer(config.part(ModelConfig), nnx.Rngs(**rngs)))()
         return Trainer(
             model,
-            make_optimizer(optimizer, total),
+            tx,
             curriculum,
             next_token_loss,
             run,
@@ -151,7 +152,7 @@ class Experiment:
             grad_accum_steps=loop.grad_accum,
             max_to_keep=loop.max_to_keep,
             max_steps=loop.max_steps,
-            schedule=make_schedule(optimizer, total),
+            schedule=schedule,
         )
 
     def _write_down(
@@ -208,6 +209,23 @@ class Experiment:
             eos_id=tokenizer.eos_id,
         )  # fmt: skip
         return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
+
+
+def _with_constants(
+    optimizer: NamedOptimizer, total_steps: int
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+    """The optimizer and its schedule with the numbers of a run inside."""
+    settings = optimizer.settings(total_steps)
+
+    def init(params: Any) -> Any:
+        return jnp.zeros((), jnp.int32), optimizer.build(settings, 0).init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        step, inner = state
+        updates, inner = optimizer.build(settings, step).update(updates, inner, params)
+        return updates, (step + 1, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update), lambda step: optimizer.rate(settings, step)
 
 
 def changed_fields(saved: dict[str, Any], config: Any) -> list[str]:

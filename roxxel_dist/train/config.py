@@ -1,29 +1,96 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+WARMUP_FRACTION = 0.05
+STABLE_FRACTION = 0.4
+"""Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay to a hundredth of the peak, over the whole curriculum."""
+    """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
+    optimizer: Literal["adamw", "nadamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    """adamw, nadamw, adafactor, lion, sgd with momentum, or muon, which leaves embeddings, the output head and all that
+    is no matrix to adamw. Lion wants a third to a tenth of adamw's lr and as much more weight_decay."""
     lr: float = 3e-4
     """Peak learning rate."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """What follows the warm-up: a cosine or a line down to lr x 0.01, lr itself, or wsd, which is lr for 40 % of the
+    run and then a cosine down to lr x 0.01."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; a twentieth of the run where not given."""
+    decay_steps: int | None = None
+    """Of wsd: steps of the decay that ends the run, the stable part being what is left."""
     weight_decay: float = 0.01
-    """Decay of matrices; norms and biases are left alone."""
+    """Decay of matrices, times the learning rate; norms and biases are left alone."""
+    beta1: float = 0.9
+    """Decay of the mean of gradients: adamw, nadamw, lion, and muon's adamw."""
+    beta2: float | None = None
+    """Decay of the mean of squared gradients, 0.95 where not given: adamw, nadamw, muon's adamw. Of lion the decay of
+    its momentum, 0.99 where not given."""
+    momentum: float | None = None
+    """Of sgd, 0.9 where not given, and of muon, 0.95 where not given."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; 0 leaves it as it is."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}: it must be above 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr is {self.lr}: it must be above 0, and finite")
         for name in ("warmup_steps", "weight_decay", "grad_clip"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name} is {value}: it must be 0 or more")
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}: it must be 0 or more, and finite")
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+        if self.decay_steps is not None:
+            if self.decay_steps < 1:
+                raise ValueError(f"decay_steps is {self.decay_steps}: it must be at least 1")
+            if self.lr_schedule != "wsd":  # optax calls the whole of a cosine its decay_steps: do not guess
+                raise ValueError(
+                    f"decay_steps is {self.decay_steps}, and lr_schedule is {self.lr_schedule}, which decays until the "
+                    f"end: leave decay_steps out, or use lr_schedule wsd"
+                )
+
+    def check(self, total_steps: int) -> None:
+        """Raises ValueError, with the name of the field, if the warm-up and the decay do not fit into `total_steps`."""
+        self.settings(total_steps)
+
+    def settings(self, total_steps: int) -> dict[str, float]:
+        """The numbers of a run of `total_steps`: lr, weight_decay, warmup_steps, total_steps, decay_steps, grad_clip.
+
+        "decay_steps" is the length of the decay, which ends with the run, whatever the schedule.
+
+        Raises:
+            ValueError: no steps, a warm-up that leaves none to decay in, or a decay that is too long.
+        """
+        total, run = total_steps, f"the run's {total_steps} steps"
+        if total < 1:
+            raise ValueError(f"total_steps is {total}: a schedule needs at least 1, so give the curriculum more steps")
+        warmup = int(total * WARMUP_FRACTION) if self.warmup_steps is None else self.warmup_steps
+        if warmup >= total:
+            raise ValueError(f"warmup_steps is {warmup}: it must be below {run}, or left out")
+        decay = total - warmup
+        if self.lr_schedule == "wsd":
+            stable = int(total * STABLE_FRACTION)
+            if self.decay_steps is None and warmup + stable >= total:
+                raise ValueError(
+                    f"warmup_steps is {warmup}: with {stable} steps of wsd at the peak it leaves none of {run} to "
+                    f"decay in; use fewer, or say how long the decay is with decay_steps"
+                )
+            decay = decay - stable if self.decay_steps is None else self.decay_steps
+            if warmup + decay > total:
+                raise ValueError(
+                    f"decay_steps is {decay}: with {warmup} steps of warm-up that is more than {run}; use at most "
+                    f"{total - warmup}"
+                )
+        steps = {"warmup_steps": float(warmup), "total_steps": float(total), "decay_steps": float(decay)}
+        return {"lr": self.lr, "weight_decay": self.weight_decay, **steps, "grad_clip": self.grad_clip}
 
 
 @dataclass(frozen=True, kw_only=True)

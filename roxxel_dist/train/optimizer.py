@@ -1,41 +1,221 @@
-"""The optimizer and its schedule, from optax."""
+"""Optimizers by name, from optax, built while the step is traced: their numbers are inputs of the compiled program."""
 
-from typing import Any
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax import nnx
+from jax.typing import ArrayLike
 
 from roxxel_dist.train.config import OptimizerConfig
+from roxxel_dist.train.schedule import Settings, learning_rate
 
-FINAL_FRACTION = 0.01
-WARMUP_FRACTION = 0.05
+MUON_RMS = 0.2
+"""Root mean square of a Muon update before the learning rate: AdamW's, so that one rate and decay suit both parts."""
+NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)(\.|$)")
+"""Names of embeddings and output heads, which Muon leaves to AdamW."""
 
 
-def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate of each step, from 0: a linear warm-up and a cosine to a hundredth of the peak.
+@runtime_checkable
+class Optimizer(Protocol):
+    """What a step needs to know of an optimizer."""
+
+    def settings(self, total_steps: int) -> dict[str, float]:
+        """The numbers that are inputs of the step, by name; they go to the device as float32 scalars."""
+        ...
+
+    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
+        """The transformation for one step, called while tracing. The structure of its state depends on no value."""
+        ...
+
+    def rate(self, settings: Settings, step: ArrayLike) -> jax.Array | None:
+        """float32[]: the learning rate of a step counted from 0, to be logged; None where it is not known."""
+        ...
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """The optimizer and schedule that an `OptimizerConfig` names."""
+
+    config: OptimizerConfig
+
+    def settings(self, total_steps: int) -> dict[str, float]:
+        """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
+
+        Raises:
+            ValueError: the warm-up or the decay does not fit into the run.
+        """
+        return self.config.settings(total_steps)
+
+    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
+        """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
+        rate = self.rate(settings, step)
+        decay = jnp.asarray(settings["weight_decay"], jnp.float32)
+        return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay))
+
+    def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
+        """float32[]: the learning rate of a step counted from 0."""
+        return learning_rate(self.config.lr_schedule, settings, step)
+
+
+@dataclass(frozen=True)
+class FixedOptimizer:
+    """An optax transformation as its user made it, with its numbers and its schedule inside."""
+
+    tx: optax.GradientTransformation
+
+    def settings(self, total_steps: int) -> dict[str, float]:
+        """Nothing: the numbers are constants of the transformation."""
+        del total_steps
+        return {}
+
+    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
+        """The transformation itself; it counts steps in its own state."""
+        del settings, step
+        return self.tx
+
+    def rate(self, settings: Settings, step: ArrayLike) -> None:
+        """None: the rate is hidden in the transformation."""
+        del settings, step
+
+
+def as_optimizer(optimizer: Any) -> Optimizer:
+    """One of ours as it is; an `optax.GradientTransformation`, or the one of an `nnx.Optimizer`, as a fixed one.
+
+    Of an `nnx.Optimizer` the transformation alone is used: its state is made anew from the parameters. Parameters reach
+    the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays.
 
     Raises:
-        ValueError: the warm-up leaves no step to decay in.
+        ValueError: it is none of these, or an `nnx.Optimizer` of other variables than `nnx.Param`.
     """
-    warmup = config.warmup_steps if config.warmup_steps is not None else int(total_steps * WARMUP_FRACTION)
-    if warmup and warmup >= total_steps:
-        raise ValueError(f"warmup_steps is {warmup}: it must be below the run's {total_steps} steps, or left out")
-    # The warm-up starts one step in: a first step at rate 0 would be a step for nothing.
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.lr / (warmup + 1),
-        peak_value=config.lr,
-        warmup_steps=warmup,
-        decay_steps=total_steps,
-        end_value=config.lr * FINAL_FRACTION,
+    if isinstance(optimizer, nnx.Optimizer):
+        if optimizer.wrt is not nnx.Param:
+            raise ValueError(
+                f"optimizer is an nnx.Optimizer with wrt={optimizer.wrt!r}: what is trained is nnx.Param, so make it "
+                f"with wrt=nnx.Param"
+            )
+        return FixedOptimizer(optimizer.tx)
+    if isinstance(optimizer, optax.GradientTransformation):
+        return FixedOptimizer(optimizer)
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise ValueError(
+        f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation, an nnx.Optimizer, or "
+        f"NamedOptimizer(OptimizerConfig(…))"
     )
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """AdamW after clipping; weight decay on matrices alone."""
-    schedule = make_schedule(config, total_steps)
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=_matrices)
-    return optax.chain(optax.clip_by_global_norm(config.grad_clip), adamw) if config.grad_clip else adamw
+def decayed(params: Any) -> Any:
+    """Which parameters weight decay concerns: a tree of booleans, False for norms and biases.
+
+    These are arrays of fewer than two dimensions, and, as layers may be stacked, names that end in "bias" or "scale".
+    """
+    return jax.tree_util.tree_map_with_path(_is_weight, params)
 
 
-def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+def global_norm(tree: Any) -> jax.Array:
+    """float32[]: the Euclidean norm of all leaves together, summed in float32 whatever their dtype."""
+    return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
+
+
+def clip(limit: ArrayLike) -> optax.GradientTransformation:
+    """Gradients cut to a global norm (Pascanu et al. 2013, arXiv 1211.5063), in the dtype of their parameters.
+
+    Args:
+        limit: the largest norm, a number or a traced float32[]; 0 leaves the gradients as they are.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        top, norm = jnp.asarray(limit, jnp.float32), global_norm(updates)
+        fits = (top <= 0) | (norm < top)
+
+        def cut(gradient: jax.Array, like: jax.Array) -> jax.Array:
+            # Back to the parameter's dtype: float32 gradients would turn the moments of bfloat16 parameters into
+            # float32 at the first step, which is another program, and nothing is donated.
+            return jnp.where(fits, gradient, gradient / norm * top).astype(like.dtype)
+
+        return jax.tree.map(cut, updates, updates if params is None else params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _optimizer(config: OptimizerConfig, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+    """The named optimizer. In each of them a step takes rate x decay of every decayed weight (Loshchilov & Hutter
+    2019, arXiv 1711.05101), so that `weight_decay` means the same everywhere.
+    """
+    b1 = config.beta1
+    match config.optimizer:
+        case "adamw":
+            return optax.adamw(rate, b1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+        case "nadamw":  # Dozat 2016: Adam with Nesterov momentum
+            return optax.nadamw(rate, b1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+        case "lion":  # Chen et al. 2023, arXiv 2302.06675
+            return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=decayed)
+        case "adafactor":
+            return _adafactor(rate, decay)
+        case "sgd":
+            return optax.chain(
+                optax.trace(_or(config.momentum, 0.9)),
+                optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+                optax.scale_by_learning_rate(rate),
+            )
+        case "muon":
+            return _muon(config, rate, decay)
+
+
+def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), factored second moments and no first, as T5 was trained
+    (Raffel et al. 2020, arXiv 1910.10683): beta2 = 1 - t^-0.8, updates of a parameter cut to a root mean square of 1.
+
+    Steps are absolute, not relative to the size of the parameter (as in Zhai et al. 2022, arXiv 2106.04560): `lr` then
+    means what it means to AdamW, and the schedule is the run's.
+    """
+    return optax.adafactor(
+        rate,
+        decay_rate=0.8,
+        clipping_threshold=1.0,
+        multiply_by_parameter_scale=False,
+        weight_decay_rate=rate * decay,  # optax adds it after the rate  # pyright: ignore[reportArgumentType]
+        weight_decay_mask=decayed,
+    )
+
+
+def _muon(config: OptimizerConfig, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) on the matrices inside the model, AdamW on the rest.
+
+    Updates are scaled to AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982): both parts share rate and decay.
+    """
+    matrices = optax.contrib.muon(
+        rate,
+        beta=_or(config.momentum, 0.95),
+        weight_decay=decay,  # pyright: ignore[reportArgumentType]
+        weight_decay_mask=decayed,
+        consistent_rms=MUON_RMS,
+    )
+    rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+    return optax.partition({"muon": matrices, "adamw": rest}, _muon_parts)
+
+
+def _muon_parts(params: Any) -> Any:
+    """Either "muon" or "adamw" for each parameter."""
+
+    def part(path: Any, param: jax.Array) -> str:
+        inner = _is_weight(path, param) and param.ndim == 2 and not NO_MATRIX.search(_name(path))
+        return "muon" if inner else "adamw"
+
+    return jax.tree_util.tree_map_with_path(part, params)
+
+
+def _is_weight(path: Any, param: jax.Array) -> bool:
+    return param.ndim >= 2 and not _name(path).endswith(("bias", "scale"))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _or(value: float | None, usual: float) -> float:
+    return usual if value is None else value

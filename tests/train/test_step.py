@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer, next_token_loss
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import make_optimizer, make_schedule
 from roxxel_dist.train.step import fetch, init_state, make_eval_step, make_step, take_apart, unpack_loss
 
 
@@ -106,23 +104,3 @@ def test_every_scalar_of_the_loss_reaches_the_metrics():
     metrics = fetch(step(state, batch)[1])
     assert set(metrics) == {"loss", "perplexity", "grad_norm", "lr"}
     assert metrics["lr"] == 0.5
-
-
-def test_schedule_warms_up_and_decays():
-    schedule = make_schedule(OptimizerConfig(lr=1.0, warmup_steps=10), 100)
-    values = [float(schedule(step)) for step in range(100)]
-    assert 0 < values[0] < 0.1
-    assert values[10] == pytest.approx(1.0)
-    assert values[10:] == sorted(values[10:], reverse=True)
-    assert values[-1] == pytest.approx(0.01, abs=0.001)
-    assert float(make_schedule(OptimizerConfig(lr=1.0), 100)(5)) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="warmup_steps is 100: it must be below the run's 100 steps"):
-        make_schedule(OptimizerConfig(warmup_steps=100), 100)
-
-
-def test_decay_spares_norms():
-    params = {"norm.scale": jnp.ones(4), "kernel": jnp.ones((4, 4))}
-    tx = make_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=0), 10)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert not updates["norm.scale"].any()
-    assert (updates["kernel"] < 0).all()
