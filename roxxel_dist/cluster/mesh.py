@@ -1,6 +1,6 @@
 """Devices of all processes as one mesh, and how arrays lie on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,15 @@ def num_devices(mesh: Mesh) -> int:
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Every leaf of `tree` whole on every device of the mesh."""
     return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def scalars_on(mesh: Mesh, numbers: Mapping[str, float]) -> dict[str, jax.Array]:
+    """Numbers as float32[] on every device of a mesh that other processes may share."""
+    everywhere = NamedSharding(mesh, P())
+    return {
+        name: jax.make_array_from_callback((), everywhere, lambda _, value=value: np.float32(value))
+        for name, value in numbers.items()
+    }
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -230,6 +231,29 @@ def agree(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
         return key_value_store().blocking_key_value_get(key, int(limit_s * 1000))
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(f"rank {process_index()} waited {limit_s:.0f} s for rank 0 to decide '{name}'") from error
+
+
+def collect(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
+    """On rank 0 every rank's `value`, in their order, when all have said it; on the others nothing.
+
+    Raises:
+        TimeoutError: on rank 0, a rank did not say it within `limit_s` seconds.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    key = once(f"collect {name}")
+    if not is_primary():
+        key_value_store().key_value_set(f"{key}/{process_index()}", value)
+        return []
+    values, end = [value], time.monotonic() + limit_s
+    for rank in range(1, process_count()):
+        left_ms = int(1000 * max(end - time.monotonic(), 0.001))
+        try:
+            values.append(key_value_store().blocking_key_value_get(f"{key}/{rank}", left_ms))
+        except jax.errors.JaxRuntimeError as error:
+            raise TimeoutError(f"rank 0 waited {limit_s:.0f} s for rank {rank} to say '{name}'") from error
+    key_value_store().key_value_delete(key)
+    return values
 
 
 @contextlib.contextmanager

@@ -9,19 +9,20 @@ from flax import nnx
 
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.dropout import Dropout
 from roxxel_dist.model.feedforward import FeedForward
+from roxxel_dist.model.setting import Setting
 
 
 class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream and reading a normed copy of it."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dropout_rate: Setting | None, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.RMSNorm(config.dim, rngs=rngs)
         self.attention = Attention(config, rngs)
         self.feedforward_norm = nnx.RMSNorm(config.dim, rngs=rngs)
         self.feedforward = FeedForward(config, rngs)
-        # No layer at rate 0: it would carry random state through every step for nothing.
-        self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs) if config.dropout_rate else None
+        self.dropout = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
 
     def __call__(
         self, x_BxLxD: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
@@ -49,7 +50,9 @@ class Transformer(nnx.Module):
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(INIT_STD)
         self.embedding = nnx.Embed(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_blocks)])
+        # No layer at rate 0: it would carry random state through every step for nothing.
+        rate = Setting(config.dropout_rate) if config.dropout_rate else None
+        self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
         self.norm = nnx.RMSNorm(config.dim, rngs=rngs)
         if not config.weight_tying:
             self.head = nnx.Linear(config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
@@ -80,6 +83,17 @@ class Transformer(nnx.Module):
         x_BxLxD = self.norm(x_BxLxD)
         return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD)
 
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations that a training step does for a token of a row of `length`.
+
+        6 a parameter that multiplies it, and 12 x length for each channel that attention mixes (Chowdhery et al.,
+        "PaLM", 2022, appendix B).
+        """
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+        looked_up = 0 if self.config.weight_tying else self.embedding.embedding[...].size
+        heads, _, head_size = self.config.heads()
+        return 6.0 * (parameters - looked_up) + 12.0 * self.config.num_blocks * heads * head_size * length
+
 
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
@@ -90,11 +104,22 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
         batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
             Then the mean leaves out a document's first token: nothing before it is of that document.
     """
+    return token_losses(model, batch)["loss"]
+
+
+def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
+    """{"loss": the same as `next_token_loss`, "row_loss": float32[B], the mean of each row}."""
     apply: Any = model
     if not hasattr(batch, "tokens"):
-        return optax.softmax_cross_entropy_with_integer_labels(apply(batch[:, :-1]), batch[:, 1:]).mean()
+        losses = _cross_entropy(apply(batch[:, :-1]), batch[:, 1:])
+        return {"loss": losses.mean(), "row_loss": losses.mean(1)}
     tokens, segments, positions = batch.tokens, batch.segments, batch.positions
-    logits = apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    losses = _cross_entropy(apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1]), tokens[:, 1:])
     counted = segments[:, 1:] == segments[:, :-1]
-    return jnp.where(counted, losses, 0).sum() / jnp.maximum(counted.sum(), 1)
+    sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
+    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)}
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """float32[B, L], whatever the type of the logits: in bfloat16 the sum over a vocabulary loses its small terms."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)

@@ -38,6 +38,7 @@ def test_alone_everything_is_agreed_at_once():
     process.initialize()
     assert (process.process_index(), process.process_count(), process.is_primary()) == (0, 1, True)
     assert process.agree("anything", "mine") == "mine"
+    assert process.collect("anything", "mine") == ["mine"]
     process.barrier("nobody else")
 
 
