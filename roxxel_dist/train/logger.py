@@ -1,96 +1,93 @@
-"""Rank 0's voice: what the loop hands over, on its way to files and people.
+"""A logger for training loops of one's own: a table of metrics, a log of lines, a bar. `Trainer` has its own."""
 
-Rows are in the tables on disk before the loop goes on, so that no checkpoint is ahead of its log. Everything else waits
-in a queue for a thread: the loop never waits for a terminal or a server. A tracker that fails is dropped with a line
-that says so: it never stops training.
-"""
-
-import queue
-import sys
-import threading
-import traceback
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-CLOSE_LIMIT_S = 30.0
-
-
-class Tracker(Protocol):
-    """Where rows go.
-
-    Optional: `text(text)` for one that shows lines to people; `durable = True` for one that is given rows at once and
-    nothing else; `status(record)` for a live display; `crash(text)` for a traceback, which the process prints on its
-    standard error itself but a file would miss.
-    """
-
-    def row(self, row: Mapping[str, float]) -> None:
-        """One logged step."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        ...
+from roxxel_dist.cluster.process import is_primary
+from roxxel_dist.train.log_queue import LogQueue
+from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker
+from roxxel_dist.train.trackers.table import CsvTracker
 
 
 class Logger:
-    """Hands everything to its trackers on a thread; as a context manager it writes a crash's traceback too.
+    """Rank 0 writes `<prefix>_metrics.csv` and `<prefix>_system.log` and speaks; the other ranks stay silent.
+
+    As a context manager it writes the traceback of a crash to the system log, flushed to the disk, before the exception
+    goes on.
 
     Args:
-        trackers: where everything goes; none on the ranks that stay silent.
+        log_dir: a folder, made if need be; files of an earlier run in it are continued.
+        filename_prefix: how the files' names begin.
     """
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._durable = [t for t in trackers if getattr(t, "durable", False)]
-        self._trackers = [t for t in trackers if t not in self._durable]
-        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="roxxel-logger", daemon=True)
-        self._thread.start()
+    def __init__(self, log_dir: str | Path, filename_prefix: str = "train") -> None:
+        self._console: list[ConsoleTracker | TextTracker] = []
+        trackers: list[Any] = []
+        if is_primary():
+            folder = Path(log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._console = [ConsoleTracker(), TextTracker(folder / f"{filename_prefix}_system.log")]
+            trackers = [*self._console, CsvTracker(folder / f"{filename_prefix}_metrics.csv", columns=("step",))]
+        self._speaks = bool(trackers)
+        self._queue = LogQueue(trackers)
+        self._status: dict[str, Any] = {"step": 0, "start": 0, "loss": None, "tokens_per_s": None, "eta_s": None}
 
-    def row(self, row: Mapping[str, float]) -> None:
-        """Log the metrics of one step."""
-        for tracker in list(self._durable):
-            self._guarded(tracker, "row", row)
-        self._queue.put(("row", dict(row)))
+    def log_message(self, text: str, level: int | None = None) -> None:
+        """Say something.
 
-    def text(self, text: str) -> None:
-        """Log lines for people."""
-        self._queue.put(("text", text))
+        Args:
+            text: one or more lines.
+            level: as in Python's `logging`; the line starts with its name from WARNING on.
+        """
+        name = f"{logging.getLevelName(level)}: " if level is not None and level >= logging.WARNING else ""
+        if self._speaks:
+            self._queue.text(name + text)
 
-    def status(self, record: Mapping[str, Any]) -> None:
-        """Move the live display."""
-        self._queue.put(("status", dict(record)))
+    def log_metrics_summary(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of one step: a row of the table, which gets a column for each new name, and a line.
+
+        Args:
+            step: the step.
+            metrics: numbers by name; scalars of jax and numpy are fetched.
+        """
+        row = {name: value if isinstance(value, int | str) else float(value) for name, value in metrics.items()}
+        loss = row.get("train_loss", row.get("loss"))
+        self._status = self._status | {
+            "loss": loss if isinstance(loss, float) else None
+        }  # a thread may read the old one
+        self._queue.row({"step": int(step), **row})
+        self.update_pbar(step)
+
+    def init_pbar(self, total_steps: int, initial_step: int = 0) -> None:
+        """Begin the bar, and cut what an earlier process logged after the step that this one goes on from.
+
+        Args:
+            total_steps: of the whole run.
+            initial_step: steps that are done.
+        """
+        for console in self._console:
+            console.total_steps = total_steps
+        self._queue.rewind(initial_step)
+        self._status = self._status | {"total": total_steps, "start": initial_step}
+        self.update_pbar(initial_step)
+
+    def update_pbar(self, step: int) -> None:
+        """Move the bar, if it was begun."""
+        if "total" in self._status:
+            self._status = self._status | {"step": int(step)}
+            self._queue.status(self._status)
 
     def close(self) -> None:
-        """Write what is left and close the trackers; gives up after 30 s on one that is stuck."""
-        self._queue.put(None)
-        self._thread.join(CLOSE_LIMIT_S)
-        for tracker in self._durable:
-            self._guarded(tracker, "close")
-        self._durable = []
+        """Write what is left and leave the terminal as it was."""
+        self._queue.close()
+        self._speaks = False
 
     def __enter__(self) -> "Logger":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
-            self._queue.put(("crash", "".join(traceback.format_exception(kind, error, tb))))
-        self.close()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            kind, value = item
-            for tracker in list(self._trackers):
-                self._guarded(tracker, kind, value)
-        for tracker in self._trackers:
-            self._guarded(tracker, "close")
-
-    def _guarded(self, tracker: Tracker, call: str, *values: Any) -> None:
-        try:
-            method = getattr(tracker, call, None)
-            if method is not None:
-                method(*values)
-        except Exception as error:
-            self._trackers = [t for t in self._trackers if t is not tracker]
-            self._durable = [t for t in self._durable if t is not tracker]
-            print(f"{type(tracker).__name__} failed and writes no more: {error!r}", file=sys.stderr, flush=True)
+        self._queue.__exit__(kind, error, tb)
+        self._speaks = False

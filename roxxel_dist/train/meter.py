@@ -22,6 +22,7 @@ class Meter:
         """One step of `tokens` tokens was begun."""
         self._steps += 1
         self._tokens += tokens
+        self._finished_at = None  # it was said of the steps before
 
     def finished(self) -> None:
         """All steps begun until now are known to be done: the next report ends here, not when it is made."""

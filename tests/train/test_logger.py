@@ -1,101 +1,114 @@
-import csv
-import json
+"""The logger that stands alone, in processes of its own where it counts."""
 
+import csv
+import logging
+import os
+import pty
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from roxxel_dist.train.logger import Logger
-from roxxel_dist.train.trackers.console import TextTracker, format_row
-from roxxel_dist.train.trackers.table import CsvTracker, JsonlTracker
+from roxxel_dist import Logger
 
-ROWS = [{"step": s, "train_loss": 1 / s, "train_bal": 0.0, "accuracy": 0.5} for s in (1, 10, 20)]
-
-
-class Memory:
-    def __init__(self):
-        self.seen, self.closed = [], False
-
-    def row(self, row):
-        self.seen.append(row)
-
-    def text(self, text):
-        self.seen.append(text)
-
-    def close(self):
-        self.closed = True
-
-
-class Broken(Memory):
-    def row(self, row):
-        raise OSError("disk full")
+CRASH = """
+import os, sys
+from roxxel_dist import Logger
+with Logger(sys.argv[1], "run") as logger:
+    sys.excepthook = lambda *error: os._exit(7)  # at once: what is not on its way to the disk is lost
+    logger.log_message("begin")
+    for step in range(1, 4):
+        logger.log_metrics_summary(step, {"loss": 1 / step})
+    raise RuntimeError("the third batch is bad")
+"""
+BAR = """
+from roxxel_dist import Logger
+with Logger(".", "run") as logger:
+    logger.init_pbar(total_steps=300, initial_step=100)
+    for step in range(101, 301):
+        logger.update_pbar(step)
+    logger.log_metrics_summary(step=300, metrics={"loss": 0.125})
+"""
 
 
-def test_everything_arrives_in_order():
-    memory = Memory()
-    with Logger([memory]) as logger:
-        logger.text("begin")
-        for row in ROWS:
-            logger.row(row)
-    assert memory.seen == ["begin", *ROWS]
-    assert memory.closed
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
-def test_a_broken_tracker_stops_nobody(capsys):
-    memory, broken = Memory(), Broken()
-    with Logger([broken, memory]) as logger:
-        for row in ROWS:
-            logger.row(row)
-    assert memory.seen == ROWS
-    assert capsys.readouterr().err.count("Broken failed and writes no more: OSError('disk full')") == 1
+def said(path):
+    return [line.split(" | ", 1)[1] for line in path.read_text().splitlines()]
 
 
-def test_a_crash_is_written_before_it_goes_on(tmp_path):
-    def crash():
-        with Logger([TextTracker(tmp_path / "rank-0.log", 20)]) as logger:
-            logger.row(ROWS[0])
-            return 1 / 0
-
-    with pytest.raises(ZeroDivisionError):
-        crash()
-    text = (tmp_path / "rank-0.log").read_text()
-    assert "step  1/20" in text
-    assert "ZeroDivisionError: division by zero" in text
-
-
-def write(path, rows, restored=0):
-    trackers = [CsvTracker(path / "log.csv", restored), JsonlTracker(path / "log.jsonl", restored)]
-    with Logger(trackers) as logger:
-        for row in rows:
-            logger.row(row)
+def test_a_table_and_a_log(tmp_path, capsys):
+    with Logger(log_dir=tmp_path / "logs", filename_prefix="tiny") as logger:
+        logger.log_message("two\nlines", level=logging.INFO)
+        logger.log_message("careful", level=logging.WARNING)
+        logger.init_pbar(total_steps=20)
+        logger.log_metrics_summary(5, {"loss": jnp.float32(0.5), "perplexity": np.float64(1.25)})
+        logger.log_metrics_summary(step=10, metrics={"loss": 0.25, "perplexity": 1.0, "val_loss": 0.75})
+    lines = ["two", "lines", "WARNING: careful", "Step  5/20 | loss: 0.5000 | perplexity: 1.2500"]
+    assert said(tmp_path / "logs" / "tiny_system.log")[:4] == lines
+    assert capsys.readouterr().out.splitlines()[:4] == lines
+    assert rows(tmp_path / "logs" / "tiny_metrics.csv") == [
+        {"step": "5", "loss": "0.5", "perplexity": "1.25", "val_loss": ""},
+        {"step": "10", "loss": "0.25", "perplexity": "1.0", "val_loss": "0.75"},
+    ]
 
 
-def read(path):
-    with (path / "log.csv").open(newline="") as file:
-        table = [int(row["step"]) for row in csv.DictReader(file)]
-    return table, [json.loads(line)["step"] for line in (path / "log.jsonl").read_text().splitlines()]
+def test_a_run_that_goes_on_repeats_no_row(tmp_path):
+    for start in (0, 3):
+        with Logger(tmp_path, "run") as logger:
+            logger.init_pbar(total_steps=8, initial_step=start)
+            for step in range(start + 1, start + 6):
+                logger.log_metrics_summary(step, {"loss": float(step)})
+    assert [int(row["step"]) for row in rows(tmp_path / "run_metrics.csv")] == list(range(1, 9))
 
 
-def test_a_resume_leaves_one_row_a_step(tmp_path):
-    write(tmp_path, ROWS)
-    for name, torn in (("log.csv", "30,0.0"), ("log.jsonl", '{"step": 30, "trai')):
-        with (tmp_path / name).open("a") as file:
-            file.write(torn)
-    write(tmp_path, [ROWS[2]], restored=10)
-    assert read(tmp_path) == ([1, 10, 20], [1, 10, 20])
+def test_without_a_bar_an_earlier_table_is_continued(tmp_path):
+    for step in (1, 2):
+        with Logger(tmp_path, "run") as logger:
+            logger.log_metrics_summary(step, {"loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path / "run_metrics.csv")] == ["1", "2"]
 
 
-def test_a_run_that_begins_anew_starts_with_empty_logs(tmp_path):
-    write(tmp_path, ROWS)
-    write(tmp_path, ROWS[:1], restored=0)
-    assert read(tmp_path) == ([1], [1])
+def test_nothing_is_said_after_the_end(tmp_path, capsys):
+    logger = Logger(tmp_path, "run")
+    logger.close()
+    logger.log_message("late")
+    logger.close()
+    assert capsys.readouterr() == ("", "")
 
 
-def test_columns_are_the_promised_ones_first(tmp_path):
-    write(tmp_path, ROWS)
-    header = (tmp_path / "log.csv").read_text().splitlines()[0]
-    assert header.startswith("step,train_loss,val_loss,train_bal,val_bal,ms_per_step,")
-    assert header.endswith(",accuracy")
+def test_a_crash_is_on_the_disk_before_it_goes_on(tmp_path):
+    result = subprocess.run([sys.executable, "-c", CRASH, tmp_path], capture_output=True, text=True)
+    assert result.returncode == 7, result.stderr
+    lines = said(tmp_path / "run_system.log")
+    assert lines[0] == "begin"
+    assert "Traceback (most recent call last):" in lines
+    assert lines[-1] == "RuntimeError: the third batch is bad"
+    assert [row["step"] for row in rows(tmp_path / "run_metrics.csv")] == ["1", "2", "3"]
 
 
-def test_a_row_for_people():
-    row = {"step": 7, "train_loss": 2.5, "val_loss": 2.75, "ms_per_step": 12.3, "tokens_per_s": 45678.9}
-    assert format_row(row, 100) == "step   7/100 | train 2.5000 | val 2.7500 | 12 ms/step | 45,679 tokens/s"
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_on_a_terminal_alone(tmp_path, terminal):
+    if not terminal:
+        out = subprocess.check_output([sys.executable, "-c", BAR], cwd=tmp_path, text=True)
+        assert out == "Step 300/300 | loss: 0.1250\n"
+        return
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen([sys.executable, "-c", BAR], stdout=theirs, env=environ, cwd=tmp_path) as program:
+        os.close(theirs)
+        data = b""
+        try:
+            while piece := os.read(ours, 4096):
+                data += piece
+        except OSError:  # how a terminal says that its last writer is gone
+            pass
+    os.close(ours)
+    assert program.returncode == 0
+    assert b"300/300 loss 0.1250" in data
+    assert b"Step 300/300 | loss: 0.1250" in data

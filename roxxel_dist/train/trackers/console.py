@@ -16,13 +16,25 @@ from roxxel_dist.cluster.contract import STATUS_ENV, STATUS_MARK
 from roxxel_dist.train.bar import Bar
 
 STATUS_EVERY_S = 0.2
+LINE = {
+    "vram_gb": "VRAM: {:.2f}GB",
+    "ram_gb": "RAM: {:.2f}GB",
+    "ms_per_step": "{:.0f} ms/step",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "mfu": "MFU: {:.1%}",
+}
+"""How a line shows what comes after the losses, where it is known."""
 
 
 class ConsoleTracker:
-    """Prints on standard output."""
+    """Prints on standard output.
 
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
+    Args:
+        total_steps: of the run, as its lines say it; 0 where nobody knows yet.
+    """
+
+    def __init__(self, total_steps: int = 0) -> None:
+        self.total_steps = total_steps
         self._launched = os.environ.get(STATUS_ENV) == "1"
         self._bar = Bar() if sys.stdout.isatty() and not self._launched else None
         self._next_status = 0.0
@@ -37,7 +49,7 @@ class ConsoleTracker:
 
     def row(self, row: Mapping[str, float]) -> None:
         """Print one logged step."""
-        self.text(format_row(row, self._total))
+        self.text(format_row(row, self.total_steps))
 
     def status(self, record: Mapping[str, Any]) -> None:
         """Move the bar; at most five times a second."""
@@ -59,10 +71,10 @@ class ConsoleTracker:
 class TextTracker:
     """The same lines with the time, appended to a file: a rank's own log where no launcher keeps one."""
 
-    def __init__(self, path: Path, total_steps: int) -> None:
+    def __init__(self, path: Path, total_steps: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        self._total = total_steps
+        self.total_steps = total_steps
 
     def text(self, text: str) -> None:
         """Append lines."""
@@ -71,26 +83,40 @@ class TextTracker:
         self._file.flush()
 
     def crash(self, text: str) -> None:
-        """Append a traceback."""
+        """Append a traceback, through to the disk: the machine may be next."""
         self.text(text)
+        os.fsync(self._file.fileno())
 
     def row(self, row: Mapping[str, float]) -> None:
         """Append one logged step."""
-        self.text(format_row(row, self._total))
+        self.text(format_row(row, self.total_steps))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def format_row(row: Mapping[str, float], total_steps: int) -> str:
-    """One logged step as a line, aligned with its neighbours."""
-    width = len(str(total_steps))
-    parts = [f"step {row['step']:>{width}}/{total_steps}", f"train {row['train_loss']:.4f}"]
+def format_row(row: Mapping[str, Any], total_steps: int) -> str:
+    """One logged step as a line, aligned with its neighbours.
+
+    Of a row with a `train_loss` it shows what a person follows; of any other all there is.
+    """
+    total = f"/{total_steps}" if total_steps else ""
+    step = f"Step {row['step']:>{len(str(total_steps))}}{total}"
+    if "train_loss" not in row:
+        return " | ".join([step, *(_plain(name, value) for name, value in row.items() if name != "step")])
+    parts = [step, _loss("Train", row["train_loss"], row.get("train_bal"))]
     if "val_loss" in row:
-        parts.append(f"val {row['val_loss']:.4f}")
-    if "ms_per_step" in row:
-        parts.append(f"{row['ms_per_step']:.0f} ms/step")
-    if "tokens_per_s" in row:
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+        parts.append(_loss("Val", row["val_loss"], row.get("val_bal")))
+    for name, form in LINE.items():
+        if row.get(name) is not None:
+            parts.append(form.format(row[name]))
     return " | ".join(parts)
+
+
+def _loss(title: str, loss: float, balance: float | None) -> str:
+    return f"{title}: {loss:.4f}" + (f" (Bal: {balance:.4f})" if balance is not None else "")
+
+
+def _plain(name: str, value: Any) -> str:
+    return f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}"

@@ -9,42 +9,74 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, TextIO
 
 COLUMNS = ("step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step")
 MORE_COLUMNS = ("tokens_per_s", "phase", "tokens", "lr", "grad_norm")
 
 
 class CsvTracker:
-    """Writes `training_log.csv`: the columns above, then what else the first row has."""
+    """Writes a table whose first columns are given; the others are the metrics as they first come.
+
+    Args:
+        path: the file; it is continued.
+        restored_step: rows after this step are dropped; None keeps all.
+        columns: of a new table.
+    """
 
     durable = True
 
-    def __init__(self, path: Path, restored_step: int = 0) -> None:
-        keep_rows(path, restored_step, lambda line: int(line.split(",", 1)[0]), header=True)
-        self._file = path.open("a+", encoding="utf-8", newline="")
-        self._file.seek(0)
-        self._columns = next(csv.reader(self._file), [])
-        self._file.seek(0, os.SEEK_END)
+    def __init__(
+        self, path: Path, restored_step: int | None = None, columns: Sequence[str] = (*COLUMNS, *MORE_COLUMNS)
+    ) -> None:
+        self._path, self._leading = path, list(columns)
+        self._file, self._columns = self._continue(math.inf if restored_step is None else restored_step)
 
-    def row(self, row: Mapping[str, float]) -> None:
-        """Append one row; a metric that the first row did not have is left to `metrics.jsonl`."""
-        if not self._columns:
-            always = (*COLUMNS, *MORE_COLUMNS)
-            self._columns = [*always, *(name for name in row if name not in always)]
-            self._write(self._columns)
-        self._write([row.get(name, "") for name in self._columns])
+    def rewind(self, step: int) -> None:
+        """Drop the rows after `step`."""
+        self._file.close()
+        self._file, self._columns = self._continue(step)
 
-    def _write(self, cells: list) -> None:
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(cells)
-        self._file.write(line.getvalue())
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Append one row."""
+        if new := [name for name in row if name not in self._columns]:
+            self._widen(new)
+        self._file.write(_lines([[row.get(name, "") for name in self._columns]]))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _continue(self, last_step: float) -> tuple[TextIO, list[str]]:
+        """The file, at its end, and its columns."""
+        keep_rows(self._path, last_step, lambda line: int(line.split(",", 1)[0]), header=True)
+        file = self._path.open("a+", encoding="utf-8", newline="")
+        file.seek(0)
+        columns = next(csv.reader(file), [])
+        file.seek(0, os.SEEK_END)
+        return file, columns
+
+    def _widen(self, new: list[str]) -> None:
+        """Write the table anew with more columns, empty so far; a kill leaves the old file or the new one."""
+        self._file.seek(0)
+        rows = list(csv.reader(self._file))[1:]
+        columns = self._columns or self._leading
+        columns = [*columns, *(name for name in new if name not in columns)]
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        padded = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
+        temporary.write_text(_lines([columns, *padded]), encoding="utf-8")
+        os.replace(temporary, self._path)
+        self._file.close()
+        self._file, self._columns = self._continue(math.inf)
+
+
+def _lines(rows: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 class JsonlTracker:
@@ -53,8 +85,13 @@ class JsonlTracker:
     durable = True
 
     def __init__(self, path: Path, restored_step: int = 0) -> None:
-        keep_rows(path, restored_step, lambda line: json.loads(line)["step"])
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = self._continue(restored_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows after `step`."""
+        self._file.close()
+        self._file = self._continue(step)
 
     def row(self, row: Mapping[str, float]) -> None:
         """Append one object."""
@@ -66,8 +103,48 @@ class JsonlTracker:
         """Close the file."""
         self._file.close()
 
+    def _continue(self, last_step: int) -> TextIO:
+        keep_rows(self._path, last_step, lambda line: json.loads(line)["step"])
+        return self._path.open("a", encoding="utf-8")
 
-def keep_rows(path: Path, last_step: int, step_of: Callable[[str], int], header: bool = False) -> None:
+
+class JsonlReader:
+    """Follows a `metrics.jsonl` that is being written, perhaps by another thread; from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._torn = path, b""
+        self._file: BinaryIO | None = None
+
+    def restart(self) -> None:
+        """Read from the beginning again: the file was replaced."""
+        self.close()
+        self._torn = b""
+
+    def replaced(self) -> bool:
+        """Whether the file that is being read is no longer the one of that name."""
+        if self._file is None:
+            return False
+        here = os.fstat(self._file.fileno())
+        return not (self._path.exists() and os.path.samestat(here, self._path.stat()))
+
+    def rows(self) -> Iterator[dict[str, float]]:
+        """The rows that have come since the last call; a metric that was not finite is left out."""
+        if self._file is None:
+            if not self._path.exists():
+                return
+            self._file = self._path.open("rb")
+        *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
+        for line in lines:
+            yield {name: value for name, value in json.loads(line).items() if value is not None}
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def keep_rows(path: Path, last_step: float, step_of: Callable[[str], int], header: bool = False) -> None:
     """Drop from a log the rows after `last_step` and a torn last line, by replacing the file in one move."""
     if not path.exists():
         return
@@ -86,4 +163,4 @@ def _step(line: str, step_of: Callable[[str], int]) -> float:
     try:
         return step_of(line)
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # not a row: drop it
+        return math.nan  # not a row: drop it

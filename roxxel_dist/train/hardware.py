@@ -1,0 +1,126 @@
+"""What the machine could do, and what of it training uses: peak FLOP/s, model FLOPs utilisation, memory."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+HALF = ("bfloat16", "float16")
+PEAKS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
+    # device_kind as jax says it (a regular expression, matched to its end), dense TFLOP/s of one jax device, dtypes.
+    # NVIDIA: the data sheet of each product; where it gives figures "with sparsity", half of them. GeForce: the
+    # architecture white papers (GA102, AD102), tensor cores with float32 accumulation. No Laptop, D or Ti variants, and
+    # no MIG slices: they end otherwise.
+    (r"(Tesla )?V100-SXM.*", 125.0, ("float16",)),
+    (r"(Tesla )?V100-PCIE.*", 112.0, ("float16",)),
+    (r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",)),
+    (r"(Tesla )?T4", 65.0, ("float16",)),
+    (r"A100(-SXM4-\d+GB|-PCIE-\d+GB| 80GB PCIe)", 312.0, HALF),
+    (r"H100 \d+GB HBM3", 989.4, HALF),  # SXM
+    (r"H100 PCIe", 756.0, HALF),
+    (r"H100 NVL", 835.5, HALF),
+    (r"H200", 989.4, HALF),
+    (r"H200 NVL", 835.5, HALF),
+    (r"B200", 2250.0, HALF),
+    (r"L4", 121.0, HALF),
+    (r"L40S", 362.05, HALF),
+    (r"GeForce RTX 3090", 71.0, HALF),
+    (r"GeForce RTX 4090", 165.2, HALF),
+    # Google Cloud's page of each TPU version, per chip. A jax device is a core in v2 and v3 (half a chip), else a chip.
+    (r"TPU v2", 22.5, ("bfloat16",)),
+    (r"TPU v3", 61.5, ("bfloat16",)),
+    (r"TPU v4", 275.0, ("bfloat16",)),
+    (r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",)),
+    (r"TPU v5p?", 459.0, ("bfloat16",)),
+    (r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",)),
+)
+
+
+class Device(Protocol):
+    """What is asked of a jax device here."""
+
+    @property
+    def device_kind(self) -> str:
+        """Its name, as "NVIDIA H100 80GB HBM3"."""
+        ...
+
+
+def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
+    """The most FLOP/s of one jax device in dense matrix products.
+
+    Args:
+        device_kind: as `jax.Device.device_kind` says it.
+        dtype: of the products, a name or a numpy dtype; bfloat16 or float16 where the device has it.
+
+    Returns:
+        FLOP/s, or None where no source says it: an unknown device, or another dtype.
+    """
+    name = jax.dtypes.canonicalize_dtype(dtype).name
+    kind = device_kind.removeprefix("NVIDIA ").strip()
+    for pattern, tera, dtypes in PEAKS:
+        if re.fullmatch(pattern, kind):
+            return tera * 1e12 if name in dtypes else None
+    return None
+
+
+def flops_per_token(parameters: int, *, layers: int = 0, width: int = 0, length: int = 0) -> float:
+    """What a token costs in a training step, forward and backward: 6 x parameters + 12 x layers x width x length.
+
+    Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B, where width is heads x head
+    size. What rematerialisation computes twice is not counted: it is no use to the model.
+
+    Args:
+        parameters: of the model; of a mixture of experts, those that a token meets.
+        layers: attention layers; 0 leaves out the attention's own products.
+        width: of the model.
+        length: tokens a row.
+    """
+    return 6.0 * parameters + 12.0 * layers * width * length
+
+
+def mfu(
+    tokens_per_s: float, flops_per_token: float, devices: Sequence[Device], dtype: Any = "bfloat16"
+) -> float | None:
+    """Model FLOPs utilisation: the share (0 to 1) of the devices' peak that training uses.
+
+    Args:
+        tokens_per_s: over all devices.
+        flops_per_token: as the function of that name says.
+        devices: all that work, those of other processes too.
+        dtype: of the matrix products.
+
+    Returns:
+        None where the peak of a device is not known.
+    """
+    peaks = [peak_flops(device.device_kind, dtype) for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    if not known or len(known) < len(peaks):
+        return None
+    return tokens_per_s * flops_per_token / sum(known)
+
+
+def peak_memory_gb(devices: Sequence[Any] | None = None) -> dict[str, float]:
+    """The most memory held so far, in GB of 10^9 bytes, under the name for the log.
+
+    Args:
+        devices: jax devices of this process; by default all of its own.
+
+    Returns:
+        {"vram_gb": of the fullest device}, or {"ram_gb": of this process} where devices do not report, as on CPU.
+    """
+    stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
+    if peaks:
+        return {"vram_gb": max(peaks) / 1e9}
+    return {"ram_gb": peak_rss_bytes() / 1e9}
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held in RAM.
+
+    From /proc: the figure of getrusage begins with what the parent process held.
+    """
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

@@ -1,0 +1,59 @@
+"""A trace of some steps by jax's profiler, for XProf, TensorBoard or Perfetto."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Profiler:
+    """Traces the steps from `first` to `last`, 1-based and both included; never stops training.
+
+    Args:
+        folder: where the trace goes, into `plugins/profile/<time>/`.
+        first: the first step; a run that resumes after it begins at once.
+        last: the last step.
+        say: told where the trace is, or why there is none.
+    """
+
+    def __init__(self, folder: str | Path, first: int, last: int, say: Callable[[str], None] = print) -> None:
+        self._folder, self._first, self._last, self._say = Path(folder), first, last, say
+        self._running = self._done = False
+        self._traced = (0, 0)
+
+    def before(self, step: int, pending: Any = None) -> None:
+        """About to begin `step`; where tracing begins, wait for the arrays in `pending` first."""
+        if self._done or self._running or not self._first <= step <= self._last:
+            return
+        self._guarded(lambda: self._start(pending))
+        self._running, self._traced = not self._done, (step, step)
+
+    def after(self, step: int, pending: Any = None) -> None:
+        """`step` was begun; where tracing ends, wait for the arrays in `pending`, what it computes, first."""
+        if self._running:
+            self._traced = (self._traced[0], step)
+            if step >= self._last:
+                self.close(pending)
+
+    def close(self, pending: Any = None) -> None:
+        """Write the trace, should it be running still: training ended before its last step."""
+        if not self._running:
+            return
+        self._running = False
+        self._guarded(lambda: (jax.block_until_ready(pending), jax.profiler.stop_trace()))
+        if not self._done:
+            self._say(f"profile of steps {self._traced[0]} to {self._traced[1]}: {self._folder}")
+        self._done = True
+
+    def _start(self, pending: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)  # jax would find out at the end, and go on tracing for ever
+        jax.block_until_ready(pending)
+        jax.profiler.start_trace(self._folder)
+
+    def _guarded(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._done = True
+            self._say(f"no profile of steps {self._first} to {self._last}: {error}")
