@@ -1,160 +1,249 @@
-"""Checkpoints by Orbax: saved by all ranks together while training goes on, restored exactly.
+"""The checkpoints of a run: saved by all ranks together while training goes on, restored exactly.
 
-A checkpoint holds the train state (parameters, optimizer, random streams, step) and a small JSON of what else a run
-needs to continue. It counts only once it is complete: Orbax renames its folder at the very end.
+Orbax writes and reads the arrays; its manager is not used, because there a rank whose disk is full leaves the others
+waiting for it. Here every rank says how its part went, rank 0 decides, and all learn the same.
 """
 
 import contextlib
-import logging
-from collections.abc import Iterator
+import itertools
+import json
+from collections import deque
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
-from roxxel_dist.cluster.process import agree
+from roxxel_dist.cluster.process import agree, collect, is_primary, process_index
+from roxxel_dist.train import checkpoint_files as files
+
+SAVE_LIMIT_S = 3600.0
+"""Seconds that all ranks together may take to write one checkpoint."""
+
+_opened = itertools.count()
+"""Tells the stores of this process apart; all ranks open them in the same order."""
 
 
-class Checkpointer:
-    """The checkpoints of one run.
+class SaveError(RuntimeError):
+    """The last checkpoint could not be saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveResult:
+    """How a save ended."""
+
+    step: int
+    problem: str = ""
+    """Why there is no such checkpoint; empty where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """A save that is under way."""
+
+    step: int
+    val_loss: float | None
+    meta: str
+    temporary: Path
+    begun: Future[list[Any]]
+
+
+class CheckpointStore:
+    """The checkpoints of one run. All ranks make the same calls.
+
+    A save that fails in the background changes nothing: training may go on, the checkpoints that there are stay, and
+    the next save is tried afresh.
 
     Args:
-        folder: where they are; made when first needed. Every rank must see the same folder.
-        max_to_keep: how many to keep, the newest ones.
+        folder: where they are; made where it is missing. Every rank must see the same folder.
+        max_to_keep: how many to keep, the newest ones; None for all. The one with the lowest val_loss stays too.
+        keep_every: every so many steps, one is kept for ever.
+        keep_steps: these steps are kept for ever.
         read_only: look, and change nothing; the folder may belong to a run that is still going on.
+
+    Raises:
+        ValueError: the folder cannot be written, or an option is below 1.
     """
 
-    def __init__(self, folder: str | Path, max_to_keep: int | None = 3, *, read_only: bool = False) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of every option that read_only implies
+    def __init__(
+        self,
+        folder: str | Path,
+        max_to_keep: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        keep_steps: Collection[int] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
         self.folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else max_to_keep,
-            enable_async_checkpointing=not read_only,
-            cleanup_tmp_directories=not read_only,  # a save that died leaves its temporary folder
-            create=not read_only,
-            read_only=read_only,
-        )
-        handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
+        self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
+        self._name = f"checkpoint {next(_opened)}"
+        self._saved = files.open_folder(self.folder, read_only=read_only)
+        self._handler = files.array_handler()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[_Save, Future[str]] | None = None
+        self._ended: deque[SaveResult] = deque()
+        self._problem = ""
+        self._count = 0
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, as far as `poll`, `settle` or `save` has heard of them."""
+        return sorted(self._saved)
 
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, as rank 0 sees it; None where there is none."""
-        step = agree("latest checkpoint", str(self._manager.latest_step()))
-        return None if step == "None" else int(step)
+        """The newest of `steps`, or None."""
+        return max(self._saved, default=None)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Begin to save; returns once the state may change. A step that is saved already is left as it is."""
-        if self._manager.latest_step() == step:
+    def best_step(self) -> int | None:
+        """The one of `steps` with the lowest val_loss; None where none was saved with one."""
+        return files.best_of(self._saved)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
+        """Begin to save; returns once the state may change, and be donated. Waits for the save before.
+
+        A step that is saved already is left as it is. What goes wrong on a disk is told by `poll` and `wait`.
+
+        Args:
+            step: optimizer steps done.
+            state: a tree of arrays.
+            meta: what else to keep; JSON.
+            val_loss: decides which checkpoint is the best.
+        """
+        self.settle()
+        if step in self._saved:
             return
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(_keys_to_data(state)), meta=ocp.args.JsonSave(meta))
-        self._manager.save(step, args=items)
+        val_loss = files.number(val_loss)
+        text = json.dumps({"val_loss": val_loss, "shapes": files.shapes(state), "meta": meta})
+        self._count += 1
+        # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
+        temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
+        state = files.keys_to_data(state)
+        # In the thread: Orbax wants an event loop, and the caller's thread may run one, as in a notebook.
+        begun = self._thread.submit(files.begin, self._handler, temporary, state)
+        save = _Save(step=step, val_loss=val_loss, meta=text, temporary=temporary, begun=begun)
+        self._pending = save, self._thread.submit(self._finish, save)
+        begun.exception()
 
-    def check(self) -> None:
-        """Whether the saving in the background goes well; costs nothing.
+    def _finish(self, save: _Save) -> str:
+        """In the background: why the ranks have not saved it, the same text on all of them; or nothing."""
+        problem = ""
+        try:
+            for written in save.begun.result():
+                written.result()
+        except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
+            problem = f"rank {process_index()}: {files.cause(error)}"
+        try:
+            problems = collect(self._name, problem, SAVE_LIMIT_S)
+        except TimeoutError as error:
+            problems = [str(error)]
+        if is_primary():
+            problem = next(filter(None, problems), "") or self._commit(save)
+            files.sweep(self.folder)  # now: the others begin the next save when they have read what follows
+        return agree(self._name, problem, SAVE_LIMIT_S)
+
+    def _commit(self, save: _Save) -> str:
+        """On rank 0, when every rank has written its part: the problem, or nothing."""
+        try:
+            files.commit(self._handler, save.temporary, self.folder / str(save.step), save.meta)
+        except Exception as error:
+            return f"rank 0: {files.cause(error)}"
+        saved = self._saved | {save.step: save.val_loss}
+        for step in saved.keys() - files.kept(saved, *self._keep):
+            files.delete(self.folder / str(step))
+        return ""
+
+    def poll(self) -> SaveResult | None:
+        """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
+        if self._pending and self._pending[1].done():
+            self.settle()
+        return self._ended.popleft() if self._ended else None
+
+    def settle(self) -> None:
+        """Until the save that was begun is over, well or not."""
+        if self._pending is None:
+            return
+        (save, finished), self._pending = self._pending, None
+        try:
+            problem = finished.result()
+        except Exception as error:  # the other ranks could not be asked
+            problem = files.cause(error)
+        if problem:
+            newest = self.latest_step()
+            rest = "there is none yet" if newest is None else f"the newest complete one is of step {newest}"
+            problem = f"the checkpoint of step {save.step} could not be saved in {self.folder} ({problem}); {rest}"
+        else:
+            self._saved[save.step] = save.val_loss
+            kept = files.kept(self._saved, *self._keep)
+            self._saved = {step: val_loss for step, val_loss in self._saved.items() if step in kept}
+        self._problem = problem
+        self._ended.append(SaveResult(step=save.step, problem=problem))
+
+    def wait(self) -> None:
+        """Until the last save is complete.
 
         Raises:
-            RuntimeError: it failed, on a full disk say.
+            SaveError: it failed, now or earlier.
         """
-        try:
-            self._manager.check_for_errors()
-        except Exception as error:
-            raise RuntimeError(f"a checkpoint could not be saved in {self.folder}: {_first_line(error)}") from error
+        self.settle()
+        if self._problem:
+            raise SaveError(self._problem)
+
+    def close(self) -> None:
+        """Finish what is being saved and let go of the thread."""
+        self.settle()
+        self._thread.shutdown()
+        self._handler.close()
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The small JSON of a checkpoint.
+        """The `meta` that a checkpoint was saved with.
 
         Raises:
-            ValueError: the checkpoint is damaged.
+            ValueError: there is none of that step, or it is damaged.
         """
+        return self._read(step)["meta"]
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer, it is damaged, or there is none of that step.
+        """
+        return self._restore(step, like, whole=True)
+
+    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The parameters alone, placed as `like`, whatever the run's optimizer was.
+
+        Raises:
+            ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
+        """
+        return self._restore(step, {"params": like}, whole=False)["params"]
+
+    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
+        if wrong := files.difference(self._read(step)["shapes"], files.shapes(like), whole=whole):
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer ({wrong}): "
+                f"use the config that it was made with, or a new run directory"
+            )
         with self._readable(step):
-            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
+
+    def _read(self, step: int) -> dict[str, Any]:
+        if step not in self._saved:
+            known = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
+        with self._readable(step):
+            return json.loads((self.folder / str(step) / files.META).read_bytes())
 
     @contextlib.contextmanager
     def _readable(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # Orbax has no error of its own for this
-            others = [str(other) for other in sorted(self._manager.all_steps()) if other < step]
+            others = [other for other in self.steps() if other < step]
             back = f"to go on from step {others[-1]}" if others else "and begin again"
-            why, where = _first_line(error), self.folder / str(step)
+            why, where = files.cause(error), self.folder / str(step)
             raise ValueError(f"the checkpoint of step {step} is damaged ({why}): remove {where} {back}") from error
-
-    def restore(self, step: int, like: Any) -> Any:
-        """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
-
-        Raises:
-            ValueError: the checkpoint is of another model or optimizer, or there is none of that step.
-        """
-        return _data_to_keys(self._restore(step, _keys_to_data(like), whole=True), like)
-
-    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters alone, placed as `like`, whatever the run's optimizer was.
-
-        Raises:
-            ValueError: the checkpoint is of another model, or there is none of that step.
-        """
-        return self._restore(step, {"params": like}, whole=False)["params"]
-
-    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
-        if step not in self._manager.all_steps():
-            known = ", ".join(map(str, sorted(self._manager.all_steps()))) or "none"
-            raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
-        with self._readable(step):
-            saved = _shapes(self._manager.item_metadata(step)["state"].tree)
-        if wrong := _difference(saved, _shapes(like), whole):
-            raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer ({wrong}): "
-                f"use the config that it was made with, or a new run directory"
-            )
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-        args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
-        with self._readable(step):
-            return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
-
-    def wait(self) -> None:
-        """Until every save that was begun is complete."""
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        """Finish what is being saved and let go of the threads."""
-        self._manager.close()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0][:300]
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Every leaf's shape by its name: a saved tree has dictionaries where the living one has tuples."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in paths}
-
-
-def _difference(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], whole: bool) -> str:
-    """The first thing in which a checkpoint differs from what shall be restored, or nothing."""
-    for name, shape in wanted.items():
-        if name not in saved:
-            return f"it has no {name}"
-        if saved[name] != shape:
-            return f"{name} is {saved[name]} in it and {shape} here"
-    extra = [name for name in saved if name not in wanted] if whole else []
-    return f"it has {extra[0]}, which is not here" if extra else ""
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _keys_to_data(state: Any) -> Any:
-    """Random keys as plain integers, which is what a file can hold."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
-
-
-def _data_to_keys(state: Any, like: Any) -> Any:
-    def back(leaf: Any, model: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if _is_key(model) else leaf
-
-    return jax.tree.map(back, state, like)

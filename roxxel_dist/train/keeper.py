@@ -1,0 +1,85 @@
+"""What a run keeps on disk while it trains: checkpoints, the answers to those who asked for one, and the cursor."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.cluster.process import is_primary
+from roxxel_dist.cluster.request import SaveRequests
+from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.cursor import write_cursor
+from roxxel_dist.train.state import TrainState
+
+
+class Keeper:
+    """Saves, and tells how it went. All ranks make the same calls; as a context manager it hears requests.
+
+    Args:
+        folder: the run directory.
+        store: its checkpoints.
+        last_step: of the run.
+        say: where lines for people go.
+    """
+
+    def __init__(self, folder: Path, store: CheckpointStore, last_step: int, say: Callable[[str], None]) -> None:
+        self._folder, self._store, self._last_step, self._say = folder, store, last_step, say
+        self._requests = SaveRequests(folder)
+
+    def __enter__(self) -> "Keeper":
+        self._requests.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._requests.__exit__(kind, error, tb)
+
+    def asked(self, step: int) -> bool:
+        """Whether somebody wants `step` saved; to be called once a step, on every rank."""
+        return self._requests.due(step)
+
+    def save(self, step: int, state: TrainState, meta: dict[str, Any], val_loss: float | None) -> None:
+        """Begin to save."""
+        self._store.save(step, state, meta, val_loss=val_loss)
+
+    def hear(self) -> None:
+        """Tell how the saves have gone that have ended since; costs nothing where none has."""
+        while (ended := self._store.poll()) is not None:
+            if ended.problem:
+                self._say(f"{ended.problem}. Training goes on, and the next save is tried")
+                self._requests.failed(ended.step, ended.problem)
+            else:
+                self._requests.answered(ended.step)
+                self._point(ended.step, finished=False)
+
+    def last_good(self) -> int | None:
+        """The newest checkpoint's step; one that is under way counts too, if it ends well."""
+        self._store.settle()
+        return self._store.latest_step()
+
+    def finish(self, step: int) -> None:
+        """Wait for the last save.
+
+        Raises:
+            SaveError: it failed.
+        """
+        self._store.wait()
+        self.hear()
+        self._requests.answered(step)
+
+    def mark_finished(self, step: int) -> None:
+        """Write down that the run has no step left."""
+        self._point(step, finished=True)
+
+    def _point(self, step: int, *, finished: bool) -> None:
+        if is_primary():
+            write_cursor(self._folder, step, self._last_step, finished=finished)
+
+
+def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
+    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were dealt with."""
+    state: TrainState = store.restore(step, like)
+    none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
+    return state._replace(health=state.health._replace(bad_step=none, in_a_row=also))

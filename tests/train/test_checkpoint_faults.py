@@ -1,0 +1,194 @@
+"""What happens to checkpoints when disks are full, files are damaged and processes are killed."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from commands import wait_for
+
+from roxxel_dist.train.checkpoint import CheckpointStore
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_script(source, *words):
+    """In a process of its own: what fails in the storage library leaves threads and noise behind."""
+    return subprocess.run([sys.executable, "-c", source, *words], capture_output=True, text=True, timeout=200)
+
+
+DAMAGED = """
+import os, shutil, sys
+from pathlib import Path
+import jax.numpy as jnp
+from roxxel_dist.train.checkpoint import CheckpointStore
+
+for what in ("meta.json", "state/manifest.ocdbt", "state/d", "half"):
+    folder = Path(sys.argv[1]) / what.replace("/", "_")
+    state = {"w": jnp.arange(60000.0)}
+    saver = CheckpointStore(folder)
+    saver.save(1, state, {})
+    saver.save(2, state, {})
+    saver.close()
+    if what == "half":
+        largest = max((folder / "2" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+    else:
+        damaged = folder / "2" / what
+        shutil.rmtree(damaged) if damaged.is_dir() else damaged.unlink()
+    reader = CheckpointStore(folder)
+    try:
+        reader.meta(2) if what == "meta.json" else reader.restore(2, state)
+    except ValueError as error:
+        print(str(error).replace("\\n", " "), flush=True)
+    reader.close()
+"""
+
+
+def test_a_damaged_one_is_named_with_the_way_out(tmp_path):
+    done = run_script(DAMAGED, tmp_path)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, done.stderr
+    for line in lines:
+        assert re.search(r"the checkpoint of step 2 is damaged .*: remove .*/2 to go on from step 1", line)
+
+
+FULL = """
+import json, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from flax import nnx
+from roxxel_dist.train.checkpoint import CheckpointStore, SaveError
+from roxxel_dist.train.checkpointer import Checkpointer
+
+disk = Path(sys.argv[1])
+state = {f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)}
+store, told = CheckpointStore(disk / "c"), []
+store.save(1, state, {})
+store.wait()
+while ended := store.poll():
+    told.append([ended.step, ended.problem])
+filler = disk / "filler"
+filler.write_bytes(bytes(5 << 20))
+for step in (2, 3):
+    store.save(step, state, {})
+    store.settle()
+    while ended := store.poll():
+        told.append([ended.step, ended.problem])
+try:
+    store.wait()
+except SaveError as error:
+    told.append(["wait", str(error)])
+left = sorted(path.name for path in (disk / "c").iterdir())
+known = store.steps()
+filler.unlink()
+store.save(3, {name: leaf + 1 for name, leaf in state.items()}, {})
+store.wait()
+back = store.restore(3, state)
+exact = all(bool((back[name] == state[name] + 1).all()) for name in state)
+store.close()
+
+filler.write_bytes(bytes(3 << 20))
+model = nnx.Linear(600, 1000, rngs=nnx.Rngs(0))
+saver = Checkpointer(disk / "own", model)
+saver.save(1)
+saver.save(2)
+try:
+    saver.close()
+except SaveError as error:
+    told.append(["close", str(error)])
+print(json.dumps([told, left, known, exact]))
+"""
+
+
+def test_a_full_disk(small_disk):
+    """A real one: the save fails, is told once, leaves nothing, and the next one succeeds when there is room again."""
+    done = run_script(FULL, small_disk)
+    assert done.returncode == 0, done.stderr
+    told, left, known, exact = json.loads(done.stdout)
+    full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1"
+    assert [what for what, _ in told] == [1, 2, 3, "wait", "close"]
+    assert told[0][1] == ""
+    for step, (_, said) in zip((2, 3, 3), told[1:4], strict=True):
+        assert re.fullmatch(f"the checkpoint of step {step} {full}", said)
+    assert "step 2 could not be saved" in told[4][1]
+    assert "step 1 could not be saved" in done.stderr  # the standalone one warns, and goes on
+    assert (left, known, exact) == (["1"], [1], True)
+
+
+def test_a_folder_that_cannot_be_written(small_disk):
+    state = {"step": jnp.int32(3)}
+    saver = CheckpointStore(small_disk / "c")
+    saver.save(1, state, {})
+    saver.close()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for folder in (small_disk / "c", small_disk / "new"):
+        with pytest.raises(ValueError, match=r"cannot be used .Read-only file system.: choose another run directory"):
+            CheckpointStore(folder)
+    reader = CheckpointStore(small_disk / "c", read_only=True)
+    assert int(reader.restore(1, state)["step"]) == 3
+    reader.close()
+
+
+def test_a_file_in_its_place(tmp_path):
+    (tmp_path / "c").write_text("")
+    with pytest.raises(ValueError, match=r"c cannot be used .File exists."):
+        CheckpointStore(tmp_path / "c")
+
+
+ENDLESS = """
+import sys
+import jax.numpy as jnp
+from roxxel_dist.train.checkpoint import CheckpointStore
+
+store = CheckpointStore(sys.argv[1])
+for step in range(1, 1000):
+    store.save(step, {f"w{i}": jnp.full((500, 1000), float(step + i)) for i in range(10)}, {"step": step})
+    store.wait()
+"""
+
+
+def test_killed_in_the_midst_of_a_save(tmp_path):
+    folder = tmp_path / "c"
+
+    def begun():
+        return [name for name in names(folder) if "tmp" in name] if folder.is_dir() else []
+
+    for _ in range(5):
+        saver = subprocess.Popen([sys.executable, "-c", ENDLESS, folder])
+        try:
+            wait_for(lambda: any(not name.startswith(("1.", "2.")) for name in begun()), what="a save")
+        finally:
+            saver.send_signal(signal.SIGKILL)
+            saver.wait()
+        if begun():  # or it was killed just after
+            break
+    left = names(folder)
+    assert begun()
+    reader = CheckpointStore(folder, read_only=True)
+    newest = reader.latest_step()
+    assert newest == max(int(name) for name in left if name.isdecimal())
+    assert reader.meta(newest) == {"step": newest}
+    back = reader.restore(newest, {f"w{i}": jnp.zeros((500, 1000)) for i in range(10)})
+    assert all(bool((back[f"w{i}"] == newest + i).all()) for i in range(10))
+    reader.close()
+    assert names(folder) == left  # whoever only reads takes nothing away
+    CheckpointStore(folder).close()
+    assert names(folder) == [name for name in left if name.isdecimal()]

@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import roxxel_dist
+
+
+class Small(nnx.Module):
+    """Parameters, running statistics and a random stream."""
+
+    def __init__(self, rngs, width=16):
+        self.inner = nnx.Linear(8, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.norm(self.inner(x)))))
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def make(seed, width=16):
+    model = Small(nnx.Rngs(seed), width)
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def losses(model, optimizer, steps):
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    return [float(train_step(model, optimizer, x)) for _ in range(steps)]
+
+
+def test_it_goes_on_as_if_it_had_not_stopped(tmp_path):
+    model, optimizer = make(0)
+    with roxxel_dist.Checkpointer(tmp_path / "c", model, optimizer) as checkpointer:
+        assert checkpointer.restore() == 0
+        losses(model, optimizer, 3)
+        checkpointer.save(3, {"val_loss": jnp.float32(2.5), "accuracy": 0.5})
+        expected = losses(model, optimizer, 4)  # at once: while it is being saved
+    model, optimizer = make(1)
+    with roxxel_dist.Checkpointer(str(tmp_path / "c"), model, optimizer) as checkpointer:
+        assert checkpointer.restore() == 3
+        assert int(optimizer.step[...]) == 3
+        assert losses(model, optimizer, 4) == expected
+
+
+def test_the_newest_are_kept_and_the_best(tmp_path):
+    model, optimizer = make(0)
+    with roxxel_dist.Checkpointer(tmp_path / "c", model, optimizer, max_to_keep=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"val_loss": step})
+        checkpointer.wait()
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]
+
+
+def test_without_an_optimizer(tmp_path):
+    first, second = Small(nnx.Rngs(0)), Small(nnx.Rngs(1))
+    checkpointer = roxxel_dist.Checkpointer(tmp_path / "c", first, None)
+    checkpointer.save(7)
+    checkpointer.close()
+    checkpointer = roxxel_dist.Checkpointer(tmp_path / "c", second, None)
+    assert checkpointer.restore() == 7
+    checkpointer.close()
+    for a, b in zip(jax.tree.leaves(nnx.state(first)), jax.tree.leaves(nnx.state(second)), strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_another_model(tmp_path):
+    with roxxel_dist.Checkpointer(tmp_path / "c", *make(0)) as checkpointer:
+        checkpointer.save(1)
+    with (
+        roxxel_dist.Checkpointer(tmp_path / "c", *make(0, width=8)) as checkpointer,
+        pytest.raises(ValueError, match=r"of another model or optimizer .* is \(16,\) in it and \(8,\) here"),
+    ):
+        checkpointer.restore()
