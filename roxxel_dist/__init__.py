@@ -13,7 +13,9 @@ _WHERE = {
     "Phase": "curriculum.phases",
     "Curriculum": "curriculum.phases",
     "Plan": "curriculum.plan",
+    "Logger": "train.logger",
     "Trainer": "train.trainer",
+    "Checkpointer": "train.checkpointer",
     "Config": "config",
     "Experiment": "experiment",
     "Transformer": "model.transformer",
@@ -29,9 +31,23 @@ if TYPE_CHECKING:
     from roxxel_dist.data.dataset import Roxxel as Roxxel
     from roxxel_dist.experiment import Experiment as Experiment
     from roxxel_dist.model.transformer import Transformer as Transformer
+    from roxxel_dist.train.checkpointer import Checkpointer as Checkpointer
+    from roxxel_dist.train.logger import Logger as Logger
     from roxxel_dist.train.trainer import Trainer as Trainer
 
-__all__ = ["Config", "Curriculum", "Experiment", "Phase", "Plan", "Roxxel", "Trainer", "Transformer", "initialize"]
+__all__ = [
+    "Checkpointer",
+    "Config",
+    "Curriculum",
+    "Experiment",
+    "Logger",
+    "Phase",
+    "Plan",
+    "Roxxel",
+    "Trainer",
+    "Transformer",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -90,9 +90,15 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
     from roxxel_dist.experiment import Experiment
+    from roxxel_dist.train.badstep import BadStep
+    from roxxel_dist.train.checkpoint import SaveError
 
     experiment = Experiment(config)
-    experiment.fit(args.data_path, args.run_dir, args.resume)
+    try:
+        experiment.fit(args.data_path, args.run_dir, args.resume, args.amend)
+    except (BadStep, SaveError) as problem:  # no fault of the program: its log has the traceback
+        print(f"roxxel-dist: {problem}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0
 
 

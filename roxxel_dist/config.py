@@ -149,9 +149,9 @@ def field_types() -> dict[str, Any]:
 
 
 def field_docs(component: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, as one line."""
+    """The docstring below each field of a dataclass and of those it extends, as one line."""
+    docs = field_docs(component.__base__) if dataclasses.is_dataclass(component.__base__) else {}
     body = ast.parse(inspect.getsource(component)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-    docs = {}
     for field, text in itertools.pairwise(body):
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
@@ -180,6 +180,7 @@ def _type_name(kind: Any) -> str:
         str: "text",
         type(None): "nothing",
         list: "a list",
+        dict: "a mapping",
     }
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return " or ".join(names[get_origin(option) or option] for option in options)

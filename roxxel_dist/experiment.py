@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import make_mesh, num_devices
-from roxxel_dist.cluster.process import agree, barrier, enable_compilation_cache, initialize, is_primary, pin_threads
+from roxxel_dist.cluster.process import (
+    agree,
+    barrier,
+    differences,
+    enable_compilation_cache,
+    initialize,
+    is_primary,
+    make_deterministic,
+    pin_threads,
+    what_decides_bits,
+)
 from roxxel_dist.config import RECORD, UsageError, load_yaml, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
@@ -23,22 +31,21 @@ from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.transformer import Transformer, token_losses
 from roxxel_dist.reading import curriculum_of
-from roxxel_dist.record import describe_environment, summarize
+from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
+from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
+from roxxel_dist.train.evaluate import HELD_OUT
 from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
 
 BUILD_LIMIT_S = 6 * 3600.0
 LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_TOKENS = 160
-FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing")
-"""Of the model, what a resumed run may change."""
-DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "val_fraction", "tokenizer_type")
-"""What decides which tokens a step reads."""
 
 
 class Experiment:
@@ -52,13 +59,20 @@ class Experiment:
         self.config = dataclasses.replace(config)
         self.stopped = False
 
-    def fit(self, data_path: str | Path | None = None, run_dir: str | Path | None = None, resume: bool = False) -> Path:
+    def fit(
+        self,
+        data_path: str | Path | None = None,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        amend: bool = False,
+    ) -> Path:
         """Train and return the run directory.
 
         Args:
             data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
             run_dir: where the run is kept; by default a new `runs/run_YYYYMMDD_HHMMSS`.
             resume: continue the run in `run_dir` from its newest checkpoint, or begin where there is none.
+            amend: the phases or the shards of the resumed run are other ones from here on.
 
         Raises:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
@@ -67,27 +81,43 @@ class Experiment:
         with usage_errors():
             self.config.validate()
             saved = _saved(Path(run_dir)) if resume and run_dir else {}
+        if self.config.deterministic:
+            make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
         enable_compilation_cache()
         run = Path(agree("run directory", str(run_dir or default_run_dir())))
+        if resume and not amend and self._was_finished(run, saved):
+            return run
         with _held(run, resume) as directory:
             with _nothing_left_behind(directory), usage_errors():
-                changed = changed_fields(saved, self.config)
+                changed = changed_fields(saved, self.config, amend=amend)
                 path = data_path or saved.get(RECORD, {}).get("data_path")
                 data = self._open(path, run, resume)
                 self._know_vocabulary(data)
                 prompt = self._prompt(data.tokenizer)
                 curriculum, held_out = self._curriculum(data)
-                trainer = self._trainer(run, curriculum, held_out)
+                trainer = self._trainer(run, curriculum, held_out, amend)
             try:
                 if is_primary():
-                    self._write_down(trainer, run, path, data, saved, changed)
+                    with usage_errors():  # a disk that is full already
+                        self._write_down(trainer, run, path, data, saved, changed)
                 self._run(trainer, run, data.tokenizer, prompt)
             finally:
                 trainer.close()
         return run
+
+    def _was_finished(self, run: Path, saved: dict[str, Any]) -> bool:
+        """Say so, if it was: then nothing else matters, the data may be gone."""
+        cursor = read_cursor(run)
+        same = all(saved.get(name) == getattr(self.config, name) for name in ("max_steps", "patience"))
+        step = str(cursor.get("step", "")) if cursor.get("finished") and same else ""
+        if step := agree("step at which the run was finished", step):
+            if is_primary():
+                print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
+            return True
+        return False
 
     def _open(self, data_path: str | Path | None, run: Path, resume: bool) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
@@ -131,40 +161,49 @@ class Experiment:
                 )
         return curriculum, held_out
 
-    def _trainer(self, run: Path, curriculum: Curriculum, held_out: Roxxel) -> Trainer:
+    def _trainer(self, run: Path, curriculum: Curriculum, held_out: Roxxel, amend: bool) -> Trainer:
         config, loop = self.config, self.config.part(LoopConfig)
-        tx, schedule = _with_constants(NamedOptimizer(config.part(OptimizerConfig)), curriculum.total_steps)
-        rngs = {"params": loop.seed, "dropout": loop.seed + 1}
-        model = nnx.jit(lambda: Transformer(config.part(ModelConfig), nnx.Rngs(**rngs)))()
+        shape, rngs = config.part(ModelConfig), {"params": loop.seed, "dropout": loop.seed + 1}
+        optimizer = NamedOptimizer(config.part(OptimizerConfig))
+        optimizer.config.check(curriculum.total_steps)
+        wandb = loop.wandb if is_primary() and loop.wandb != "off" else None
         return Trainer(
-            model,
-            tx,
+            lambda: Transformer(shape, nnx.Rngs(**rngs)),
+            optimizer,
             curriculum,
-            next_token_loss,
+            token_losses,
             run,
-            validation=held_out,
-            eval_every=loop.eval_every,
-            checkpoint_every=loop.checkpoint_every,
-            log_every=loop.log_every,
-            eval_iters=loop.eval_iters,
-            seed=loop.seed,
+            validation=self._validation_sets(curriculum.primary_streamer) or {HELD_OUT: held_out},
             mesh=make_mesh(),
             grad_accum_steps=loop.grad_accum,
-            max_to_keep=loop.max_to_keep,
-            max_steps=loop.max_steps,
-            schedule=schedule,
+            amend=amend,
+            trackers=[WandbTracker(run, wandb, loop.wandb_project, config=config.to_dict())] if wandb else [],
+            **{**loop.options(), "val_fraction": 0.0},  # it is held out already
         )
+
+    def _validation_sets(self, data: Roxxel) -> dict[str, Roxxel]:
+        sets = {name: Roxxel(path) for name, path in (self.config.validation or {}).items()}
+        for name, one in sets.items():
+            prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
+            if None not in prints and prints[0] != prints[1]:
+                raise ValueError(
+                    f"validation {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
+                    f"build both with the same tokenizer.json"
+                )
+        return sets
 
     def _write_down(
         self, trainer: Trainer, run: Path, data_path: Any, data: Roxxel, saved: dict[str, Any], changed: list[str]
     ) -> None:
         """What a person or a later command needs to know about this run."""
         say = trainer.logger.text
-        summary = summarize(trainer.state.params, trainer.state.opt_state)
+        summary = summarize(trainer.state.params, trainer.state.optimizer)
         if not trainer.finished:
             place = str(Path(data_path).absolute()) if data_path else str((run / DATA).absolute())
             record = describe_environment() | {"data_path": place, "corpus": data.fingerprint}
+            record["bits"] = what_decides_bits()
             if before := saved.get(RECORD):
+                changed = [*changed, *differences(before.get("bits", {}), record["bits"])]
                 resumes = [*before.get("resumes", []), {"step": trainer.start_step, "commit": record["git_commit"]}]
                 record = before | {"resumes": resumes}
             self.config.save_yaml(run / CONFIG, record)
@@ -182,14 +221,12 @@ class Experiment:
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         def at_the_end() -> None:
             """The run is done and saved: what fails here is told, and harms nothing."""
-            if not is_primary() or (trainer.finished and (run / CURVE).exists()):
+            model = trainer.state.local_model() if tokenizer else None  # every rank has a part of it
+            if not is_primary() or (trainer.step == trainer.start_step and (run / CURVE).exists()):
                 return
             say = trainer.logger.text
             for what, act in (
-                (
-                    "sample",
-                    lambda: self._sample(trainer, tokenizer, prompt) if tokenizer else "no tokenizer: no sample",
-                ),
+                ("sample", lambda: self._sample(model, tokenizer, prompt) if tokenizer else "no tokenizer: no sample"),
                 ("loss curve", lambda: _draw(trainer, run)),
             ):
                 try:
@@ -202,50 +239,13 @@ class Experiment:
         self.stopped = trainer.stopped
         barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
 
-    def _sample(self, trainer: Trainer, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    def _sample(self, model: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
         context, seed = self.config.max_context, self.config.seed
         new = generate(
-            trainer.local_model(), prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed,
+            model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed,
             eos_id=tokenizer.eos_id,
         )  # fmt: skip
         return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
-
-
-def _with_constants(
-    optimizer: NamedOptimizer, total_steps: int
-) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
-    """The optimizer and its schedule with the numbers of a run inside."""
-    settings = optimizer.settings(total_steps)
-
-    def init(params: Any) -> Any:
-        return jnp.zeros((), jnp.int32), optimizer.build(settings, 0).init(params)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        step, inner = state
-        updates, inner = optimizer.build(settings, step).update(updates, inner, params)
-        return updates, (step + 1, inner)
-
-    return optax.GradientTransformationExtraArgs(init, update), lambda step: optimizer.rate(settings, step)
-
-
-def changed_fields(saved: dict[str, Any], config: Any) -> list[str]:
-    """What a resumed run's config says otherwise than the saved one, a line each.
-
-    Raises:
-        ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
-    """
-    fixed = {f.name for f in dataclasses.fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
-    fixed |= set(DATA_FIELDS) - (set() if config.phases is None else {"epochs", "batch_size"})
-    changed = []
-    for name, value in config.to_dict().items():
-        if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):
-            if name in fixed:
-                raise ValueError(
-                    f"{name} is {value}, and the run that shall be resumed has {saved[name]}: leave it as it was, or "
-                    f"start a new run"
-                )
-            changed.append(f"{name} {saved[name]} -> {value}")
-    return changed
 
 
 def _saved(run: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ T = TypeVar("T")
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not. `--flag True` and `--flag False` are understood for it as well."""
 BOOLEANS = {"true": True, "false": False}
+NESTED = ("phases", "validation")
+"""Fields that are one word of YAML on the command line."""
 
 
 def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True) -> T:
@@ -54,6 +56,8 @@ class TrainArgs:
     """Where to keep the run; a new folder runs/run_YYYYMMDD_HHMMSS where not given."""
     resume: Switch = False
     """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
+    amend: Switch = False
+    """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
@@ -65,7 +69,9 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     import yaml
 
     words = _plain_switches(words, TrainArgs)
-    told = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume")}
+    told = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume", "amend")}
+    if "amend" in told and "resume" not in told:
+        raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in told and "run_dir" not in told:
         raise ValueError("--resume does not say which run: name its folder with --run_dir")
     saved = Path(told.get("run_dir", "")) / CONFIG
@@ -73,10 +79,11 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     base = Config.from_yaml(path) if path else Config()
     args = parse(_with_fields(base), words, "train")
     values = {name: getattr(args, name) for name in field_types()}
-    try:
-        values["phases"] = yaml.safe_load(values["phases"]) if values["phases"] else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--phases is not valid YAML: {' '.join(str(error).split())}") from error
+    for name in NESTED:
+        try:
+            values[name] = yaml.safe_load(values[name]) if values[name] else None
+        except yaml.YAMLError as error:
+            raise ValueError(f"--{name} is not valid YAML: {' '.join(str(error).split())}") from error
     config = Config.from_dict(values)
     config.validate()
     return args, config
@@ -100,10 +107,11 @@ def _with_fields(base: Any) -> type[TrainArgs]:
     fields: list[Any] = []
     for name, kind in field_types().items():
         default, shown = getattr(base, name), kind
-        if name == "phases":  # a list of mappings is one word of YAML on the command line
+        if name in NESTED:
             shown, default = str | None, yaml.safe_dump(default, default_flow_style=True).strip() if default else None
         marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if kind is bool else [])]
-        fields.append((name, Annotated[(shown, *marks)], dataclasses.field(default=default)))
+        field = dataclasses.field(default_factory=lambda kept=default: kept)  # a list is no default, but may be kept
+        fields.append((name, Annotated[(shown, *marks)], field))
     return dataclasses.make_dataclass(
         "Train", fields, bases=(TrainArgs,), kw_only=True, frozen=True, namespace={"__doc__": TrainArgs.__doc__}
     )

@@ -12,8 +12,8 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
-from roxxel_dist.train.checkpoint import Checkpointer
-from roxxel_dist.train.step import take_apart
+from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.state import take_apart
 
 
 def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokenizer, Any, int]:
@@ -30,17 +30,22 @@ def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokeniz
             f"{run} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
         )
     config = Config.from_yaml(run / CONFIG)
-    checkpointer = Checkpointer(run / CHECKPOINTS, read_only=True)
+    checkpointer = CheckpointStore(run / CHECKPOINTS, read_only=True)
     try:
         newest = checkpointer.latest_step()
         if newest is None:
             raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
         model = nnx.jit(lambda: Transformer(config.part(ModelConfig), nnx.Rngs(0)))()
-        parts, params, rest = take_apart(model)
+        parts, params, rest, settings = take_apart(model)
         restored = checkpointer.restore_params(newest if step is None else step, params)
     finally:
         checkpointer.close()
-    return parts.merge(restored, rest, training=False), Tokenizer.load(run / TOKENIZER), config, step or newest
+    return (
+        parts.merge(restored, rest, settings, training=False),
+        Tokenizer.load(run / TOKENIZER),
+        config,
+        step or newest,
+    )
 
 
 def write_text(

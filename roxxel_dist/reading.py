@@ -1,15 +1,17 @@
 """From a Config and shards to what is read when: the curriculum over the part that is trained on. No jax."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.place import place_of
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.run_directory import CONFIG, DATA
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
 
 SHOWN = 60
@@ -22,11 +24,10 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
         ValueError: a phase breaks its rules, or reads more tokens than the model does.
     """
     loop, model = config.part(LoopConfig), config.part(ModelConfig)
-    train, held_out = data.split(loop.val_fraction)
     phases: list[Any] = loop.phases or [
         Phase(epochs=loop.epochs, batch_size=loop.batch_size * loop.grad_accum, seq_len=model.max_context + 1)
     ]
-    curriculum = Curriculum(train, phases)
+    curriculum, held_out = Curriculum(data, phases).hold_out(0 if config.validation else loop.val_fraction)
     for i, phase in enumerate(curriculum.phases):
         if (phase.seq_len or 0) > model.max_context + 1:
             raise ValueError(
@@ -34,6 +35,15 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
                 f"{model.max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
             )
     return curriculum, held_out
+
+
+def saved_plan(run: Path) -> Plan | None:
+    """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
+    found = [path for path in run.glob(f"{CHECKPOINTS}/*/meta.json") if path.parent.name.isdigit()]
+    if not found:
+        return None
+    newest = max(found, key=lambda path: int(path.parent.name))
+    return Plan.from_state(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
 
 
 def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
@@ -58,7 +68,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     if data_path is None or not is_tokens(data_path):
         raise ValueError(f"{source} does not say which shards it reads: name them with --data_path")
     with Roxxel(data_path) as data:
-        plan = curriculum_of(config, data)[0].plan(config.seed)
+        plan = saved_plan(source) or curriculum_of(config, data)[0].plan(config.seed)
         if not 1 <= step <= plan.total_steps:
             raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
         rows = plan.rows(step - 1)

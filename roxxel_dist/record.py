@@ -2,14 +2,25 @@
 
 import os
 import subprocess
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from roxxel_dist.model.config import ModelConfig
+
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
+FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing")
+"""Of the model, what a resumed run may change."""
+DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "val_fraction", "tokenizer_type")
+"""What decides which tokens a step reads."""
+STATE_FIELDS = ("optimizer", "use_bf16")
+"""What decides what a checkpoint holds, beside the model."""
+AMENDABLE = ("phases", "epochs", "batch_size")
+"""Of that, what --amend may change."""
 
 
 def describe_environment() -> dict[str, Any]:
@@ -49,3 +60,24 @@ def summarize(params: dict[str, jax.Array], opt_state: Any) -> dict[str, Any]:
         "optimizer_mem_MB": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / MB,
         "dtype": dtypes[0] if len(dtypes) == 1 else ", ".join(dtypes),
     }
+
+
+def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False) -> list[str]:
+    """What a resumed run's config says otherwise than the saved one, a line each.
+
+    Raises:
+        ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
+    """
+    fixed = {f.name for f in fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
+    fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else {"epochs", "batch_size"})
+    fixed -= set(AMENDABLE) if amend else set()
+    changed = []
+    for name, value in config.to_dict().items():
+        if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):
+            if name in fixed:
+                raise ValueError(
+                    f"{name} is {value}, and the run that shall be resumed has {saved[name]}: leave it as it was, or "
+                    f"start a new run" + (" (or change it from here on with --amend)" if name in AMENDABLE else "")
+                )
+            changed.append(f"{name} {saved[name]} -> {value}")
+    return changed

@@ -96,6 +96,15 @@ class Stream:
         """The batch of any step."""
         return self.place(self.plan.rows(step))
 
+    def abstract(self) -> Any:
+        """Shape, type and sharding of the next batch, for compiling ahead: `jax.ShapeDtypeStruct`s."""
+        import jax
+
+        phase = self.plan.segment(self.step).shape
+        shape = (phase.batch_size, phase.seq_len)
+        one = jax.ShapeDtypeStruct(shape, np.int32, sharding=_layout(self.sharding, shape)[0])
+        return Packed(one, one, one) if phase.packing == "documents" else one
+
     def _with_following(self, step: int, rows: Rows) -> Host:
         """What `_host` gives for a step; steps of the same shape behind it, as far as they go together, are kept."""
         batch = len(rows.offset)

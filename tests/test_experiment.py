@@ -1,6 +1,7 @@
 """What surrounds a run: its folder, its config, what may change, and what is left when it cannot begin."""
 
 import multiprocessing
+import shutil
 
 import pytest
 
@@ -61,9 +62,19 @@ def test_a_finished_run_keeps_its_config(text, tmp_path):
     run = Experiment(config()).fit(text, tmp_path / "run")
     before = (run / "config.yaml").read_bytes()
     (run / "plots" / "loss.png").unlink()
+    (run / "training_cursor.json").unlink()  # it was killed before it wrote this, and its picture
     Experiment(config(lr=1e-5)).fit(run_dir=run, resume=True)
     assert (run / "config.yaml").read_bytes() == before
-    assert (run / "plots" / "loss.png").exists()  # a run that was killed before its picture gets one
+    assert (run / "plots" / "loss.png").exists()
+
+
+def test_a_finished_run_needs_nothing_any_more(text, tmp_path, capsys):
+    run = Experiment(config()).fit(text, tmp_path / "run")
+    shutil.rmtree(run / "data")
+    text.unlink()
+    capsys.readouterr()
+    assert Experiment(config(lr=1e-5)).fit(run_dir=run, resume=True) == run
+    assert "this run is finished: its last step, 3, is saved" in capsys.readouterr().out
 
 
 def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):

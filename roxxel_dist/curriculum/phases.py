@@ -129,9 +129,9 @@ class Curriculum:
         if "self" in self.mix_streamers:
             raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
         self._check_vocabularies()
-        given = [Phase.of(phase) for phase in phases]
-        self._longest = max(phase.seq_len or 0 for phase in given)
-        self.phases = tuple(self._with_steps(phase) for phase in given)
+        self._given = [Phase.of(phase) for phase in phases]
+        self._longest = max(phase.seq_len or 0 for phase in self._given)
+        self.phases = tuple(self._with_steps(phase) for phase in self._given)
 
     def _with_steps(self, phase: Phase) -> Phase:
         if phase.epochs is None:
@@ -149,6 +149,11 @@ class Curriculum:
                 f"seq_len, or more text"
             )
         return replace(phase, steps=steps, epochs=None)
+
+    def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
+        """(the same phases without the last part of every shard of the primary data set, that part)."""
+        train, held_out = self.primary_streamer.split(fraction)
+        return Curriculum(train, self._given, self.mix_streamers), held_out
 
     @property
     def total_steps(self) -> int:

@@ -117,7 +117,7 @@ class Plan:
             ValueError: the step is outside the plan or before the last amendment, or a window is longer than a unit.
         """
         last = self.amendments[-1]
-        if not last.from_step <= step < self.total_steps:
+        if not last.from_step <= step <= self.total_steps:
             raise ValueError(
                 f"step {step} cannot be amended: the last amendment is of step {last.from_step}, and the plan has "
                 f"{self.total_steps} steps"

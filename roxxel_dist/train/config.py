@@ -1,7 +1,7 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 WARMUP_FRACTION = 0.05
@@ -94,8 +94,69 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """What a run reads and when it speaks, evaluates and saves."""
+class LoopOptions:
+    """What a trainer does at which step, besides training."""
+
+    log_every: int = 100
+    """Steps between rows of the log."""
+    eval_every: int = 500
+    """Steps between validations."""
+    eval_iters: int = 10
+    """Batches a validation reads of each data set, the same ones each time."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints."""
+    max_to_keep: int | None = 3
+    """Newest checkpoints that are kept; the best one by val_loss is kept beside them."""
+    keep_every: int | None = None
+    """Checkpoints of every so many steps are never deleted."""
+    keep_steps: list[int] | None = None
+    """These steps are saved, and never deleted."""
+    max_steps: int | None = None
+    """End the run after this many steps; the schedule still spans the whole curriculum."""
+    seed: int = 42
+    """Of the weights, the data order and dropout."""
+    val_fraction: float = 0.0
+    """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
+    patience: int = 0
+    """End the run after so many validations without a lower val_loss; 0 for never."""
+    on_bad_step: Literal["raise", "skip", "rewind"] = "raise"
+    """What to do about a loss or gradient that is no number, or a spike: end the run, leave out the update, or go back
+    to the last checkpoint and leave out the rows of that step."""
+    spike_factor: float = 0.0
+    """A loss above so many times its running mean is a bad step too; 0 for never."""
+    max_rewinds: int = 3
+    """How often a run goes back before a bad step ends it."""
+    use_bf16: bool = False
+    """Keep parameters and the optimizer's moments in bfloat16: half the memory, less precise."""
+    bf16_compute: bool = False
+    """Compute in bfloat16, with parameters and moments in float32."""
+    fsdp: bool = False
+    """Cut parameters and moments over all devices instead of keeping a copy on each."""
+    profile_steps: list[int] | None = None
+    """[A, B]: write a trace of the steps A to B into the run directory."""
+
+    def __post_init__(self) -> None:
+        at_least_one = ("log_every", "eval_every", "eval_iters", "checkpoint_every", "max_to_keep", "keep_every")
+        for name in (*at_least_one, "max_steps"):
+            _check_at_least(name, getattr(self, name), 1)
+        for name in ("patience", "spike_factor", "max_rewinds"):
+            _check_at_least(name, getattr(self, name), 0)
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"val_fraction is {self.val_fraction}: it must be at least 0 and below 1")
+        if not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^31")
+        if self.on_bad_step not in ("raise", "skip", "rewind"):
+            raise ValueError(f"on_bad_step is {self.on_bad_step!r}: it must be raise, skip or rewind")
+        if self.use_bf16 and self.bf16_compute:
+            raise ValueError("use_bf16 and bf16_compute are both true: parameters are kept in one type, choose one")
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(LoopOptions):
+    """What a run reads, and when it speaks, evaluates and saves."""
 
     phases: list[dict[str, Any]] | None = None
     """The curriculum: a list of {steps or epochs, batch_size, seq_len}, where batch_size counts the rows of the global
@@ -107,36 +168,37 @@ class LoopConfig:
     """Rows of a micro-batch over all devices, where no phases are given."""
     grad_accum: int = 1
     """Micro-batches a step: it divides the batch of every phase and never changes the data."""
-    max_steps: int | None = None
-    """End the run after this many steps; the schedule still spans the whole curriculum."""
-    seed: int = 42
-    """Of the weights, the data order and dropout."""
-    val_fraction: float = 0.1
-    """The last part of every shard that is held out for validation and never trained on."""
     log_every: int = 10
     """Steps between rows of the log."""
     eval_every: int = 50
     """Steps between validations."""
-    eval_iters: int = 10
-    """Held-out batches a validation reads, the same ones each time."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
-    max_to_keep: int = 3
-    """Checkpoints that are kept, the newest ones."""
+    val_fraction: float = 0.1
+    """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
+    deterministic: bool = False
+    """Ask XLA for the same bits every time, which costs speed on a GPU."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases: to its server, or to files in the run directory that `wandb sync` sends later."""
+    wandb_project: str = "roxxel-dist"
+    """The project there."""
     sample_prompt: str = ""
     """Text that the sample at the end of the run continues; a document's beginning where empty."""
 
     def __post_init__(self) -> None:
-        names = ("batch_size", "grad_accum", "max_steps", "log_every", "eval_every", "eval_iters", "checkpoint_every")
-        for name in (*names, "max_to_keep"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+        super().__post_init__()
+        for name in ("batch_size", "grad_accum"):
+            _check_at_least(name, getattr(self, name), 1)
         if not self.epochs > 0:
             raise ValueError(f"epochs is {self.epochs}: it must be above 0")
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}: it must be at least 0 and below 1")
-        if not 0 <= self.seed < 1 << 31:
-            raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^31")
         if self.phases is not None and not self.phases:
             raise ValueError("phases is an empty list: give at least one phase, or leave it out")
+
+    def options(self) -> dict[str, Any]:
+        """The fields that a `Trainer` takes as options."""
+        return {f.name: getattr(self, f.name) for f in fields(LoopOptions)}
+
+
+def _check_at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise ValueError(f"{name} is {value}: it must be at least {least}")

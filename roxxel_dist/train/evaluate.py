@@ -1,39 +1,47 @@
-"""Validation: the same held-out batches each time, dropout off."""
+"""Validation: the same batches each time, dropout off."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from roxxel_dist.cluster.process import agree, is_primary
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import Units, unit_size
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.step import TrainState, fetch
+from roxxel_dist.train.programs import Programs, batch_key
+from roxxel_dist.train.state import TrainState
 
 SHORTEST = 2
+HELD_OUT, TRAIN = "", "(training data)"
+"""The names of what is held out of the training data, and of the training data itself; a user's set may be "train"."""
+EVAL_LIMIT_S = 3600.0
+"""Seconds that rank 0 may take for the user's evaluation longer than another rank."""
 
 
-def validation_plan(held_out: Roxxel, batch_size: int, seq_len: int, iters: int) -> Plan:
-    """Up to `iters` batches of the held-out text, none read twice.
+def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:
+    """Up to `iters` batches in the shape of a phase, none read twice.
 
-    Where it holds less than one batch of such windows, the windows are halved until it does.
+    Where the data holds less than one batch of such windows, the windows are halved until it does.
 
     Raises:
         ValueError: it has fewer tokens than a batch has rows.
     """
-    length = seq_len
-    while (fit := _windows(held_out, length) // batch_size) == 0:
+    length = shape.seq_len
+    while (fit := _windows(data, length) // shape.batch_size) == 0:
         if length == SHORTEST:
             raise ValueError(
-                f"{held_out.num_tokens} tokens are held out, too few for a batch of {batch_size} rows: "
+                f"{data.num_tokens} tokens are held out, too few for a batch of {shape.batch_size} rows: "
                 f"use a larger val_fraction, a smaller batch_size or more text, or val_fraction 0 for no validation"
             )
         length = max(SHORTEST, length // 2)
-    shape = Shape(steps=min(iters, fit), batch_size=batch_size, seq_len=length)
-    return Plan([shape], {"self": held_out.ranges}, seed=0)
+    one = replace(shape, steps=min(iters, fit), seq_len=length, weights=(("self", 1.0),), blend="step")
+    return Plan([one], {"self": data.ranges}, seed=0)
 
 
 def _windows(data: Roxxel, length: int) -> int:
@@ -42,38 +50,97 @@ def _windows(data: Roxxel, length: int) -> int:
 
 
 class Validation:
-    """Mean loss over held-out batches, in the shape of the phase that is being trained.
+    """Mean losses over some data sets, in the shape of the phase that is being trained.
 
     Args:
-        held_out: what is never trained on.
-        eval_step: (state, int32[B, L]) -> loss.
+        sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
+        train: the training data, on which the loss is measured in the same way where there are sets.
+        evaluate: jitted (params, rest, settings, batch) -> loss.
+        programs: what compiles it.
         sharding: of a batch.
-        iters: batches to read.
+        iters: batches to read of each.
     """
 
     def __init__(
         self,
-        held_out: Roxxel,
-        eval_step: Callable[[TrainState, jax.Array], jax.Array],
+        sets: Mapping[str, Roxxel],
+        train: Roxxel,
+        evaluate: Callable[..., jax.Array],
+        programs: Programs,
         sharding: NamedSharding,
         iters: int,
     ) -> None:
-        self._held_out, self._eval_step, self._sharding, self._iters = held_out, eval_step, sharding, iters
-        self._streams: dict[tuple[int, int], Stream] = {}
+        filled = {name: data for name, data in sets.items() if data.num_tokens}
+        self._sets = {**filled, TRAIN: train} if filled else {}
+        self._evaluate, self._programs = evaluate, programs
+        self._sharding, self._iters = sharding, iters
+        self._streams: dict[tuple[str, Any], Stream] = {}
 
-    def prepare(self, batch_size: int, seq_len: int) -> Stream:
-        """The batches for a phase of this shape."""
-        if (batch_size, seq_len) not in self._streams:
-            plan = validation_plan(self._held_out, batch_size, seq_len, self._iters)
-            self._streams[batch_size, seq_len] = Stream(plan, {"self": self._held_out}, self._sharding)
-        return self._streams[batch_size, seq_len]
+    def check(self, shape: Shape) -> None:
+        """Raises ValueError where a data set is too small for batches of a phase."""
+        for name in self._sets:
+            self._stream(name, shape)
 
-    def run(self, state: TrainState, batch_size: int, seq_len: int, one_in_flight: bool) -> float:
-        """The mean loss; fetched from the device once."""
-        stream = self.prepare(batch_size, seq_len)
-        losses: list[Any] = []
-        for step in range(stream.plan.total_steps):
-            losses.append(self._eval_step(state, stream.batch(step)))
-            if one_in_flight:
-                losses[-1].block_until_ready()
-        return sum(fetch(losses)) / len(losses)
+    def _stream(self, name: str, shape: Shape) -> Stream:
+        key = name, replace(shape, steps=0)
+        if key not in self._streams:
+            data = self._sets[name]
+            try:
+                plan = validation_plan(data, shape, self._iters)
+            except ValueError as error:
+                raise ValueError(f"validation {name!r}: {error}" if name else str(error)) from error
+            self._streams[key] = Stream(plan, {"self": data}, self._sharding)
+        return self._streams[key]
+
+    def prepare(self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape) -> None:
+        """Begin to compile what a phase of this shape needs."""
+        for name in self._sets:
+            batch = self._stream(name, shape).abstract()
+            self._programs.prepare(
+                ("evaluate", batch_key(batch)), self._evaluate, state.params, state.rest, dict(settings), batch
+            )
+
+    def run(
+        self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape, *, one_in_flight: bool
+    ) -> dict[str, list[jax.Array]]:
+        """The losses of every batch by data set, on the device."""
+        losses: dict[str, list[jax.Array]] = {}
+        self.prepare(state, settings, shape)
+        for name in self._sets:
+            stream = self._stream(name, shape)
+            program = self._programs.get(("evaluate", batch_key(stream.abstract())))
+            losses[name] = []
+            for step in range(stream.plan.total_steps):
+                losses[name].append(program(state.params, state.rest, dict(settings), stream.batch(step)))
+                if one_in_flight:
+                    losses[name][-1].block_until_ready()
+        return losses
+
+    def summarize(self, losses: Mapping[str, list[float]], shape: Shape) -> dict[str, float]:
+        """{"val_loss", "val_loss/<name>", "train_eval_loss"}: means, that of all sets weighted by the tokens read."""
+        result, total, weight = {}, 0.0, 0
+        for name, found in losses.items():
+            mean = sum(found) / len(found)
+            if name == TRAIN:
+                result["train_eval_loss"] = mean
+                continue
+            if name != HELD_OUT:
+                result[f"val_loss/{name}"] = mean
+            rows, length = self._stream(name, shape).plan.shape(0)
+            total, weight = total + mean * rows * length * len(found), weight + rows * length * len(found)
+        return {"val_loss": total / weight, **result} if weight else {}
+
+
+def ask(eval_fn: Callable[[Any], Any] | None, state: Any, say: Callable[[str], None]) -> dict[str, float]:
+    """Let the user's function see the state: the numbers that it gives on rank 0 are returned, a text is said.
+
+    A "val_loss" decides what is saved and when the run ends, so all ranks must have the same.
+    """
+    if eval_fn is None:
+        return {}
+    said, numbers = eval_fn(state), {}
+    if isinstance(said, Mapping):
+        numbers = {str(name): float(value) for name, value in said.items()}
+    elif said is not None and is_primary():
+        say(str(said))
+    return json.loads(agree("evaluation", json.dumps(numbers), EVAL_LIMIT_S))

@@ -1,6 +1,7 @@
 """Optimizers by name, from optax, built while the step is traced: their numbers are inputs of the compiled program."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +14,8 @@ from jax.typing import ArrayLike
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.schedule import Settings, learning_rate
 
+LONG = 1 << 30
+"""Steps of a run that any warm-up and decay fit in."""
 MUON_RMS = 0.2
 """Root mean square of a Muon update before the learning rate: AdamW's, so that one rate and decay suit both parts."""
 NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)(\.|$)")
@@ -106,6 +109,11 @@ def as_optimizer(optimizer: Any) -> Optimizer:
         f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation, an nnx.Optimizer, or "
         f"NamedOptimizer(OptimizerConfig(…))"
     )
+
+
+def first_state(optimizer: Optimizer) -> Callable[[Any], Any]:
+    """Parameters to the state before the first step, which depends on none of the optimizer's numbers."""
+    return lambda params: optimizer.build(optimizer.settings(LONG), 0).init(params)
 
 
 def decayed(params: Any) -> Any:

@@ -1,106 +1,48 @@
-"""The training step: an NNX model as flat leaves, one jitted program a batch shape.
+"""The training step: one jitted program a batch shape.
 
-The model is split once. Its leaves travel as dictionaries from a parameter's name to its array, which cost a fraction
-of what NNX states or objects cost at the border of a jitted call, and are merged into a module again while tracing.
+The model's leaves travel as dictionaries from a parameter's name to its array (see `state.py`), and are merged into a
+module again while tracing. Numbers that a sweep may change are inputs of the program (`settings`), not constants in it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import fit_sharding
+from roxxel_dist.train.health import Health, observe
+from roxxel_dist.train.optimizer import Optimizer, global_norm
+from roxxel_dist.train.state import Leaves, ModelParts, TrainState
 
-Leaves = dict[str, jax.Array]
-LossFn = Callable[[Any, jax.Array], Any]
-
-
-class TrainState(NamedTuple):
-    """All that a step changes."""
-
-    step: jax.Array
-    """int32[]: optimizer steps done."""
-    params: Leaves
-    rest: Leaves
-    """What is no parameter: random streams, running statistics."""
-    opt_state: Any
+LossFn = Callable[[Any, Any], Any]
+Settings = dict[str, jax.Array]
+SPIKE_FACTOR = "spike_factor"
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """A module taken apart: what does not change while training, in its two modes."""
+class Metrics(NamedTuple):
+    """What a step tells, on the device until it is fetched."""
 
-    training: Any
-    """Graph definition with dropout on."""
-    evaluating: Any
-    """Graph definition with dropout off."""
-    param_names: tuple[str, ...]
-    param_tree: Any
-    rest_names: tuple[str, ...]
-    rest_tree: Any
-
-    def merge(self, params: Leaves, rest: Leaves, *, training: bool) -> Any:
-        """The module made of these leaves."""
-        graphdef = self.training if training else self.evaluating
-        return nnx.merge(
-            graphdef,
-            jax.tree.unflatten(self.param_tree, [params[name] for name in self.param_names]),
-            jax.tree.unflatten(self.rest_tree, [rest[name] for name in self.rest_names]),
-        )
+    scalars: dict[str, jax.Array]
+    """float32[]: "loss" and what else the loss function returned, "grad_norm", "update_norm", "lr" if it is known."""
+    row_loss: jax.Array | None
+    """float32[B]: the loss of each row, where the loss function returned "row_loss"."""
+    health: Health
 
 
-def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves]:
-    """(what does not change, parameters by name, everything else by name) of a module."""
-    model.eval()
-    evaluating, _, _ = nnx.split(model, nnx.Param, ...)
-    model.train()
-    training, params, rest = nnx.split(model, nnx.Param, ...)
-    param_leaves, param_tree = _named_leaves(params)
-    rest_leaves, rest_tree = _named_leaves(rest)
-    return (
-        ModelParts(training, evaluating, tuple(param_leaves), param_tree, tuple(rest_leaves), rest_tree),
-        param_leaves,
-        rest_leaves,
-    )
+class Loss(NamedTuple):
+    """What a loss function returned, taken apart."""
+
+    loss: jax.Array
+    scalars: dict[str, jax.Array]
+    row_loss: jax.Array | None
 
 
-def _named_leaves(state: Any) -> tuple[Leaves, Any]:
-    """{"blocks.0.attention.qkv.kernel": array, …} in the tree's order, and the tree."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(state)
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths
-    }
-    return named, tree
-
-
-def init_state(params: Leaves, rest: Leaves, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first step, a whole copy on every device of the mesh."""
-    everywhere = NamedSharding(mesh, P())
-    params, rest = ({name: _spread(leaf, everywhere) for name, leaf in leaves.items()} for leaves in (params, rest))
-    opt_state = jax.jit(tx.init, out_shardings=everywhere)(params)
-    return TrainState(_spread(jnp.zeros((), jnp.int32), everywhere), params, rest, opt_state)
-
-
-def _spread(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A copy of `leaf` on every device of a mesh that other processes share; all have the same value already."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _spread(jax.random.key_data(leaf), sharding)
-        return jax.jit(lambda d: jax.random.wrap_key_data(d, impl=jax.random.key_impl(leaf)), out_shardings=sharding)(
-            data
-        )
-    value = np.array(leaf)  # a copy: the state is donated, and the caller's arrays must survive that
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-def unpack_loss(result: Any) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-    """(loss, every scalar to log) from what a loss function returned: a scalar, (loss, aux) or a dict with "loss".
+def unpack_loss(result: Any) -> Loss:
+    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "row_loss" [B] if given.
 
     Raises:
         ValueError: it is none of these, or the loss is not a scalar.
@@ -119,85 +61,118 @@ def unpack_loss(result: Any) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         raise ValueError(
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
         )
-    return loss, {str(k): v for k, v in aux.items() if jnp.shape(v) == ()}
+    rows = aux.get("row_loss")
+    return Loss(loss, {str(k): v for k, v in aux.items() if jnp.shape(v) == ()}, rows)
 
 
 def make_step(
     parts: ModelParts,
     loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+    optimizer: Optimizer,
+    like: TrainState,
+    sharding: NamedSharding,
     *,
     grad_accum: int = 1,
-    sharding: NamedSharding | None = None,
-    schedule: optax.Schedule | None = None,
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """A jitted (state, int32[B, L]) -> (state, metrics); the state passed in is donated.
+    compute_dtype: Any = None,
+    skip_bad: bool = False,
+) -> Callable[[TrainState, Settings, Any], tuple[TrainState, Metrics]]:
+    """A jitted (state, settings, batch) -> (state, metrics); the state passed in is donated, and keeps its shardings.
 
-    Metrics are float32 scalars: "loss" and what the loss function adds, the mean over micro-batches, "grad_norm", and
-    "lr" where the schedule is given.
+    Args:
+        parts: the model.
+        loss_fn: (model, batch) to what `unpack_loss` takes.
+        optimizer: see `optimizer.py`.
+        like: the state, or its shapes and shardings.
+        sharding: of a (rows, tokens) batch: int32[B, L], or a tuple of such arrays.
+        grad_accum: micro-batches; divides B.
+        compute_dtype: the type that parameters are cast to for the forward and backward pass, while the optimizer
+            keeps them in their own; None for their own.
+        skip_bad: leave a bad step's update out (see `health.py`).
     """
 
-    def loss_of(params: Leaves, rest: Leaves, batch: jax.Array) -> tuple[jax.Array, tuple[Leaves, Any]]:
-        model = parts.merge(params, rest, training=True)
-        loss, metrics = unpack_loss(loss_fn(model, batch))
-        new_rest, _ = _named_leaves(nnx.split(model, nnx.Param, ...)[2])
-        return loss, (new_rest, {"loss": loss, **metrics})
+    def loss_of(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> tuple[jax.Array, Any]:
+        model = parts.merge(cast(params, compute_dtype), rest, settings, training=True)
+        loss, scalars, row_loss = unpack_loss(loss_fn(model, batch))
+        return jnp.float32(loss), (parts.rest_of(model), Loss(loss, scalars, row_loss))
 
     gradient = jax.grad(loss_of, has_aux=True)
 
-    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, settings: Settings, batch: Any) -> tuple[TrainState, Metrics]:
         if grad_accum == 1:
-            grads, (rest, metrics) = gradient(state.params, state.rest, batch)
+            grads, (rest, found) = gradient(state.params, state.rest, settings, batch)
         else:
-            grads, rest, metrics = accumulate(gradient, state.params, state.rest, batch, grad_accum, sharding)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            grads, rest, found = accumulate(gradient, state, settings, batch, grad_accum, sharding)
+        transformation = optimizer.build(settings, state.step)
+        updates, opt_state = transformation.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        metrics = {**metrics, "grad_norm": optax.tree.norm(grads)}
-        if schedule is not None:
-            metrics["lr"] = schedule(state.step)
-        return TrainState(state.step + 1, params, rest, opt_state), jax.tree.map(jnp.float32, metrics)
+        grad_norm = global_norm(grads)
+        scalars = {"loss": found.loss, **found.scalars, "grad_norm": grad_norm, "update_norm": global_norm(updates)}
+        rate = optimizer.rate(settings, state.step)
+        if rate is not None:
+            scalars["lr"] = rate
+        health, bad = observe(
+            state.health, state.step + 1, jnp.float32(found.loss), jnp.float32(grad_norm), settings[SPIKE_FACTOR],
+            skip=skip_bad,
+        )  # fmt: skip
+        if skip_bad:
+            old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
+            params, rest, opt_state = jax.tree.map(lambda before, after: jnp.where(bad, before, after), old, new)
+        row_loss = None if found.row_loss is None else jnp.float32(found.row_loss)
+        return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(
+            jax.tree.map(jnp.float32, scalars), row_loss, health
+        )
 
-    return jax.jit(step, donate_argnums=0)
+    kept = jax.tree.map(lambda leaf: leaf.sharding, like)
+    everywhere = NamedSharding(sharding.mesh, P())
+    return jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere))
+
+
+def cast(params: Leaves, dtype: Any) -> Leaves:
+    """Floating parameters as `dtype`; as they are for None."""
+    if dtype is None:
+        return params
+    return {name: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p for name, p in params.items()}
 
 
 def accumulate(
-    gradient: Callable[..., Any],
-    params: Leaves,
-    rest: Leaves,
-    batch: jax.Array,
-    count: int,
-    sharding: NamedSharding | None,
-) -> tuple[Leaves, Leaves, Any]:
-    """Mean gradients and metrics over `count` micro-batches of int32[B, L], one after another in a scan.
+    gradient: Callable[..., Any], state: TrainState, settings: Settings, batch: Any, count: int, sharding: NamedSharding
+) -> tuple[Leaves, Leaves, Loss]:
+    """Mean gradients and metrics over `count` micro-batches, one after another in a scan.
 
     Micro-batch i takes every count-th row from i: each device then finds its part among the rows that it holds already.
     """
-    rows, length = batch.shape
-    micro = batch.reshape(rows // count, count, length).swapaxes(0, 1)
-    if sharding is not None:
-        fitting = fit_sharding(sharding, (rows // count, length))
-        micro = jax.lax.with_sharding_constraint(micro, NamedSharding(sharding.mesh, P(None, *fitting.spec)))
 
-    def add(carry: Any, piece: jax.Array) -> tuple[Any, Any]:
+    def pieces(array: jax.Array) -> jax.Array:
+        rows, length = array.shape
+        micro = array.reshape(rows // count, count, length).swapaxes(0, 1)
+        spec = fit_sharding(sharding, (rows // count, length)).spec
+        return jax.lax.with_sharding_constraint(micro, NamedSharding(sharding.mesh, P(None, *spec)))
+
+    def add(carry: Any, piece: Any) -> tuple[Any, Any]:
         total, rest = carry
-        grads, (rest, metrics) = gradient(params, rest, piece)
-        return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), metrics
+        grads, (rest, found) = gradient(state.params, rest, settings, piece)
+        return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), found
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    (grads, rest), metrics = jax.lax.scan(add, (zeros, rest), micro)
-    return grads, rest, jax.tree.map(lambda m: m.mean(0), metrics)
+    # Sums of bfloat16 lose what is small: they are kept in float32.
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+    (total, rest), found = jax.lax.scan(add, (zeros, state.rest), jax.tree.map(pieces, batch))
+    grads = jax.tree.map(lambda t, p: t.astype(p.dtype), total, state.params)
+    row_loss = None if found.row_loss is None else found.row_loss.swapaxes(0, 1).reshape(-1)
+    return grads, rest, Loss(found.loss.mean(), {k: v.mean(0) for k, v in found.scalars.items()}, row_loss)
 
 
-def make_eval_step(parts: ModelParts, loss_fn: LossFn) -> Callable[[TrainState, jax.Array], jax.Array]:
-    """A jitted (state, int32[B, L]) -> float32 loss with dropout off; nothing is donated."""
+def make_eval_step(
+    parts: ModelParts, loss_fn: LossFn, compute_dtype: Any = None
+) -> Callable[[Leaves, Leaves, Settings, Any], jax.Array]:
+    """A jitted (params, rest, settings, batch) -> float32[] loss with dropout off; nothing is donated."""
 
-    def evaluate(params: Leaves, rest: Leaves, batch: jax.Array) -> jax.Array:
-        return jnp.float32(unpack_loss(loss_fn(parts.merge(params, rest, training=False), batch))[0])
+    def evaluate(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> jax.Array:
+        model = parts.merge(cast(params, compute_dtype), rest, settings, training=False)
+        return jnp.float32(unpack_loss(loss_fn(model, batch)).loss)
 
-    jitted = jax.jit(evaluate)
-    return lambda state, batch: jitted(state.params, state.rest, batch)
+    return jax.jit(evaluate)
 
 
 def fetch(values: Any) -> Any:
-    """The one place where numbers come from the device: scalars of a tree as Python floats. Waits for them."""
-    return jax.tree.map(float, jax.device_get(values))
+    """The one place where numbers come from the device: a tree of floats, and of numpy arrays. Waits for them."""
+    return jax.tree.map(lambda v: v.item() if v.ndim == 0 else v, jax.device_get(values))

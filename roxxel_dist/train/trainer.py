@@ -1,34 +1,44 @@
 """The training loop.
 
 After a step that is due, in this order: validate, log, save. The first and the last step are always due. The row is on
-disk before the save begins, so no checkpoint is ahead of its log.
+disk before the save begins, so no checkpoint is ahead of its log, and a step whose loss is no number is never saved.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import jax
-import optax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
-from roxxel_dist.cluster.process import process_count, process_index, stop_requested, watching_for_stop
+from roxxel_dist.cluster.mesh import make_mesh, scalars_on
+from roxxel_dist.cluster.process import process_index, stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.checkpoint import Checkpointer
-from roxxel_dist.train.evaluate import Validation
-from roxxel_dist.train.logger import Logger
-from roxxel_dist.train.meter import Meter
-from roxxel_dist.train.step import LossFn, TrainState, fetch, init_state, make_eval_step, make_step, take_apart
+from roxxel_dist.train.badstep import BadStep, Watch
+from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.evaluate import HELD_OUT, Validation, ask
+from roxxel_dist.train.follow import take_up
+from roxxel_dist.train.inflight import InFlight
+from roxxel_dist.train.keeper import Keeper, restore
+from roxxel_dist.train.log_queue import LogQueue, Tracker
+from roxxel_dist.train.model_state import ModelState
+from roxxel_dist.train.optimizer import as_optimizer, first_state
+from roxxel_dist.train.profile import Profiler
+from roxxel_dist.train.programs import Programs, batch_key
+from roxxel_dist.train.report import Reporter
+from roxxel_dist.train.standing import Standing
+from roxxel_dist.train.state import init_state
+from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics, make_eval_step, make_step
 from roxxel_dist.train.trackers.choose import trackers_for
 
 
@@ -36,21 +46,26 @@ class Trainer:
     """Trains an NNX module through a curriculum on a mesh; continues where `save_path` left off.
 
     Args:
-        model: an `nnx.Module`, the same on every process.
-        optimizer: an optax transformation.
+        model: an `nnx.Module`, the same on every process; or a function that builds one, which is then built straight
+            into its shards.
+        optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
-        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss".
+        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged.
+            "row_loss", float32[B], gives the loss of each data set where a blend is by row.
         save_path: the run directory.
-        validation: text that is held out; None for no validation.
-        eval_every, checkpoint_every, log_every: steps between validations, checkpoints, rows of the log.
-        eval_iters: held-out batches a validation reads.
-        seed: of the data order.
+        eval_fn: called with `state` on every rank after each validation; rank 0 prints the text, or logs the dictionary
+            of numbers, that it returns.
+        validation: data sets by name to validate on, instead of what `val_fraction` holds out.
         mesh: devices of all processes; by default all of them on one axis "data".
         data_sharding: of a (rows, tokens) batch; by default rows over the mesh's first axis.
         grad_accum_steps: micro-batches a step; divides the batch of every phase.
-        max_to_keep: checkpoints to keep.
-        max_steps: end after this many steps.
-        schedule: step to learning rate, if it shall be logged.
+        amend: the curriculum may be another one than the run's, from here on.
+        trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
+        options: the fields of `train.config.LoopOptions`, such as `log_every`.
+
+    Attributes:
+        stopped: whether the last `run` was asked to stop before its end; what it had is saved.
+        fetches: how often numbers were fetched from the devices.
 
     Raises:
         ValueError: a batch that does not divide, data that a phase does not fit in, or a run directory that holds
@@ -59,224 +74,255 @@ class Trainer:
 
     def __init__(
         self,
-        model: nnx.Module,
-        optimizer: optax.GradientTransformation,
+        model: nnx.Module | Callable[[], nnx.Module],
+        optimizer: Any,
         curriculum: Curriculum,
         loss_fn: LossFn,
         save_path: str | Path,
         *,
-        validation: Roxxel | None = None,
-        eval_every: int = 500,
-        checkpoint_every: int = 100,
-        log_every: int = 100,
-        eval_iters: int = 10,
-        seed: int = 42,
+        eval_fn: Callable[[ModelState], Any] | None = None,
+        validation: Mapping[str, Roxxel] | None = None,
         mesh: Mesh | None = None,
         data_sharding: NamedSharding | None = None,
         grad_accum_steps: int = 1,
-        max_to_keep: int | None = 3,
-        max_steps: int | None = None,
-        schedule: optax.Schedule | None = None,
+        amend: bool = False,
+        trackers: Sequence[Tracker] = (),
+        **options: Any,
     ) -> None:
+        self.options = LoopOptions(**options)
         mesh = mesh or make_mesh()
-        sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
-        self.plan = curriculum.plan(seed)
-        check_batches(self.plan.shapes, grad_accum_steps)
-        self.last_step = min(max_steps or self.plan.total_steps, self.plan.total_steps)
-        self._every = {"log": log_every, "eval": eval_every, "save": checkpoint_every}
-        self._datasets = curriculum.datasets
-        self._sharding = sharding
-
-        self._parts, params, rest = take_apart(model)
-        self._validation = None
-        if validation is not None and validation.num_tokens:
-            self._validation = Validation(validation, make_eval_step(self._parts, loss_fn), sharding, eval_iters)
-            for shape in self.plan.shapes:
-                self._validation.prepare(shape.batch_size, shape.seq_len)
-        self._step = make_step(
-            self._parts, loss_fn, optimizer, grad_accum=grad_accum_steps, sharding=sharding, schedule=schedule
-        )
-        self._one_in_flight = mesh.devices.flat[0].platform == "cpu"  # XLA's in-process collectives starve otherwise
-        self.state = init_state(params, rest, optimizer, mesh)
-        self.checkpointer = Checkpointer(Path(save_path) / "checkpoints", max_to_keep)
+        self._sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
+        curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
+        check_batches(curriculum.shapes, grad_accum_steps)
+        self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
+        self._optimizer = as_optimizer(optimizer)
+        dtype = jnp.bfloat16 if self.options.use_bf16 else None
+        kept = {name: getattr(self.options, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
+        self.store = CheckpointStore(self._folder / "checkpoints", **kept)
+        self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
         try:
-            self.start_step = self._restore()
+            start = take_up(self.store, curriculum, self._optimizer, self.options, amend=amend)
+            self._parts, self._state, model_settings = init_state(
+                model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp, dtype=dtype, restored=start.step > 0
+            )
+            self.plan, self._standing, self._identity = start.plan, start.standing, start.identity
+            self.start_step = self.step = start.step
+            self.last_step = min(self.options.max_steps or self.plan.total_steps, self.plan.total_steps)
+            numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
+            self._settings = {**model_settings, **scalars_on(mesh, numbers)}
+            self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
         except BaseException:
-            self.checkpointer.close()
+            self.store.close()
+            self._programs.close()
             raise
-        self.stopped = False
-        self._unlogged: tuple[int, dict[str, jax.Array]] | None = None
-        self._loss: float | None = None
-        self._new_shape, self._entered = True, 0.0
-        self._meter, self._progress = Meter(), Progress.from_env(process_index())
-        self.logger = Logger(trackers_for(Path(save_path), self.last_step, self.start_step))
+        self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), *trackers])
+        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self._flops_per_token())
+        self._watch = Watch(self.logger.text, skip=self.options.on_bad_step == "skip")
+        self._progress = Progress.from_env(process_index())
+        self._keeper = Keeper(self._folder, self.store, self.last_step, self.logger.text)
+        self._profiler = Profiler(
+            self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=self.logger.text
+        )
+        self._notes, self.stopped = start.notes, False
 
-    def local_model(self) -> Any:
-        """The module with the current parameters on this process's first device, dropout off.
+    # -- beginning
 
-        What is computed with it concerns this process alone.
-        """
-        params, rest = jax.tree.map(lambda leaf: leaf.addressable_data(0), (self.state.params, self.state.rest))
-        return self._parts.merge(params, rest, training=False)
+    def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
+        """Begin to compile the phase that comes first, and load the checkpoint meanwhile."""
+        dtype = jnp.bfloat16 if self.options.bf16_compute else None
+        self._step = make_step(
+            self._parts, loss_fn, self._optimizer, self._state, self._sharding, grad_accum=grad_accum,
+            compute_dtype=dtype, skip_bad=self.options.on_bad_step == "skip",
+        )  # fmt: skip
+        evaluate = make_eval_step(self._parts, loss_fn, dtype)
+        self._validation = Validation(
+            sets, self._curriculum.primary_streamer, evaluate, self._programs, self._sharding, self.options.eval_iters
+        )
+        if not self.finished:
+            for shape in self.plan.shapes:
+                self._validation.check(shape)
+            self._compile_phase(self.step)
+        if self.step:
+            self._state = restore(self.store, self.step, self._state)
+
+    def _compile_phase(self, step: int) -> Any:
+        """Begin to compile what the phase of `step` needs, and return the key of its step."""
+        batch = self._stream_from(step).abstract()
+        self._programs.prepare(batch_key(batch), self._step, self._state, self._settings, batch)
+        self._validation.prepare(self._state, self._settings, self.plan.segment(step).shape)
+        return batch_key(batch)
+
+    def _stream_from(self, step: int) -> Stream:
+        return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
+
+    def _flops_per_token(self) -> Callable[[int], float]:
+        parameters = sum(leaf.size for leaf in self._state.params.values())
+        # Asked for at every row, and a module may walk through all of its parameters to answer.
+        return cache(getattr(self.state.model, "flops_per_token", lambda length: 6.0 * parameters))
+
+    @property
+    def state(self) -> ModelState:
+        """The model, the optimizer's state and the step, as they are now."""
+        return ModelState(self._parts, self._state, self._settings)
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done before this process began."""
-        return self.start_step >= self.last_step
+        """Whether no step is left to do."""
+        return self.step >= self.last_step or self._standing.gave_up(self.options.patience)
 
-    def _restore(self) -> int:
-        """Load the newest complete checkpoint, if any, and return the steps that it has done."""
-        step = self.checkpointer.latest_step()
-        if step is None:
-            return 0
-        meta = self.checkpointer.meta(step)
-        for what, now in self._identity().items():
-            if meta[what] != now:
-                raise ValueError(
-                    f"the run in {self.checkpointer.folder} was made with another {what} ({meta[what]}, now {now}): "
-                    f"put it back to resume, or start in a new run directory"
-                )
-        self.state = self.checkpointer.restore(step, self.state)
-        return step
+    @property
+    def fetches(self) -> int:
+        """How often numbers were fetched from the devices."""
+        return self._reporter.fetches
 
-    def _identity(self) -> dict[str, str]:
-        corpus = "+".join(data.fingerprint for data in self._datasets.values())
-        return {"corpus": corpus, "curriculum": self.plan.fingerprint}
+    # -- running
 
-    def run(self, at_the_end: Callable[[], None] | None = None) -> TrainState:
+    def run(self, at_the_end: Callable[[], None] | None = None) -> ModelState:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
         Args:
             at_the_end: called on every rank after the last step, when it is saved and while the log is still open;
                 for a run that was finished before, too.
+
+        Raises:
+            BadStep: a loss is no number, and `on_bad_step` does not help.
         """
-        with self.logger, watching_for_stop():
-            self._introduce()
-            stream = Stream(self.plan, self._datasets, self._sharding, self.start_step)
-            for step in range(self.start_step, self.last_step):
-                self._enter(step)
-                batch = next(stream)  # read while the device works on the step before
-                self._keep_one_in_flight()
-                self.state, metrics = self._step(self.state, batch)
-                self._log_late()  # the step before: its numbers are there, and the device is busy with this one
-                self._account(step, metrics)
-                self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
-                self._validate_log_save(step)
-                if self.stopped:
-                    self.logger.text(f"asked to stop: step {step + 1} is saved")
-                    break
-            self.checkpointer.wait()
-            if at_the_end is not None and not self.stopped:
-                at_the_end()
+        with self.logger, watching_for_stop(), self._keeper:
+            self._reporter.introduce(self._sharding, self.finished)
+            for note in self._notes:
+                self.logger.text(note)
+            while not (self.finished or self.stopped):
+                try:
+                    self._train()
+                except BadStep as bad:
+                    self._go_back(bad)
+            self._profiler.close(self._state.step)
+            self._keeper.finish(self.step)
+            if not self.stopped:
+                if at_the_end is not None:
+                    at_the_end()
+                self._keeper.mark_finished(self.step)
         return self.state
+
+    def _train(self) -> None:
+        """Steps, until the end, a request to stop, or a bad one."""
+        self._from, stream = self.step, self._stream_from(self.step)
+        for step in range(self.step, self.last_step):
+            self._enter(step)
+            batch = next(stream)  # read while the device works on the steps before
+            if self._in_flight.make_room():
+                self._reporter.meter.finished()
+            self._state, metrics = self._program(self._state, self._settings, batch)
+            self._reporter.log(self._check)  # the step before: its numbers are there, the device is busy with this one
+            self._account(step, metrics)
+            self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
+            self._validate_log_save(step, metrics)
+            self.step = step + 1
+            if self.stopped:
+                self.logger.text(f"asked to stop: step {self.step} is saved")
+            elif self._standing.gave_up(self.options.patience):
+                self.logger.text(f"no lower val_loss in {self.options.patience} validations: the run ends here")
+            if self.stopped or self.finished:
+                return
+
+    def _go_back(self, bad: BadStep) -> None:
+        """Take up the last checkpoint, and leave the rows of the bad step out."""
+        self._settle()
+        good = self._keeper.last_good()
+        options = self.options
+        if options.on_bad_step != "rewind" or good is None or self._standing.rewinds >= options.max_rewinds:
+            raise bad
+        self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
+        self._standing = replace(Standing.of(self.store.meta(good)), rewinds=self._standing.rewinds + 1)
+        self._state, self.step = restore(self.store, good, self._state), good
+        self.plan = self.plan.amend(bad.step - 1, skip=1)
+        self._reporter.rewind(good, self.plan)
 
     def close(self) -> None:
         """Let go of threads and files; for a trainer that was made and not run too."""
         self.logger.close()
-        self.checkpointer.close()
+        self.store.close()
+        self._programs.close()
 
-    def _introduce(self) -> None:
-        mesh = self._sharding.mesh
-        held = f"{len(mesh.local_devices or [])} of {mesh.size} {jax.devices()[0].platform} devices"
-        self.logger.text(f"rank {process_index()} of {process_count()}: {held}")
-        if self.finished:
-            self.logger.text(
-                f"this run is finished: step {self.start_step} of {self.last_step} is restored, nothing to do"
-            )
-        elif self.start_step:
-            self.logger.text(f"resuming after step {self.start_step} of {self.last_step}, from its checkpoint")
+    # -- a step
 
     def _enter(self, step: int) -> None:
-        """Say which step this rank is about to do and, where the shape of batches changes, which phase."""
-        phase, shape = self.plan.phase(step), self.plan.shape(step)
+        """Say which step this rank is about to do and, where one begins, which phase."""
+        phase = self.plan.phase(step)
         self._progress.enter(step + 1, phase)
-        self._new_shape = step == self.start_step or shape != self.plan.shape(step - 1)
-        if step == self.start_step or phase != self.plan.phase(step - 1):
-            self._log_late()  # before the line that announces the next phase
-            lies = fit_sharding(self._sharding, shape).spec
-            asked = lies == self._sharding.spec
-            how = "" if asked else f", laid out as {lies} because its rows do not divide by the devices"
-            self.logger.text(
-                f"phase {phase + 1}/{len(self.plan.shapes)} from step {step + 1}: "
-                f"{shape[0]} rows x {shape[1]} tokens a step{how}"
-            )
-        self._entered = time.perf_counter()
+        self._profiler.before(step + 1, self._state.step)
+        if self._begins_phase(step):
+            self._reporter.log(self._check)  # before the line that announces the next phase
+            self._reporter.phase(step, self._sharding)
+            self._program = self._program_of(step)
 
-    def _keep_one_in_flight(self) -> None:
-        if self._one_in_flight or self._new_shape:
-            jax.block_until_ready(self.state.step)
-            self._meter.finished()
+    def _program_of(self, step: int) -> Any:
+        """The compiled step of the phase of `step`; waits for it where it was not made ahead."""
+        key = self._compile_phase(step)
+        if not self._programs.ready(key):
+            self._settle()
+            begun = time.perf_counter()
+            self._programs.get(key)
+            self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
+            self._reporter.meter.forget()
+        return self._programs.get(key)
 
-    def _account(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Count the step; remember its numbers if they are due."""
-        done, (rows, length) = step + 1, self.plan.shape(step)
-        if self._new_shape:  # it compiled: not the speed of training
-            jax.block_until_ready(metrics)
-            self.logger.text(f"first step of this shape: {time.perf_counter() - self._entered:.1f} s with compilation")
-            self._meter.forget()
-        else:
-            self._meter.step(rows * length)
-        self._progress.finish(done)
-        self.checkpointer.check()
-        if self._is_due("log", done) or self._is_due("eval", done):
-            self._unlogged = (done, metrics)
-        self._show(done)
+    def _settle(self) -> None:
+        """Until the devices have done all that they were given."""
+        self._in_flight.settle()
+        self._reporter.meter.finished()
 
-    def _validate_log_save(self, step: int) -> None:
+    def _account(self, step: int, metrics: Metrics) -> None:
+        """Count the step, remember its numbers if they are due, and compile ahead."""
         done = step + 1
-        validate = self._validation is not None and self._is_due("eval", done)
-        save = self.stopped or self._is_due("save", done)
-        if not (validate or save or done == self.last_step):
-            return
-        jax.block_until_ready(self.state.step)
-        self._meter.finished()
-        self._meter.pause()
-        extra: dict[str, float] = {}
-        if self._validation is not None and validate:
-            extra["val_loss"] = self._validation.run(self.state, *self.plan.shape(step), self._one_in_flight)
-        self._log_late(extra)
-        if save:
-            self.checkpointer.save(done, self.state, {**self._identity(), "plan": self.plan.state(done)})
-        self._meter.resume()
+        self._in_flight.add(metrics.scalars["loss"])
+        rows, length = self.plan.shape(step)
+        self._reporter.meter.step(rows * length)
+        self._progress.finish(done)
+        self._keeper.hear()
+        if self._is_due("log", done) or self._is_due("eval", done):
+            self._reporter.put_aside(done, metrics)
+        if self._begins_phase(step):
+            following = sum(shape.steps for shape in self.plan.shapes[: self.plan.phase(step) + 1])
+            if following < self.last_step:
+                self._compile_phase(following)
+        self._reporter.show(done)
+        self._profiler.after(done, metrics.scalars["loss"])
+
+    def _begins_phase(self, step: int) -> bool:
+        return step == self._from or self.plan.phase(step) != self.plan.phase(step - 1)
 
     def _is_due(self, what: str, done: int) -> bool:
-        return done in (1, self.last_step) or done % self._every[what] == 0
+        every = getattr(self.options, f"{what}_every")
+        return done in (1, self.last_step) or done % every == 0
 
-    def _log_late(self, extra: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Log the step whose numbers were put aside, if any."""
-        if self._unlogged is None:
+    def _validate_log_save(self, step: int, metrics: Metrics) -> None:
+        done = step + 1
+        evaluate = self._is_due("eval", done)
+        asked = self._keeper.asked(done)
+        save = asked or self.stopped or self._is_due("checkpoint", done) or done in (self.options.keep_steps or ())
+        if not (evaluate or save or done == self.last_step):
             return
-        (done, metrics), self._unlogged = self._unlogged, None
-        values = fetch(metrics)
-        self._loss = loss = values.pop("loss")
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} in step {done} (gradient norm {values['grad_norm']}): use a smaller lr, and "
-                f"--resume from the last checkpoint, step {self.checkpointer.latest_step()}"
-            )
-        row = {"step": done, "train_loss": self._loss, "train_bal": 0.0, **extra}
-        if "val_loss" in extra:
-            row["val_bal"] = 0.0
-        row |= (
-            self._meter.report() | {"phase": self.plan.phase(done - 1) + 1, "tokens": self.plan.tokens(done)} | values
-        )
-        self.logger.row(row)
+        self._settle()
+        self._reporter.meter.pause()
+        extra = self._evaluate(step) if evaluate else {}
+        if not self._reporter.log(self._check, extra) and save:
+            self._check(self._reporter.fetch(metrics.health))
+        best = "val_loss" in extra and self._standing.judge(extra["val_loss"])
+        if save or best or self._standing.gave_up(self.options.patience):
+            meta = {**self._identity, **asdict(self._standing), "plan": self.plan.state(done)}
+            self._keeper.save(done, self._state, meta, extra.get("val_loss"))
+        self._reporter.meter.resume()
 
-    def _show(self, done: int) -> None:
-        """Where the run is, for the bar."""
-        speed = self._meter.tokens_per_s
-        left = self.plan.tokens(self.last_step) - self.plan.tokens(done)
-        self.logger.status(
-            {
-                "step": done,
-                "total": self.last_step,
-                "start": self.start_step,
-                "loss": self._loss,
-                "tokens_per_s": speed,
-                "eta_s": left / speed if speed else None,
-                "phase": f"phase {self.plan.phase(done - 1) + 1}/{len(self.plan.shapes)}",
-            }
-        )
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Validate, and let the user's function see the state; what is to be logged."""
+        shape, one = self.plan.segment(step).shape, self._in_flight.limit == 1
+        losses = self._validation.run(self._state, self._settings, shape, one_in_flight=one)
+        found = self._validation.summarize(self._reporter.fetch(losses), shape) if losses else {}
+        return found | ask(self._eval_fn, self.state, self.logger.text)
+
+    def _check(self, health: Any) -> None:
+        self._watch.check(health, self.plan, self._keeper.last_good)
 
 
 def check_batches(shapes: Sequence[Shape], grad_accum_steps: int) -> None:

@@ -46,6 +46,21 @@ def test_every_topology_has_the_same_losses_to_the_bit(work):
     assert len(losses(work / "whole")) == STEPS
 
 
+def test_cut_parameters_train_alike_on_any_processes(tmp_path):
+    """Made from a callable or a module, on 1 x 4 or 2 x 2 devices: the same losses and parameters to the bit."""
+    script = os.path.join(os.path.dirname(__file__), "cut_training.py")
+    seen = []
+    for processes, devices in TOPOLOGIES[:2]:
+        words = ["--nprocs", processes, "--devices-per-proc", devices, "--", "python", script]
+        result = run("launch", "local", *words, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        lines = [line.split("trained ")[1] for line in result.stdout.splitlines() if "trained " in line]
+        seen += [line.split(": ", 1) for line in lines]
+    assert [how for how, _ in seen] == ["callable", "module"] * 2
+    assert len({told for _, told in seen}) == 1, seen
+    assert seen[0][1].startswith("['embedding.embedding']")
+
+
 def test_a_rank_that_stays_is_named(work):
     """Rank 0 has ended, and waits for rank 1 in jax's shutdown: the launcher's limit holds there too."""
     (work / "stays.py").write_text("import jax, time\nif jax.process_index() == 1:\n    time.sleep(1000)\n")
@@ -132,7 +147,7 @@ def test_a_finished_run_says_so(work):
     before = (work / "whole" / "metrics.jsonl").read_bytes()
     result = run(*launched(2, 2, "whole", "--resume"), cwd=work)
     assert result.returncode == 0
-    assert f"this run is finished: step {STEPS} of {STEPS}" in result.stdout
+    assert f"this run is finished: its last step, {STEPS}, is saved" in result.stdout
     assert (work / "whole" / "metrics.jsonl").read_bytes() == before
 
 

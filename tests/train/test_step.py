@@ -7,10 +7,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer, next_token_loss
-from roxxel_dist.train.step import fetch, init_state, make_eval_step, make_step, take_apart, unpack_loss
+from roxxel_dist.train.config import OptimizerConfig
+from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state
+from roxxel_dist.train.state import init_state
+from roxxel_dist.train.step import fetch, make_eval_step, make_step, unpack_loss
 
 
 def transformer(**fields):
@@ -18,13 +21,21 @@ def transformer(**fields):
     return Transformer(config, nnx.Rngs(params=0, dropout=1))
 
 
-def prepare(model, tx, loss_fn=next_token_loss, **options):
-    mesh = make_mesh()
-    parts, params, rest = take_apart(model)
+def prepare(model, optimizer, loss_fn=next_token_loss, dtype=None, **options):
+    """(state, (state, batch) -> (state, metrics), batch, (state, batch) -> validation loss)."""
+    mesh, optimizer = make_mesh(), as_optimizer(optimizer)
+    parts, state, settings = init_state(model, first_state(optimizer), mesh, dtype=dtype)
+    settings |= scalars_on(mesh, optimizer.settings(100) | {"spike_factor": 0.0})
     sharding = NamedSharding(mesh, P("data", None))
-    step = make_step(parts, loss_fn, tx, sharding=sharding, **options)
+    step = make_step(parts, loss_fn, optimizer, state, sharding, **options)
+    evaluate = make_eval_step(parts, loss_fn, options.get("compute_dtype"))
     batch = jax.device_put(jax.random.randint(jax.random.key(0), (16, 33), 0, 50), sharding)
-    return init_state(params, rest, tx, mesh), step, batch, parts
+    return (
+        state,
+        lambda state, batch: step(state, settings, batch),
+        batch,
+        lambda state, batch: evaluate(state.params, state.rest, settings, batch),
+    )
 
 
 def test_a_step_is_a_gradient_step():
@@ -36,7 +47,7 @@ def test_a_step_is_a_gradient_step():
         p - 0.1 * g for p, g in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(grads), strict=True)
     ]
     state, metrics = step(state, batch)
-    assert fetch(metrics)["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert fetch(metrics).scalars["loss"] == pytest.approx(float(loss), rel=1e-6)
     assert int(state.step) == 1
     for got, want in zip(state.params.values(), expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
@@ -54,7 +65,7 @@ def test_accumulation_changes_nothing_but_rounding():
     for count in (1, 2):
         state, step, batch, _ = prepare(transformer(), optax.sgd(0.1), grad_accum=count)
         state, metrics = step(state, batch)
-        results.append((fetch(metrics), state.params))
+        results.append((fetch(metrics).scalars, state.params))
     assert results[0][0]["loss"] == pytest.approx(results[1][0]["loss"], rel=1e-6)
     assert results[0][0]["grad_norm"] == pytest.approx(results[1][0]["grad_norm"], rel=1e-5)
     for one, two in zip(results[0][1].values(), results[1][1].values(), strict=True):
@@ -62,13 +73,12 @@ def test_accumulation_changes_nothing_but_rounding():
 
 
 def test_random_streams_advance_and_evaluation_leaves_them_alone():
-    state, step, batch, parts = prepare(transformer(dropout_rate=0.5), optax.sgd(0.0))
-    evaluate = make_eval_step(parts, next_token_loss)
+    state, step, batch, evaluate = prepare(transformer(dropout_rate=0.5), optax.sgd(0.0))
     before = float(evaluate(state, batch))
     losses = []
     for _ in range(3):
         state, metrics = step(state, batch)
-        losses.append(fetch(metrics)["loss"])
+        losses.append(fetch(metrics).scalars["loss"])
     assert len(set(losses)) == 3
     assert float(evaluate(state, batch)) == before
 
@@ -83,9 +93,9 @@ def test_random_streams_advance_and_evaluation_leaves_them_alone():
     ],
 )
 def test_what_a_loss_function_may_return(result, loss, names):
-    value, metrics = unpack_loss(result)
-    assert float(value) == loss
-    assert set(metrics) == names
+    found = unpack_loss(result)
+    assert float(found.loss) == loss
+    assert set(found.scalars) == names
 
 
 def test_what_it_may_not_return():
@@ -100,7 +110,49 @@ def test_every_scalar_of_the_loss_reaches_the_metrics():
         loss = next_token_loss(model, batch)
         return loss, {"perplexity": jnp.exp(loss)}
 
-    state, step, batch, _ = prepare(transformer(), optax.sgd(0.1), loss_fn, grad_accum=2, schedule=lambda step: 0.5)
-    metrics = fetch(step(state, batch)[1])
-    assert set(metrics) == {"loss", "perplexity", "grad_norm", "lr"}
-    assert metrics["lr"] == 0.5
+    optimizer = NamedOptimizer(OptimizerConfig(lr=0.5, lr_schedule="constant", warmup_steps=0))
+    state, step, batch, _ = prepare(transformer(), optimizer, loss_fn, grad_accum=2)
+    scalars = fetch(step(state, batch)[1]).scalars
+    assert set(scalars) == {"loss", "perplexity", "grad_norm", "update_norm", "lr"}
+    assert scalars["lr"] == 0.5
+
+
+@pytest.mark.parametrize("grad_accum", [1, 4])
+def test_the_losses_of_rows_come_in_the_order_of_the_rows(grad_accum):
+    def loss_fn(model, batch):
+        logits = model(batch[:, :-1])
+        rows = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(1)
+        return {"loss": rows.mean(), "row_loss": rows}
+
+    model = transformer()
+    state, step, batch, _ = prepare(model, optax.sgd(0.1), loss_fn, grad_accum=grad_accum)
+    expected = loss_fn(model, np.asarray(batch))["row_loss"]
+    np.testing.assert_allclose(fetch(step(state, batch)[1]).row_loss, expected, rtol=1e-5)
+
+
+def test_computing_in_bfloat16_keeps_float32_parameters():
+    """The loss is near, not equal; the state keeps its types, so the state passed in is donated."""
+    results = {}
+    for dtype in (None, jnp.bfloat16):
+        state, step, batch, _ = prepare(transformer(), optax.adam(1e-3), compute_dtype=dtype)
+        before = jax.tree.map(lambda leaf: leaf.dtype, state)
+        first = state.params["embedding.embedding"]
+        state, metrics = step(state, batch)
+        assert jax.tree.map(lambda leaf: leaf.dtype, state) == before
+        assert first.is_deleted()
+        results[dtype] = fetch(metrics).scalars["loss"]
+    assert results[None] != results[jnp.bfloat16]
+    assert results[None] == pytest.approx(results[jnp.bfloat16], rel=0.02)
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+def test_parameters_in_bfloat16_have_moments_in_bfloat16(grad_accum):
+    optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2))
+    state, step, batch, _ = prepare(transformer(), optimizer, dtype=jnp.bfloat16, grad_accum=grad_accum)
+    losses = []
+    for _ in range(8):
+        state, metrics = step(state, batch)
+        losses.append(fetch(metrics).scalars["loss"])
+    assert losses[-1] < losses[0]
+    floats = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim > 0]
+    assert {leaf.dtype for leaf in floats} == {jnp.bfloat16.dtype}

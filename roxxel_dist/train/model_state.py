@@ -1,0 +1,53 @@
+"""What a run has come to, as the functions that users write see it."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.train.state import ModelParts, TrainState
+
+
+class ModelState:
+    """The model, the optimizer's state and the step.
+
+    It shows the arrays of the step that it was taken after: the next step takes their memory, so use it at once and
+    copy what shall be kept.
+    """
+
+    def __init__(self, parts: ModelParts, state: TrainState, settings: dict[str, jax.Array]) -> None:
+        self._parts, self._state, self._settings = parts, state, settings
+
+    @property
+    def step(self) -> jax.Array:
+        """int32[]: steps done; `int(state.step)` and `state.step[...]` read it."""
+        return self._state.step
+
+    @property
+    def model(self) -> Any:
+        """The module with dropout off; its arrays lie on the mesh, so on several processes all must compute with it."""
+        return self._parts.merge(self._state.params, self._state.rest, self._settings, training=False)
+
+    @property
+    def optimizer(self) -> Any:
+        """The state of the optax transformation."""
+        return self._state.opt_state
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        """Parameters by name."""
+        return self._state.params
+
+    def local_model(self) -> Any:
+        """A module with dropout off on this process's first device alone. Every process must ask for it."""
+        params, rest, settings = jax.tree.map(_whole, (self._state.params, self._state.rest, self._settings))
+        return self._parts.merge(params, rest, settings, training=False)
+
+
+def _whole(leaf: jax.Array) -> jax.Array:
+    """All of an array on this process's first device."""
+    sharding = leaf.sharding
+    if not sharding.is_fully_replicated and isinstance(sharding, NamedSharding):
+        leaf = jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, P()))(leaf)
+    return leaf.addressable_data(0)

@@ -1,0 +1,63 @@
+"""Compiled programs, made ahead of the step that needs them."""
+
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+
+class Programs:
+    """Compiles in one background thread, one program after another, each once.
+
+    Args:
+        mesh: the mesh that is set while a program is traced, so that a model may name its axes.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._pool = ThreadPoolExecutor(1, "roxxel-compile")
+        self._found: dict[Hashable, Future[Any]] = {}
+        self.seconds: dict[Hashable, float] = {}
+        """What each program took to trace and compile."""
+
+    def prepare(self, key: Hashable, jitted: Callable[..., Any], *args: Any) -> None:
+        """Begin to compile `jitted` for such arguments, unless `key` is known.
+
+        Args:
+            key: what the program is asked for by.
+            jitted: a function of `jax.jit`.
+            args: arrays, or jax.ShapeDtypeStructs with shardings.
+        """
+        if key not in self._found:
+            self._found[key] = self._pool.submit(self._compile, key, jitted, jax.tree.map(_abstract, args))
+
+    def get(self, key: Hashable) -> Any:
+        """The program, once it is compiled."""
+        return self._found[key].result()
+
+    def ready(self, key: Hashable) -> bool:
+        """Whether `get` would return at once."""
+        return self._found[key].done()
+
+    def _compile(self, key: Hashable, jitted: Any, args: Any) -> Any:
+        start = time.perf_counter()
+        with jax.set_mesh(self._mesh):
+            program = jitted.lower(*args).compile()
+        self.seconds[key] = time.perf_counter() - start
+        return program
+
+    def close(self) -> None:
+        """Compile no more; waits for the one that is being compiled."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _abstract(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def batch_key(batch: Any) -> Hashable:
+    """What tells programs for one batch from those for another: shapes, and how they lie on the mesh."""
+    return tuple((leaf.shape, str(leaf.sharding.spec)) for leaf in jax.tree.leaves(batch))

@@ -1,0 +1,38 @@
+"""What one rank alone does or knows never keeps the others waiting."""
+
+import json
+import os
+
+from commands import rows, start, wait_for
+
+from roxxel_dist.cluster.mailbox import post_request, take_answer
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")
+
+
+def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
+    """The seventh batch is left out; a save is asked for while rank 0 is busy; three evaluations later it is over."""
+    launcher = start("launch", "local", "--nprocs", 2, "--devices-per-proc", 1, "--", "python", SCRIPT, tmp_path,
+                     cwd=tmp_path)  # fmt: skip
+    answer = None
+    try:
+        wait_for(lambda: launcher.poll() is not None or max(rows(tmp_path / "run"), default=0) >= 19, what="step 19")
+        assert launcher.poll() is None, (tmp_path / "started.log").read_text()
+        request = post_request(tmp_path / "run")
+        (tmp_path / "go").touch()
+        assert launcher.wait(100) == 0, (tmp_path / "started.log").read_text()
+        answer = take_answer(tmp_path / "run", request)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    log = (tmp_path / "started.log").read_text()
+    first, second = (json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    step, kept, best, plans = first
+    assert (step, best, plans) == (50, 20, 2)
+    assert kept[-1] == 50
+    assert "going back to step 5; the rows of step 7 are left out" in log
+    assert "no lower val_loss in 3 validations: the run ends here" in log
+    assert list(rows(tmp_path / "run")) == list(range(1, 51))
+    assert answer is not None
+    assert 20 <= answer["step"] <= 50

@@ -1,0 +1,177 @@
+"""The examples as a person starts them, and a program written for Roxxel with its import changed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from commands import environment, rows, run
+
+TUTORIAL = Path(__file__).parent.parent / "examples" / "curriculum_tutorial.py"
+SMALL = ["--documents", "128", "--vocab", "200", "--dim", "16", "--short-len", "33", "--every", "15"]
+PHASES = [(1, 31), (32, 37)]
+"""First and last step: 16,512 tokens in rows of 33, 16 at a time, and a fifth of them in rows of 513."""
+STEPS = PHASES[-1][1]
+
+ROXXEL_PROGRAM = """
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from roxxel_dist import Roxxel, Phase, Curriculum, Trainer
+
+
+class Xenron(nnx.Module):
+    def __init__(self, num_layers: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(300, 16, rngs=rngs)
+        self.linear = nnx.Linear(16, 300, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(self.embed(x))
+
+
+def token_generator():
+    for i in range(150):
+        yield np.random.randint(0, 300, size=(128,), dtype=np.int32)
+
+
+DATASET_PATTERN = "./wiki_*.rox"
+rox = Roxxel(DATASET_PATTERN)
+rox.write(token_generator(), separator=b"\\x00", block_size=4096, max_shard_bytes=1024**3)
+
+
+def sample_now(state) -> str:
+    return f"[decoded after step {int(state.step[...])}]"
+
+
+def loss_fn(model, batch):
+    logits = model(batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+def main():
+    model = Xenron(4, nnx.Rngs(42))
+    devices = jax.devices()
+    mesh = Mesh(mesh_utils.create_device_mesh((len(devices),)), axis_names=('data',))
+    data_sharding = NamedSharding(mesh, P('data', None))
+    with Roxxel(filepath=DATASET_PATTERN) as init_ds:
+        phase1_steps = init_ds.estimate_steps(seq_len=65, batch_size=16)
+        phase2_steps = int(init_ds.estimate_steps(seq_len=513, batch_size=1) * 0.20)
+    phases = [
+        Phase(steps=phase1_steps, batch_size=16, seq_len=65),
+        Phase(steps=phase2_steps, batch_size=1, seq_len=513),
+    ]
+    curriculum = Curriculum(primary_streamer=Roxxel(DATASET_PATTERN), phases=phases)
+    total_train_steps = sum(p.steps for p in phases)
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.nadamw(
+            learning_rate=optax.warmup_cosine_decay_schedule(
+                init_value=1e-7,
+                peak_value=3e-4,
+                warmup_steps=int(total_train_steps * 0.05),
+                decay_steps=total_train_steps,
+                end_value=3e-6,
+            ),
+            weight_decay=0.01,
+        ),
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        curriculum=curriculum,
+        loss_fn=loss_fn,
+        save_path="run_delta",
+        eval_fn=sample_now,
+        eval_every=500,
+        checkpoint_every=100,
+        log_every=100,
+        seed=42,
+        mesh=mesh,
+        data_sharding=data_sharding,
+    )
+    trainer.run()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def python(*words, cwd):
+    """Run a program on one process with 8 simulated devices."""
+    result = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment(JAX_NUM_CPU_DEVICES="8"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def check_run(folder, said):
+    """Both phases ran, samples came, and the last step is saved."""
+    found = rows(folder / "run")
+    assert list(found) == [1, 15, 30, STEPS]
+    assert [row["phase"] for row in found.values()] == [1, 1, 1, 2]
+    for number, (first, _) in enumerate(PHASES, 1):
+        assert f"phase {number}/2 from step {first}:" in said
+    for step in found:
+        assert said.count(f"[sample after step {step}]") == 1
+    assert (folder / "run" / "checkpoints" / str(STEPS) / "meta.json").exists()
+    cursor = json.loads((folder / "run" / "training_cursor.json").read_text())
+    assert cursor == {"step": STEPS, "last_step": STEPS, "finished": True}
+
+
+def test_the_tutorial_on_one_process(tmp_path):
+    first = python(TUTORIAL, "--folder", "here", *SMALL, cwd=tmp_path)
+    check_run(tmp_path / "here", first.stdout)
+    logged = (tmp_path / "here" / "run" / "metrics.jsonl").read_bytes()
+    second = python(TUTORIAL, "--folder", "here", *SMALL, cwd=tmp_path)
+    assert f"this run is finished: step {STEPS} is restored, nothing to do" in second.stdout
+    assert "phase 1/2" not in second.stdout
+    assert (tmp_path / "here" / "run" / "metrics.jsonl").read_bytes() == logged
+
+
+def test_the_tutorial_on_two_processes(tmp_path):
+    words = [
+        "--all-ranks",
+        "--nprocs",
+        2,
+        "--devices-per-proc",
+        2,
+        "--",
+        "python",
+        TUTORIAL,
+        "--folder",
+        "here",
+        *SMALL,
+    ]
+    first = run("launch", "local", *words, cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    check_run(tmp_path / "here", first.stdout)
+    assert "rank 0 of 2: 2 of 4 cpu devices" in first.stdout
+    assert all(line.split(" | ")[0].endswith(" 0") for line in first.stdout.splitlines() if "[sample" in line)
+    second = run("launch", "local", *words, cwd=tmp_path)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert f"this run is finished: step {STEPS} is restored, nothing to do" in second.stdout
+
+
+def test_a_program_for_roxxel_with_another_import(tmp_path):
+    """The same calls with the same arguments; the sizes alone are smaller."""
+    (tmp_path / "program.py").write_text(ROXXEL_PROGRAM)
+    result = python("program.py", cwd=tmp_path)
+    found = rows(tmp_path / "run_delta")
+    last = max(found)
+    assert list(found) == [1, last]
+    assert [row["phase"] for row in found.values()] == [1, 2]
+    assert f"[decoded after step {last}]" in result.stdout
+    assert (tmp_path / "run_delta" / "checkpoints" / str(last)).is_dir()
+    assert "Traceback" not in result.stderr

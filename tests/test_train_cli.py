@@ -1,0 +1,240 @@
+"""`train` on the command line: what a run can be changed to, what it leaves, and what disks do to it."""
+
+import csv
+import json
+import shutil
+import subprocess
+
+import pytest
+from commands import make_corpus, rows, run, start, wait_for
+
+from roxxel_dist.train.checkpoint import CheckpointStore
+
+TRAIN = ["train", "--config", "tiny.yaml", "--data_path", "data", "--run_dir"]
+LONGER = "[{steps: 12, batch_size: 8, seq_len: 33}, {steps: 14, batch_size: 4, seq_len: 65}]"
+CUT = 8
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a corpus, and the first eight steps of a run, with everything on, in `cut`."""
+    folder = tmp_path_factory.mktemp("train")
+    make_corpus(folder)
+    more = ["--max_steps", CUT, "--profile_steps", 3, 4, "--validation", "{same: data}", "--wandb", "offline"]
+    result = run(*TRAIN, "cut", *more, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    (folder / "said").write_text(result.stdout)
+    return folder
+
+
+@pytest.fixture
+def cut(work, tmp_path):
+    """A copy of that run, and the words that go on with it."""
+    shutil.copytree(work / "cut", tmp_path / "cut")
+    return [
+        "train", "--config", tmp_path / "cut" / "config.yaml", "--run_dir", tmp_path / "cut", "--resume",
+        "--max_steps", 22, "--wandb", "off",
+    ]  # fmt: skip
+
+
+def refused(result, *messages):
+    text = result.stdout + result.stderr
+    assert result.returncode == 2, text
+    assert "Traceback" not in text
+    for message in messages:
+        assert message in text, text
+
+
+def test_what_the_options_leave(work):
+    folder = work / "cut"
+    assert list((folder / "profile").rglob("*.xplane.pb"))
+    assert "profile of steps 3 to 4" in (work / "said").read_text()
+    assert list((folder / "wandb").rglob("*.wandb"))
+    found = rows(folder)
+    assert [step for step, row in found.items() if "val_loss/same" in row] == [1, 6, 8]
+    assert found[6]["val_loss/same"] == found[6]["val_loss"]
+    assert "0 held out" in (work / "said").read_text()
+
+
+def test_an_edited_curriculum_needs_amend(work, cut):
+    before = sorted(cut[4].rglob("*"))
+    result = run(*cut, "--phases", LONGER, cwd=work)
+    refused(result, "phases is", "leave it as it was, or start a new run (or change it from here on with --amend)")
+    assert sorted(cut[4].rglob("*")) == before
+
+
+def test_amend_goes_with_resume(work):
+    refused(run(*TRAIN, "new", "--amend", "--phases", LONGER, cwd=work), "--amend changes a run that is resumed: add")
+    refused(run("train", "--data_path", "data", "--resume", cwd=work), "--resume does not say which run")
+    assert not (work / "new").exists()
+
+
+def test_an_amended_run(work, cut):
+    """Both plans and the learning rate are told first; the steps that follow, and `batch`, keep to the new plan."""
+    words = [*cut[:-4], "--max_steps", 26, "--wandb", "off", "--amend", "--phases", LONGER]
+    result = run(*words, cwd=work)
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = result.stdout
+    until, now = said.index("the plan until now:"), said.index(f"the plan from step {CUT + 1} on:")
+    rate = said.index(f"learning rate of step {CUT + 1}: ")
+    assert until < now < rate < said.index("Step  9/26")
+    assert "learning rate of the last step" in said
+    assert "changed since the run began: phases" in said
+    found = rows(cut[4])
+    assert list(found) == list(range(1, 27))
+    assert {step: found[step]["train_loss"] for step in range(1, CUT + 1)} == {
+        step: row["train_loss"] for step, row in rows(work / "cut").items()
+    }
+    last = run("batch", cut[4], "--step", 26, cwd=work)
+    assert last.returncode == 0, last.stderr
+    assert last.stdout.startswith("step 26 of 26, phase 2 of 2: 4 rows x 65 tokens")
+    old, new = (run("batch", folder, "--step", CUT, cwd=work).stdout.splitlines()[1:] for folder in ("cut", cut[4]))
+    assert old == new
+    assert len(old) == 8
+    again = run(*cut[:-4], "--max_steps", 26, "--wandb", "off", cwd=work)
+    assert again.returncode == 0, again.stderr
+    assert "this run is finished: its last step, 26" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--use_bf16", "True"], "use_bf16 is True, and the run that shall be resumed has False"),
+        (["--optimizer", "lion"], "optimizer is lion, and the run that shall be resumed has adamw"),
+        (["--dim", 64], "dim is 64, and the run that shall be resumed has 32"),
+        (["--seed", 7], "seed is 7, and the run that shall be resumed has 42"),
+        (["--warmup_steps", 30], "warmup_steps is 30: it must be below the run's 22 steps"),
+    ],
+)
+def test_what_a_resumed_run_cannot_change_is_named(work, cut, flags, message):
+    refused(run(*cut, *flags, cwd=work), message)
+
+
+@pytest.mark.slow
+def test_what_it_may_change_is_told(work, cut):
+    result = run(*cut, "--lr", "1e-3", "--dropout_rate", 0.2, "--max_steps", 10, cwd=work)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "changed since the run began: lr 0.003 -> 0.001" in result.stdout
+    assert "changed since the run began: dropout_rate 0.1 -> 0.2" in result.stdout
+    assert "resuming after step 8 of 10" in result.stdout
+
+
+@pytest.mark.slow
+def test_checkpoints_of_another_model_are_named(work, cut):
+    """Whoever edits the saved config by hand gets past what compares configs."""
+    saved = cut[4] / "config.yaml"
+    saved.write_text(saved.read_text().replace("num_blocks: 2", "num_blocks: 3"))
+    refused(run(*cut, cwd=work), "is of another model or optimizer (it has no params/blocks.2.", "use the config")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--warmup_steps", 22], "warmup_steps is 22: it must be below the run's 22 steps"),
+        (["--validation", "{a: nowhere}"], "nowhere"),
+        (["--validation", "{a: 3}"], "validation"),
+        (["--validation", "data"], "validation is 'data': it must be a mapping or nothing"),
+        (["--profile_steps", 4, 3], "profile_steps is [4, 3]: it must be two steps"),
+        (["--wandb", "maybe"], "wandb"),
+    ],
+)
+def test_what_cannot_be(work, flags, message):
+    refused(run(*TRAIN, "new", *flags, cwd=work), message)
+    assert not (work / "new").exists()
+
+
+def test_a_running_job_saves_when_it_is_asked(work):
+    job = start(*TRAIN, "asked", "--phases", "[{steps: 100000, batch_size: 8, seq_len: 33}]",
+                "--checkpoint_every", 100000, "--eval_every", 100000, cwd=work)  # fmt: skip
+    try:
+        wait_for(lambda: len(rows(work / "asked")) > 3, what="a step")
+        said = run("save", "asked", cwd=work)
+        assert said.returncode == 0, said.stderr
+        step = int(said.stdout.removeprefix("saved: step "))
+        assert (work / "asked" / "checkpoints" / str(step) / "meta.json").exists()
+        assert step > 3
+        assert job.poll() is None
+        job.terminate()
+        assert job.wait(60) == 42
+    finally:
+        job.kill()
+        job.wait()
+    store = CheckpointStore(work / "asked" / "checkpoints", read_only=True)
+    assert step in store.steps()
+    assert store.latest_step() > step
+    store.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a file system of so many kilobytes; skips, and says so, where that is not allowed."""
+    folder = tmp_path / "disk"
+
+    def mount(kilobytes):
+        folder.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
+        mounted = subprocess.run(words, capture_output=True, text=True)
+        if mounted.returncode:
+            folder.rmdir()
+            pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
+        return folder
+
+    yield mount
+    if folder.exists():
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [[], pytest.param(["launch", "local", "--nprocs", 1, "--"], marks=pytest.mark.slow)],
+    ids=["alone", "launched"],
+)
+def test_a_disk_with_room_for_one_checkpoint(work, disk, launch):
+    """The first save fits, the others do not: training goes on to its end, and the end says what is missing."""
+    weights = json.loads((work / "cut" / "model_summary.json").read_text())
+    one = (weights["weights_mem_MB"] + weights["optimizer_mem_MB"]) * 1000
+    folder = disk(int(1.5 * one + 150))
+    result = run(*launch, *TRAIN, folder / "run", cwd=work)
+    text = result.stdout + result.stderr
+    assert result.returncode == 1, text
+    assert "Traceback" not in text
+    lost = "the checkpoint of step 5 could not be saved in"
+    assert lost in result.stdout
+    assert "Training goes on, and the next save is tried" in result.stdout
+    assert "the checkpoint of step 22 could not be saved in" in result.stderr
+    assert "No space left on device); the newest complete one is of step 1" in result.stderr
+    assert lost in (folder / "run" / "logs" / "rank-0.log").read_text()
+    with (folder / "run" / "training_log.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 23))
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["1"]
+    again = run("generate", folder / "run", "--prompt", "import", "--max_new_tokens", 3, cwd=work)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_from_the_start(work, disk):
+    folder = disk(64)
+    (folder / "filler").write_bytes(bytes(60 << 10))
+    result = run(*TRAIN, folder / "run", cwd=work)
+    refused(result, "No space left on device")
+
+
+def test_a_run_directory_that_can_only_be_read(work, disk):
+    folder = disk(20_000)
+    shutil.copytree(work / "cut", folder / "run")
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    words = ["train", "--config", "tiny.yaml", "--run_dir", folder / "run", "--resume", "--max_steps", 10]
+    refused(run(*words, cwd=work), "cannot be written (Read-only file system): choose another folder")
+    refused(run(*TRAIN, folder / "new", cwd=work), "cannot be written (Read-only file system): choose another folder")
+
+
+def test_a_loss_that_is_no_number_is_one_message(work):
+    """A learning rate that no model survives."""
+    result = run(*TRAIN, "wild", "--lr", "1e38", "--grad_clip", 0, "--warmup_steps", 0, cwd=work)
+    text = result.stdout + result.stderr
+    assert result.returncode == 1, text
+    assert "step 2 went wrong: its loss is" in result.stderr
+    assert "Its rows begin at self token" in result.stderr
+    assert "Traceback" not in text
+    assert "Traceback" in (work / "wild" / "logs" / "rank-0.log").read_text()

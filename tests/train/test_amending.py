@@ -1,0 +1,80 @@
+"""A run whose curriculum changes from some step on."""
+
+import numpy as np
+import pytest
+from runs import PHASES, losses, make, rows, told, train
+
+from roxxel_dist import Phase, Roxxel
+from roxxel_dist.train.config import OptimizerConfig
+from roxxel_dist.train.optimizer import NamedOptimizer
+
+LONGER = [*PHASES[:2], Phase(9, 4, 33)]
+
+
+def test_past_steps_stay_and_no_row_is_read_again(corpus, tmp_path):
+    optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2))
+    train(corpus, tmp_path, max_steps=8, optimizer=optimizer)
+    before = {step: loss for step, loss, _ in losses(tmp_path)}
+    made = train(corpus, tmp_path, LONGER, amend=True, optimizer=optimizer)
+    assert made.start_step == 8
+    after = {step: loss for step, loss, _ in losses(tmp_path)}
+    assert sorted(after) == list(range(1, 20))
+    assert {step: after[step] for step in before} == before
+    read = [made.plan.rows(step) for step in range(19)]
+    tokens = np.concatenate([np.add.outer(r.offset, np.arange(r.seq_len)).ravel() for r in read])
+    assert len(np.unique(tokens)) == len(tokens)
+    text = told(tmp_path)
+    assert "the plan until now:" in text
+    assert "the plan from step 9 on:" in text
+    assert "learning rate of step 9" in text
+
+
+def test_an_amended_run_resumes_like_any_other(corpus, tmp_path):
+    for name in ("whole", "parts"):
+        train(corpus, tmp_path / name, max_steps=8)
+    train(corpus, tmp_path / "whole", LONGER, amend=True)
+    train(corpus, tmp_path / "parts", LONGER, amend=True, max_steps=13)
+    assert train(corpus, tmp_path / "parts", LONGER).start_step == 13
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") or [
+        (s, x) for s, x, _ in losses(tmp_path / "parts")
+    ] == [(s, x) for s, x, _ in losses(tmp_path / "whole")]
+
+
+def test_without_it_an_edited_curriculum_is_refused(corpus, tmp_path):
+    train(corpus, tmp_path, max_steps=8)
+    with pytest.raises(ValueError, match=r"made with another curriculum .* change it from step 9 on with --amend"):
+        make(corpus, tmp_path, LONGER)
+
+
+def test_shards_may_be_added(tmp_path):
+    rng = np.random.default_rng(3)
+
+    def documents(count):
+        return (rng.integers(1, 500, 400).astype(np.uint16) for _ in range(count))
+
+    with Roxxel(tmp_path / "data_*.rox") as data:
+        data.write(documents(60), vocab_size=500, max_shard_bytes=20_000)
+    with Roxxel(tmp_path / "data_*.rox") as data:
+        train(data, tmp_path / "run", max_steps=8)
+        data.write(documents(30), vocab_size=500, max_shard_bytes=20_000, append=True)
+    with Roxxel(tmp_path / "data_*.rox") as data:
+        with pytest.raises(ValueError, match="made with another corpus"):
+            make(data, tmp_path / "run")
+        made = train(data, tmp_path / "run", amend=True)
+        assert made.step == 13
+        assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 14))
+
+
+def test_another_seed_or_another_cut_is_refused(corpus, tmp_path):
+    train(corpus, tmp_path, max_steps=8)
+    with pytest.raises(ValueError, match="--amend cannot change it"):
+        make(corpus, tmp_path, LONGER, amend=True, seed=1)
+    with pytest.raises(ValueError, match="with the same val_fraction"):
+        make(corpus, tmp_path, LONGER, amend=True, val_fraction=0.3)
+
+
+def test_a_warm_up_that_only_the_new_plan_has_room_for(corpus, tmp_path):
+    train(corpus, tmp_path, max_steps=8, optimizer=NamedOptimizer(OptimizerConfig(lr=1e-2)))
+    longer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=15))
+    assert train(corpus, tmp_path, LONGER, amend=True, optimizer=longer).step == 19
+    assert "the plan from step 9 on:" in told(tmp_path)

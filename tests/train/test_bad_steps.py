@@ -1,0 +1,118 @@
+"""Losses that are no number, and spikes: found, named, skipped, or left out by going back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import losses, make, rows, saved, told, train
+
+from roxxel_dist import Curriculum, Phase
+from roxxel_dist.model.transformer import next_token_loss
+from roxxel_dist.train.badstep import BadStep
+
+PHASES = [Phase(14, 8, 17)]
+
+
+def poisoned(corpus, *steps):
+    """A loss that is no number on the batches which these steps (from 1) read."""
+    curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
+    plan = curriculum.plan(42)
+    batches = [corpus.read(plan.rows(step - 1).offset, 17, np.int32) for step in steps]
+
+    def loss_fn(model, batch):
+        loss = next_token_loss(model, batch)
+        for tokens in batches:
+            loss = loss * jnp.where((batch == tokens).all(), jnp.nan, 1.0)
+        return loss
+
+    return loss_fn
+
+
+def test_it_is_found_at_the_next_logged_step_and_named(corpus, tmp_path):
+    made = make(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, 7), log_every=5, eval_every=100, checkpoint_every=3)
+    with pytest.raises(BadStep, match=r"step 7 went wrong: its loss is nan") as caught:
+        made.run()
+    made.close()
+    first = int(made.plan.rows(6).offset[0])
+    assert f"self token {first:,}" in str(caught.value)
+    assert "last good checkpoint is of step 6" in str(caught.value)
+    assert saved(tmp_path)[-1] == 6
+    assert "step 7 went wrong" in told(tmp_path)
+
+
+def test_a_bad_state_is_never_saved(corpus, tmp_path):
+    """A save comes before the next logged step: it looks first."""
+    made = make(
+        corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, 7), log_every=100, eval_every=100, checkpoint_every=4
+    )
+    with pytest.raises(BadStep, match="step 7"):
+        made.run()
+    made.close()
+    assert saved(tmp_path) == [1, 4]
+
+
+def test_skipped_steps_change_nothing(corpus, tmp_path):
+    made = train(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, 5, 9), on_bad_step="skip")
+    assert int(made.state.step) == 14
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made.state.params))
+    found = {row["step"]: row for row in rows(tmp_path)}
+    assert found[5]["train_loss"] is None  # JSON has no NaN
+    assert all(np.isfinite(found[step]["train_loss"]) for step in set(found) - {5, 9})
+    assert told(tmp_path).count("left out") == 2
+
+
+def test_going_back_leaves_the_rows_out(corpus, tmp_path):
+    loss_fn = poisoned(corpus, 7)
+    made = train(corpus, tmp_path / "run", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
+    assert [step for step, *_ in losses(tmp_path / "run")] == list(range(1, 15))
+    assert all(np.isfinite(loss) for _, loss, _ in losses(tmp_path / "run"))
+    curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
+    plain = curriculum.plan(42)
+    assert (made.plan.rows(5).offset == plain.rows(5).offset).all()
+    used = {int(offset) for step in range(14) for offset in made.plan.rows(step).offset}
+    assert not used & {int(offset) for offset in plain.rows(6).offset}
+    assert "the rows of step 7 are left out" in told(tmp_path / "run")
+    # Started again after its end or in its midst, it follows the same plan.
+    train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind", max_steps=10)
+    train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
+    assert {s: x for s, x, _ in losses(tmp_path / "cut")} == {s: x for s, x, _ in losses(tmp_path / "run")}
+
+
+def test_going_back_has_an_end(corpus, tmp_path):
+    def hopeless(model, batch):
+        return next_token_loss(model, batch) * jnp.where(batch[0, 0] >= 0, jnp.nan, 1.0)
+
+    made = make(corpus, tmp_path, PHASES, loss_fn=hopeless, on_bad_step="rewind")
+    with pytest.raises(BadStep, match="step 1"):
+        made.run()
+    made.close()
+    assert saved(tmp_path) == []
+
+
+def test_only_so_often(corpus, tmp_path):
+    """Every second batch or so is bad, the first one is not."""
+    curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
+    first = int(corpus.read(curriculum.plan(42).rows(0).offset, 17, np.int32).sum() % 2)
+
+    def loss_fn(model, batch):
+        return next_token_loss(model, batch) * jnp.where(batch.sum() % 2 == first, 1.0, jnp.nan)
+
+    made = make(corpus, tmp_path, PHASES, loss_fn=loss_fn, on_bad_step="rewind", max_rewinds=2)
+    with pytest.raises(BadStep):
+        made.run()
+    made.close()
+    assert told(tmp_path).count("going back") == 2
+
+
+def test_a_finite_spike(corpus, tmp_path):
+    phases = [Phase(30, 8, 17)]
+    curriculum, _ = Curriculum(corpus, phases).hold_out(0.1)
+    tokens = corpus.read(curriculum.plan(42).rows(25).offset, 17, np.int32)
+
+    def loss_fn(model, batch):
+        return next_token_loss(model, batch) * jnp.where((batch == tokens).all(), 10.0, 1.0)
+
+    made = make(corpus, tmp_path, phases, loss_fn=loss_fn, spike_factor=3.0, log_every=10)
+    with pytest.raises(BadStep, match="step 26 went wrong"):
+        made.run()
+    made.close()

@@ -1,0 +1,15 @@
+import numpy as np
+import pytest
+
+from roxxel_dist.train.report import loss_by_dataset, make_row
+
+
+def test_a_row_begins_with_what_the_csv_promises():
+    row = make_row(7, {"loss": 2.0, "balance_loss": 0.1, "lr": 1e-3}, {"val_loss": 2.5}, {"phase": 1})
+    assert list(row) == ["step", "train_loss", "train_bal", "val_loss", "val_bal", "phase", "lr"]
+    assert (row["step"], row["train_loss"], row["train_bal"], row["val_bal"]) == (7, 2.0, 0.1, 0.0)
+
+
+def test_the_mean_loss_of_the_rows_of_each_data_set():
+    found = loss_by_dataset(np.float32([1, 2, 3, 6]), np.int32([0, 2, 0, 2]), ("self", "code", "math"))
+    assert found == {"loss/self": pytest.approx(2.0), "loss/math": pytest.approx(4.0)}
