@@ -1,0 +1,128 @@
+"""The training loop: what it costs over the bare compiled step, what it fetches, saves, phase boundaries, restarts.
+
+    python benchmarks/train_loop.py [FOLDER]
+
+The rows of `train_save.py` and `train_restart.py` are in the table too. Another row is another function in ROWS.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import train_restart
+import train_save
+from measure import Result, table
+from training import conversions, make_trainer, random_tokens, stall, step_times, take_turns
+
+from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.model.config import ModelConfig
+
+LEAVES, VOCABULARY = 86, 512
+NEVER = 1_000_000
+
+
+def tiny(dim: int = 32) -> ModelConfig:
+    """A Transformer whose parameters are 86 arrays, the next number above 82."""
+    return ModelConfig(dim=dim, num_blocks=14, max_context=512, vocab_size=VOCABULARY)
+
+
+def main_thread_time(data: Roxxel, folder: Path) -> Iterable[Result]:
+    """CPU time of the main thread, with a row every 50 steps."""
+    block, turns = 100, 6
+    phase = Phase(block * (turns + 1) + 25, 2, 33)
+    options = {"log_every": 50, "eval_every": NEVER, "checkpoint_every": NEVER}
+    trainer = make_trainer(data, [phase], tiny(), folder / "cpu", **options)
+    assert len(trainer.state.params) == LEAVES
+    ((mine, bare),) = take_turns(trainer, block, 25, [time.thread_time])
+    trainer.close()
+    what = f"main thread a step, {LEAVES} leaves"
+    yield Result(what=what, against="ms over the bare step", measured=1000 * (mine - bare), target=0.3, at_most=True)
+    yield Result(what="the bare step", against="ms of that thread", measured=1000 * bare)
+
+
+def wall_time(data: Roxxel, folder: Path) -> Iterable[Result]:
+    """Wall clock with a row every 10 steps and a checkpoint every 100; and what is fetched from the devices."""
+    block, turns = 100, 4
+    steps = block * (turns + 1) + 50
+    options = {"log_every": 10, "eval_every": NEVER, "checkpoint_every": 100}
+    trainer = make_trainer(data, [Phase(steps, 4, 65)], tiny(), folder / "wall", **options)
+    with conversions(lambda: trainer.step) as converted:
+        ((mine, bare),) = take_turns(trainer, block, 50, [time.perf_counter])
+    trainer.close()
+    intervals = steps / 10 + 1  # the first step is logged too
+    yield Result(
+        what="wall clock, logging and checkpointing", against="x the bare step", measured=mine / bare, target=1.03,
+        at_most=True,
+    )  # fmt: skip
+    yield Result(what="the bare step", against="ms", measured=1000 * bare)
+    yield Result(
+        what="host fetches, by the trainer's count", against="a log interval", measured=trainer.fetches / intervals,
+        target=1, at_most=True,
+    )  # fmt: skip
+    yield Result(
+        what="steps in which jax.Array became numpy", against="a log interval", measured=len(converted) / intervals,
+        target=1, at_most=True,
+    )  # fmt: skip
+
+
+def phase_boundary(data: Roxxel, folder: Path) -> Iterable[Result]:
+    """The first step of a phase whose program was compiled ahead; no program comes from a cache here."""
+    first = 120
+    phases = [Phase(first, 8, 65), Phase(40, 4, 129)]
+    options = {"log_every": 50, "eval_every": NEVER, "checkpoint_every": NEVER}
+    trainer = make_trainer(data, phases, tiny(), folder / "phases", **options)
+
+    def wait(step: int) -> None:
+        while step == first // 2 and len(trainer._programs.seconds) < 2:  # ahead of the boundary on a busy machine too
+            time.sleep(0.1)
+
+    times = step_times(trainer, wait)
+    trainer.close()
+    *_, compiling = trainer._programs.seconds.values()
+    yield Result(
+        what="first step of a phase compiled ahead, over the median", against="x its compilation",
+        measured=stall(times, first) / compiling, target=0.05, at_most=True,
+    )  # fmt: skip
+    yield Result(what="that compilation", against="s", measured=compiling)
+
+
+def saving(data: Roxxel, folder: Path) -> Iterable[Result]:
+    """Saves in the background against saves that are waited for."""
+    return train_save.saving(folder / "save")
+
+
+def restarting(data: Roxxel, folder: Path) -> Iterable[Result]:
+    """Whole processes: a restart against a cold start."""
+    return train_restart.restarts(folder)
+
+
+ROWS: list[Callable[[Roxxel, Path], Iterable[Result]]] = [
+    main_thread_time, wall_time, phase_boundary, saving, restarting,
+]  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    chosen = [row for row in ROWS if len(sys.argv) < 3 or row.__name__ in sys.argv[2:]]
+    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as name:
+        folder, results = Path(name), []
+        data = random_tokens(folder / "tokens.rox", 1 << 21, VOCABULARY)
+        for row in chosen:
+            print(f"{(row.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
+            found = list(row(data, folder))
+            print(table(found), file=sys.stderr, flush=True)
+            results += found
+    print(table(results))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_compilation_cache", False)
+    main()
