@@ -100,6 +100,14 @@ def test_an_amendment_that_changes_nothing_later_still_reads_everything_once():
     assert ("self", 1) in seen
 
 
+def test_a_plan_can_be_lengthened_at_its_end():
+    plan = Plan(START, OLD, 3)
+    longer = plan.amend(120, [*START, *shapes((20, 4, 65, BOTH, "row"))])
+    assert longer.total_steps == 140
+    assert trace(longer, range(120)) == trace(plan, range(120))
+    check_disjoint(longer)
+
+
 def test_steps_left_out_are_never_read():
     plan = Plan(START, OLD, 9)
     amended = plan.amend(20, skip=5)
@@ -133,7 +141,7 @@ def test_a_window_longer_than_a_unit_needs_another_plan():
 
 def test_the_past_cannot_be_amended():
     plan = Plan(START, OLD, 3).amend(50)
-    for step in (49, 120):
+    for step in (49, 121):
         with pytest.raises(ValueError, match=f"step {step} cannot be amended: the last amendment is of step 50"):
             plan.amend(step)
     with pytest.raises(ValueError, match="skip is -1"):
