@@ -1,5 +1,6 @@
 """What a run tells: rows of the log, the bar, and lines for people."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from roxxel_dist.train.log_queue import LogQueue
 from roxxel_dist.train.meter import Meter
 from roxxel_dist.train.step import Metrics, fetch
 
+SHOW_EVERY_S = 0.1
 BALANCE = "balance_loss"
 """What a model with experts calls the loss that keeps them equally busy."""
 
@@ -47,6 +49,7 @@ class Reporter:
         self._flops = flops_per_token
         self._aside: tuple[int, Metrics] | None = None
         self._loss: float | None = None
+        self._next_show = 0.0
         self.meter = Meter()
         self.fetches = 0
 
@@ -111,7 +114,11 @@ class Reporter:
         )
 
     def show(self, done: int) -> None:
-        """Where the run is, for the bar."""
+        """Where the run is, for the bar; as often as eyes can follow."""
+        now = time.monotonic()
+        if now < self._next_show and done != self.last_step:
+            return
+        self._next_show = now + SHOW_EVERY_S
         speed = self.meter.tokens_per_s
         left = self.plan.tokens(self.last_step) - self.plan.tokens(done)
         self.logger.status(
