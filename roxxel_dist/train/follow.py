@@ -48,7 +48,7 @@ def take_up(
     notes: tuple[str, ...] = ()
     if len(plan.amendments) > len(before.amendments):
         told = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{plan.describe()}"
-        notes = (told,)
+        notes, standing.waited = (told,), 0  # else a run that ended by `patience` would end again at once
         old, new = saved.get("schedule"), schedule_of(optimizer, plan.total_steps)
         if old and new:
             notes = (told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"]))
