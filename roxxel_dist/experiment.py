@@ -80,9 +80,10 @@ class Experiment:
         resume = resume or int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
         with usage_errors():
             self.config.validate()
-            saved = _saved(Path(run_dir)) if resume and run_dir else {}
-        if self.config.deterministic:
-            make_deterministic()
+            # A launched run without a name has the launcher's: started again, it is the same folder.
+            saved = _saved(Path(run_dir or default_run_dir())) if resume else {}
+            if self.config.deterministic:
+                make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
@@ -113,15 +114,15 @@ class Experiment:
         cursor = read_cursor(run)
         same = all(saved.get(name) == getattr(self.config, name) for name in ("max_steps", "patience"))
         step = str(cursor.get("step", "")) if cursor.get("finished") and same else ""
-        if step := agree("step at which the run was finished", step):
-            if is_primary():
-                print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
-            return True
-        return False
+        step = agree("step at which the run was finished", step)
+        if step and is_primary():
+            print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
+        return bool(step)
 
     def _open(self, data_path: str | Path | None, run: Path, resume: bool) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
-        if resume and is_tokens(run / DATA):
+        # Rank 0 looks for all: it may be making it already when another rank comes here.
+        if agree("corpus is made", "yes" if resume and is_tokens(run / DATA) else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
         if data_path is None:
             raise ValueError("no data: name a text file, a folder or shards with --data_path")
@@ -205,7 +206,7 @@ class Experiment:
             if before := saved.get(RECORD):
                 changed = [*changed, *differences(before.get("bits", {}), record["bits"])]
                 resumes = [*before.get("resumes", []), {"step": trainer.start_step, "commit": record["git_commit"]}]
-                record = before | {"resumes": resumes}
+                record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
             self.config.save_yaml(run / CONFIG, record)
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
@@ -214,7 +215,8 @@ class Experiment:
         train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
         parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
         say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
-        say(trainer.plan.describe())
+        if not trainer.notes:  # else they have it
+            say(trainer.plan.describe())
         for line in changed:
             say(f"changed since the run began: {line}")
 
@@ -242,9 +244,8 @@ class Experiment:
     def _sample(self, model: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
         context, seed = self.config.max_context, self.config.seed
         new = generate(
-            model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed,
-            eos_id=tokenizer.eos_id,
-        )  # fmt: skip
+            model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed, eos_id=tokenizer.eos_id
+        )
         return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
 
 

@@ -15,11 +15,13 @@ PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 MB = 1e6
 FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing")
 """Of the model, what a resumed run may change."""
-DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "val_fraction", "tokenizer_type")
+DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_fraction", "tokenizer_type")
 """What decides which tokens a step reads."""
+WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
+"""Of that, what decides it only where no phases are given."""
 STATE_FIELDS = ("optimizer", "use_bf16")
 """What decides what a checkpoint holds, beside the model."""
-AMENDABLE = ("phases", "epochs", "batch_size")
+AMENDABLE = ("phases", *WITHOUT_PHASES)
 """Of that, what --amend may change."""
 
 
@@ -69,7 +71,7 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False) -
         ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
     """
     fixed = {f.name for f in fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
-    fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else {"epochs", "batch_size"})
+    fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
     fixed -= set(AMENDABLE) if amend else set()
     changed = []
     for name, value in config.to_dict().items():

@@ -31,7 +31,8 @@ class Stream:
 
     Args:
         plan: what each step reads.
-        dataset: where the tokens are: the one data set of the plan, or all of them by the plan's names.
+        dataset: where the tokens are: the one data set of the plan, or all by the plan's names; those that an
+            amendment took away before `start_step` may be missing.
         sharding: how a (rows, tokens) batch lies on the mesh, or None for numpy arrays. A batch that it does not divide
             is cut along the tokens instead, or copied whole (`cluster.mesh.fit_sharding`).
         start_step: the first step to read, from 0.
@@ -51,11 +52,14 @@ class Stream:
         start_step: int = 0,
     ) -> None:
         named = dataset if isinstance(dataset, Mapping) else {plan.datasets[0]: dataset}
-        missing = [name for name in plan.datasets if name not in named]
+        ends = [*(amendment.from_step for amendment in plan.amendments[1:]), ENDLESS]
+        spans = zip(plan.amendments, ends, strict=True)
+        read = {name for amendment, end in spans if start_step < end for name in amendment.sources}
+        missing = [name for name in plan.datasets if name in read and name not in named]
         if missing:
             raise ValueError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
         self.plan = plan
-        self.datasets = tuple(named[name] for name in plan.datasets)
+        self.datasets = {number: named[name] for number, name in enumerate(plan.datasets) if name in named}
         self.sharding = sharding
         self.step = start_step
         self._ahead: dict[int, Rows] = {}
@@ -76,7 +80,7 @@ class Stream:
             raise StopIteration
         batch = self._following_batch(self.step)
         self.step = self._next = self.step + 1
-        self._asks_ahead = any(dataset.reads_ahead for dataset in self.datasets)
+        self._asks_ahead = any(dataset.reads_ahead for dataset in self.datasets.values())
         if self._asks_ahead:
             self._look_ahead()
         return batch
@@ -136,7 +140,7 @@ class Stream:
 
     def _prefetch(self, rows: Rows) -> None:
         for low, high in _layout(self.sharding, (len(rows.offset), rows.seq_len))[1]:
-            for number, mine in _by_dataset(rows.dataset[low:high], len(self.datasets)):
+            for number, mine in _by_dataset(rows.dataset[low:high], len(self.plan.datasets)):
                 self.datasets[number].prefetch(rows.offset[low:high][mine], rows.seq_len)
 
     def place(self, rows: Rows) -> Any:
@@ -171,16 +175,16 @@ class Stream:
     def _segments(self, rows: Rows, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
         """Segments and positions of the rows `low` to `high`, int32 [rows, seq_len] each."""
         segments, positions = np.empty((2, high - low, rows.seq_len), np.int32)
-        for number, mine in _by_dataset(rows.dataset[low:high], len(self.datasets)):
+        for number, mine in _by_dataset(rows.dataset[low:high], len(self.plan.datasets)):
             found = self.datasets[number].segments(rows.offset[low:high][mine], rows.seq_len)
             segments[mine], positions[mine] = found
         return segments, positions
 
     def _copy(self, dataset: np.ndarray, offset: np.ndarray, seq_len: int) -> np.ndarray:
         """The windows of some rows, int32 [rows, seq_len]."""
-        if len(self.datasets) == 1:
+        if len(self.plan.datasets) == 1:
             return self.datasets[0].read(offset, seq_len, np.int32)
-        parts = _by_dataset(dataset, len(self.datasets))
+        parts = _by_dataset(dataset, len(self.plan.datasets))
         if len(parts) == 1:
             return self.datasets[parts[0][0]].read(offset, seq_len, np.int32)
         out = np.empty((len(offset), seq_len), np.int32)

@@ -1,9 +1,7 @@
 """How parameters lie on a mesh: as their module asks, else by one rule."""
 
 import math
-from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,12 +43,3 @@ def fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
         return P()
     cut = max(fitting, key=lambda i: shape[i])
     return P(*(axis if i == cut else None for i in range(cut + 1)))
-
-
-def describe(tree: Any) -> str:
-    """One line on how the arrays of a tree lie: how many are cut, bytes of all, bytes on each device."""
-    leaves = jax.tree.leaves(tree)
-    cut = sum(not leaf.sharding.is_fully_replicated for leaf in leaves)
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    return f"{len(leaves)} arrays, {cut} of them cut: {total / 1e6:,.1f} MB in all, {held / 1e6:,.1f} MB on each device"

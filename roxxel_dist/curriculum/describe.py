@@ -17,7 +17,7 @@ def describe(plan: "Plan") -> str:
     first = 0
     for number, shape in enumerate(plan.shapes):
         stop = first + shape.steps
-        tokens = shape.steps * shape.batch_size * shape.seq_len
+        tokens = plan.tokens(stop) - plan.tokens(first)  # an amended phase may have begun in another shape
         shares = sum(weight for _, weight in shape.weights)
         data = ", ".join(f"{name} {weight / shares:.0%}" for name, weight in shape.weights)
         by = f" by {shape.blend}" if len(shape.weights) > 1 else ""

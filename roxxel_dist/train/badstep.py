@@ -32,7 +32,7 @@ class Watch:
     """
 
     def __init__(self, say: Callable[[str], None], *, skip: bool) -> None:
-        self._say, self._skip, self._skipped = say, skip, None
+        self._say, self._skip, self._skipped = say, skip, 0
 
     def check(self, health: Any, plan: Plan, last_good: Callable[[], int | None]) -> None:
         """Take in the (fetched) health after a step.
@@ -40,14 +40,14 @@ class Watch:
         Raises:
             BadStep: a step went wrong and was not skipped, or too many were.
         """
-        if not health.bad_step:
+        new, self._skipped = health.skipped - self._skipped, health.skipped
+        ends = health.bad_step and (not self._skip or health.in_a_row >= MOST_SKIPPED)
+        if not (ends or new):  # a skipped step stays noted: `last_good` would wait for the save under way at each row
             return
         bad = BadStep(health.bad_step, describe(health, plan, last_good()))
-        if not self._skip or health.in_a_row >= MOST_SKIPPED:
+        if ends:
             raise bad
-        new, self._skipped = health.skipped - (self._skipped or 0), health.skipped
-        if new:
-            self._say(f"{new} step(s) were left out. {bad}")
+        self._say(f"{new} step(s) were left out. {bad}")
 
 
 def describe(health: Health, plan: Plan, last_good: int | None) -> str:

@@ -1,6 +1,5 @@
 """Which plan a resumed run follows: the one it had, or the one it had and another from here on."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,19 +41,25 @@ def take_up(
         return Start(0, plan, identity(curriculum, options.seed), Standing())
     saved = store.meta(step)
     before, standing = Plan.from_state(saved["plan"]), Standing.of(saved)
-    if not amend and step >= min(before.total_steps, options.max_steps or before.total_steps):
+    done = step >= min(before.total_steps, options.max_steps or before.total_steps)
+    if not amend and (done or standing.gave_up(options.patience)):
         return Start(step, before, {}, standing)  # finished, whatever has become of its data since
     plan = plan_to_follow(curriculum, options.seed, saved, step, amend=amend, where=str(store.folder.parent))
     notes: tuple[str, ...] = ()
     if len(plan.amendments) > len(before.amendments):
         told = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{plan.describe()}"
-        notes = (told,)
-        if isinstance(optimizer, NamedOptimizer):
-            new = optimizer.settings(plan.total_steps)
-            with contextlib.suppress(ValueError):  # a warm-up of now need not fit into the plan until now
-                old = optimizer.settings(before.total_steps)
-                notes = (told, schedule_change(step, old, new, optimizer.config.lr_schedule))
+        notes, standing.waited = (told,), 0  # else a run that ended by `patience` would end again at once
+        old, new = saved.get("schedule"), schedule_of(optimizer, plan.total_steps)
+        if old and new:
+            notes = (told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"]))
     return Start(step, plan, identity(curriculum, options.seed), standing, notes)
+
+
+def schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
+    """{"kind", "settings"} of the learning rate of a run, for its checkpoints; empty where nobody knows it."""
+    if not isinstance(optimizer, NamedOptimizer):
+        return {}
+    return {"kind": optimizer.config.lr_schedule, "settings": optimizer.settings(total_steps)}
 
 
 def identity(curriculum: Curriculum, seed: int) -> dict[str, str]:

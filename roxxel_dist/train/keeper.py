@@ -79,7 +79,10 @@ class Keeper:
 
 
 def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
-    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were dealt with."""
+    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
+
+    How many there were in a row is not: a run that was killed must end where one that went on would have.
+    """
     state: TrainState = store.restore(step, like)
     none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
-    return state._replace(health=state.health._replace(bad_step=none, in_a_row=also))
+    return state._replace(health=state.health._replace(bad_step=none, skipped=also))

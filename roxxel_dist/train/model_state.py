@@ -1,11 +1,14 @@
 """What a run has come to, as the functions that users write see it."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.train.hardware import flops_per_token
 from roxxel_dist.train.state import ModelParts, TrainState
 
 
@@ -38,6 +41,12 @@ class ModelState:
     def params(self) -> dict[str, jax.Array]:
         """Parameters by name."""
         return self._state.params
+
+    def flops_per_token(self) -> Callable[[int], float]:
+        """(tokens a row) -> floating-point operations of a step, for a token: as the module says, or 6 a parameter."""
+        usual = flops_per_token(sum(leaf.size for leaf in self.params.values()))
+        # Asked for at every row, and a module may walk through all of its parameters to answer.
+        return cache(getattr(self.model, "flops_per_token", lambda length: usual))
 
     def local_model(self) -> Any:
         """A module with dropout off on this process's first device alone. Every process must ask for it."""

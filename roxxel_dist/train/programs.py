@@ -32,7 +32,7 @@ class Programs:
             args: arrays, or jax.ShapeDtypeStructs with shardings.
         """
         if key not in self._found:
-            self._found[key] = self._pool.submit(self._compile, key, jitted, jax.tree.map(_abstract, args))
+            self._found[key] = self._pool.submit(self._compile, key, jitted, abstract(args))
 
     def get(self, key: Hashable) -> Any:
         """The program, once it is compiled."""
@@ -54,8 +54,9 @@ class Programs:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _abstract(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+def abstract(tree: Any) -> Any:
+    """Shapes, types and shardings of a tree of arrays: what a program is compiled for."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
 
 def batch_key(batch: Any) -> Hashable:

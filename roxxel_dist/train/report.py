@@ -141,7 +141,7 @@ def make_row(
 
     Args:
         done: the step, from 1.
-        scalars: what the step told: "loss" and others.
+        scalars: what the step told: "loss" and others; what has the name of something else in the row is left out.
         extra: what was found beside it, such as "val_loss".
         more: speed and place.
     """
@@ -149,7 +149,8 @@ def make_row(
     row = {"step": done, "train_loss": values.pop("loss"), "train_bal": values.pop(BALANCE, 0.0), **extra}
     if "val_loss" in extra:
         row.setdefault("val_bal", 0.0)
-    return {**row, **more, **values}
+    own = {**row, **more}
+    return own | {name: value for name, value in values.items() if name not in own}
 
 
 def loss_by_dataset(row_loss: Any, dataset: Any, names: Sequence[str]) -> dict[str, float]:

@@ -106,7 +106,7 @@ def make_step(
         updates, opt_state = transformation.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         grad_norm = global_norm(grads)
-        scalars = {"loss": found.loss, **found.scalars, "grad_norm": grad_norm, "update_norm": global_norm(updates)}
+        scalars = {**found.scalars, "loss": found.loss, "grad_norm": grad_norm, "update_norm": global_norm(updates)}
         rate = optimizer.rate(settings, state.step)
         if rate is not None:
             scalars["lr"] = rate

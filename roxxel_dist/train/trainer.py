@@ -7,7 +7,6 @@ disk before the save begins, so no checkpoint is ahead of its log, and a step wh
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,25 @@ from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.process import process_index, stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
-from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.badstep import BadStep, Watch
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.evaluate import HELD_OUT, Validation, ask
-from roxxel_dist.train.follow import take_up
+from roxxel_dist.train.evaluate import HELD_OUT, ask
+from roxxel_dist.train.follow import schedule_of, take_up
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
 from roxxel_dist.train.log_queue import LogQueue, Tracker
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.optimizer import as_optimizer, first_state
+from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.profile import Profiler
-from roxxel_dist.train.programs import Programs, batch_key
+from roxxel_dist.train.programs import Programs
 from roxxel_dist.train.report import Reporter
 from roxxel_dist.train.standing import Standing
 from roxxel_dist.train.state import init_state
-from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics, make_eval_step, make_step
+from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics
 from roxxel_dist.train.trackers.choose import trackers_for
 
 
@@ -65,7 +64,7 @@ class Trainer:
 
     Attributes:
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
-        fetches: how often numbers were fetched from the devices.
+        notes: what `run` says of an amendment before it trains: both plans, and what the schedule does.
 
     Raises:
         ValueError: a batch that does not divide, data that a phase does not fit in, or a run directory that holds
@@ -111,54 +110,35 @@ class Trainer:
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
+            self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), *trackers])
         except BaseException:
             self.store.close()
             self._programs.close()
             raise
-        self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), *trackers])
-        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self._flops_per_token())
-        self._watch = Watch(self.logger.text, skip=self.options.on_bad_step == "skip")
+        say = self.logger.text
+        flops = self.state.flops_per_token()
+        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops)
+        self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._progress = Progress.from_env(process_index())
-        self._keeper = Keeper(self._folder, self.store, self.last_step, self.logger.text)
-        self._profiler = Profiler(
-            self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=self.logger.text
-        )
-        self._notes, self.stopped = start.notes, False
-
-    # -- beginning
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say)
+        self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
+        self.notes, self.stopped = start.notes, False
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the phase that comes first, and load the checkpoint meanwhile."""
-        dtype = jnp.bfloat16 if self.options.bf16_compute else None
-        self._step = make_step(
-            self._parts, loss_fn, self._optimizer, self._state, self._sharding, grad_accum=grad_accum,
-            compute_dtype=dtype, skip_bad=self.options.on_bad_step == "skip",
+        self._phases = PhasePrograms(
+            self._programs, self._parts, self._state, self._settings, loss_fn=loss_fn, optimizer=self._optimizer,
+            train=self._curriculum.primary_streamer, sets=sets, sharding=self._sharding, grad_accum=grad_accum,
+            options=self.options,
         )  # fmt: skip
-        evaluate = make_eval_step(self._parts, loss_fn, dtype)
-        self._validation = Validation(
-            sets, self._curriculum.primary_streamer, evaluate, self._programs, self._sharding, self.options.eval_iters
-        )
         if not self.finished:
-            for shape in self.plan.shapes:
-                self._validation.check(shape)
-            self._compile_phase(self.step)
+            self._phases.check(self.plan.shapes)
+            self._phases.prepare(self._stream_from(self.step))
         if self.step:
             self._state = restore(self.store, self.step, self._state)
 
-    def _compile_phase(self, step: int) -> Any:
-        """Begin to compile what the phase of `step` needs, and return the key of its step."""
-        batch = self._stream_from(step).abstract()
-        self._programs.prepare(batch_key(batch), self._step, self._state, self._settings, batch)
-        self._validation.prepare(self._state, self._settings, self.plan.segment(step).shape)
-        return batch_key(batch)
-
     def _stream_from(self, step: int) -> Stream:
         return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
-
-    def _flops_per_token(self) -> Callable[[int], float]:
-        parameters = sum(leaf.size for leaf in self._state.params.values())
-        # Asked for at every row, and a module may walk through all of its parameters to answer.
-        return cache(getattr(self.state.model, "flops_per_token", lambda length: 6.0 * parameters))
 
     @property
     def state(self) -> ModelState:
@@ -175,8 +155,6 @@ class Trainer:
         """How often numbers were fetched from the devices."""
         return self._reporter.fetches
 
-    # -- running
-
     def run(self, at_the_end: Callable[[], None] | None = None) -> ModelState:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
@@ -189,7 +167,7 @@ class Trainer:
         """
         with self.logger, watching_for_stop(), self._keeper:
             self._reporter.introduce(self._sharding, self.finished)
-            for note in self._notes:
+            for note in self.notes:
                 self.logger.text(note)
             while not (self.finished or self.stopped):
                 try:
@@ -198,10 +176,12 @@ class Trainer:
                     self._go_back(bad)
             self._profiler.close(self._state.step)
             self._keeper.finish(self.step)
-            if not self.stopped:
-                if at_the_end is not None:
-                    at_the_end()
-                self._keeper.mark_finished(self.step)
+            if self.stopped:
+                self.logger.text(f"asked to stop: step {self.step} is saved")
+                return self.state
+            if at_the_end is not None:
+                at_the_end()
+            self._keeper.mark_finished(self.step)
         return self.state
 
     def _train(self) -> None:
@@ -218,9 +198,7 @@ class Trainer:
             self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
             self._validate_log_save(step, metrics)
             self.step = step + 1
-            if self.stopped:
-                self.logger.text(f"asked to stop: step {self.step} is saved")
-            elif self._standing.gave_up(self.options.patience):
+            if self._standing.gave_up(self.options.patience):
                 self.logger.text(f"no lower val_loss in {self.options.patience} validations: the run ends here")
             if self.stopped or self.finished:
                 return
@@ -244,8 +222,6 @@ class Trainer:
         self.store.close()
         self._programs.close()
 
-    # -- a step
-
     def _enter(self, step: int) -> None:
         """Say which step this rank is about to do and, where one begins, which phase."""
         phase = self.plan.phase(step)
@@ -258,7 +234,7 @@ class Trainer:
 
     def _program_of(self, step: int) -> Any:
         """The compiled step of the phase of `step`; waits for it where it was not made ahead."""
-        key = self._compile_phase(step)
+        key = self._phases.prepare(self._stream_from(step))
         if not self._programs.ready(key):
             self._settle()
             begun = time.perf_counter()
@@ -285,7 +261,7 @@ class Trainer:
         if self._begins_phase(step):
             following = sum(shape.steps for shape in self.plan.shapes[: self.plan.phase(step) + 1])
             if following < self.last_step:
-                self._compile_phase(following)
+                self._phases.prepare(self._stream_from(following))
         self._reporter.show(done)
         self._profiler.after(done, metrics.scalars["loss"])
 
@@ -305,31 +281,19 @@ class Trainer:
             return
         self._settle()
         self._reporter.meter.pause()
-        extra = self._evaluate(step) if evaluate else {}
+        extra: dict[str, float] = {}
+        if evaluate:
+            one = self._in_flight.limit == 1
+            extra = self._phases.validate(self._state, self.plan, step, self._reporter.fetch, one_in_flight=one)
+            extra |= ask(self._eval_fn, self.state, self.logger.text)
         if not self._reporter.log(self._check, extra) and save:
             self._check(self._reporter.fetch(metrics.health))
         best = "val_loss" in extra and self._standing.judge(extra["val_loss"])
         if save or best or self._standing.gave_up(self.options.patience):
-            meta = {**self._identity, **asdict(self._standing), "plan": self.plan.state(done)}
+            schedule = schedule_of(self._optimizer, self.plan.total_steps)
+            meta = {**self._identity, **asdict(self._standing), "plan": self.plan.state(done), "schedule": schedule}
             self._keeper.save(done, self._state, meta, extra.get("val_loss"))
         self._reporter.meter.resume()
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """Validate, and let the user's function see the state; what is to be logged."""
-        shape, one = self.plan.segment(step).shape, self._in_flight.limit == 1
-        losses = self._validation.run(self._state, self._settings, shape, one_in_flight=one)
-        found = self._validation.summarize(self._reporter.fetch(losses), shape) if losses else {}
-        return found | ask(self._eval_fn, self.state, self.logger.text)
-
     def _check(self, health: Any) -> None:
         self._watch.check(health, self.plan, self._keeper.last_good)
-
-
-def check_batches(shapes: Sequence[Shape], grad_accum_steps: int) -> None:
-    """Raises ValueError for a phase whose batch gradient accumulation does not divide."""
-    for i, shape in enumerate(shapes):
-        if shape.batch_size % grad_accum_steps:
-            raise ValueError(
-                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum "
-                f"({grad_accum_steps}): use a multiple of {grad_accum_steps}"
-            )

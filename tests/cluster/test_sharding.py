@@ -1,12 +1,11 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.sharding import describe, fsdp_spec, parameter_sharding
+from roxxel_dist.cluster.sharding import fsdp_spec, parameter_sharding
 
 
 @pytest.mark.parametrize(
@@ -52,13 +51,3 @@ def test_what_the_mesh_cannot_give_is_refused(asked, message):
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
     with pytest.raises(ValueError, match=message):
         parameter_sharding("w", (8, 6), mesh, asked, fsdp=True)
-
-
-def test_one_line_says_how_arrays_lie():
-    mesh = make_mesh()
-    tree = {
-        "cut": jax.device_put(jnp.zeros((1000, 1000)), NamedSharding(mesh, P("data"))),
-        "whole": jax.device_put(jnp.zeros(250_000), NamedSharding(mesh, P())),
-        "key": jax.device_put(jax.random.key(0), NamedSharding(mesh, P())),
-    }
-    assert describe(tree) == "3 arrays, 1 of them cut: 5.0 MB in all, 1.5 MB on each device"

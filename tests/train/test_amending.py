@@ -1,10 +1,12 @@
 """A run whose curriculum changes from some step on."""
 
 import numpy as np
+import optax
 import pytest
-from runs import PHASES, losses, make, rows, told, train
+from runs import PHASES, losses, make, model, rows, told, train
 
-from roxxel_dist import Phase, Roxxel
+from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist.model.transformer import next_token_loss
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 
@@ -63,6 +65,40 @@ def test_shards_may_be_added(tmp_path):
         made = train(data, tmp_path / "run", amend=True)
         assert made.step == 13
         assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 14))
+
+
+def test_a_data_set_may_be_taken_away(corpus, tmp_path):
+    def blended(phases, sets, **options):
+        curriculum = Curriculum(corpus, phases, mix_streamers=sets)
+        made = Trainer(model, optax.adam(1e-2), curriculum, next_token_loss, tmp_path / "run", log_every=1, **options)
+        made.run()
+        made.close()
+        return made
+
+    with Roxxel(tmp_path / "code_*.rox") as code:
+        code.write(np.random.default_rng(0).integers(1, 500, (60, 400)).astype(np.uint16), vocab_size=500)
+    with Roxxel(tmp_path / "code_*.rox") as code:
+        blended([Phase(6, 8, 17, weights={"self": 0.5, "code": 0.5})], {"code": code}, max_steps=4)
+    assert blended([Phase(8, 8, 17)], None, amend=True).step == 8
+    assert blended([Phase(8, 8, 17)], None).start_step == 8
+
+
+def test_the_learning_rate_before_is_that_of_the_run(corpus, tmp_path):
+    train(corpus, tmp_path, max_steps=8, optimizer=NamedOptimizer(OptimizerConfig(lr=0.5, lr_schedule="constant")))
+    train(
+        corpus, tmp_path, LONGER, amend=True, optimizer=NamedOptimizer(OptimizerConfig(lr=0.25, lr_schedule="constant"))
+    )
+    text = told(tmp_path)
+    assert "learning rate of step 9: 0.5 before, 0.25 now" in text
+    assert "at step 13 before" in text
+
+
+def test_a_run_that_ended_by_patience_goes_on(corpus, tmp_path):
+    options = {"patience": 2, "eval_every": 2, "eval_fn": lambda state: {"val_loss": 1.0}}
+    ended = train(corpus, tmp_path, **options)
+    assert ended.step == 4
+    assert train(corpus, tmp_path, **options).step == 4
+    assert train(corpus, tmp_path, LONGER, amend=True, **options).step == 8
 
 
 def test_another_seed_or_another_cut_is_refused(corpus, tmp_path):

@@ -1,0 +1,102 @@
+"""What a phase needs compiled: its step and its validation, made ahead of the phase's first step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.stream import Stream
+from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.evaluate import Validation
+from roxxel_dist.train.optimizer import Optimizer
+from roxxel_dist.train.programs import Programs, abstract, batch_key
+from roxxel_dist.train.state import ModelParts, TrainState
+from roxxel_dist.train.step import LossFn, Settings, make_eval_step, make_step
+
+
+class PhasePrograms:
+    """The programs of a run's phases; each is compiled once for each shape of batch.
+
+    Args:
+        programs: what compiles them.
+        parts: the model.
+        like: the state before the first step, or its shapes and shardings.
+        settings: what else a step takes.
+        loss_fn: see `Trainer`.
+        optimizer: see `optimizer.py`.
+        train: the training data.
+        sets: the data to validate on, by name.
+        sharding: of a (rows, tokens) batch.
+        grad_accum: micro-batches a step.
+        options: of the run.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        parts: ModelParts,
+        like: TrainState,
+        settings: Settings,
+        *,
+        loss_fn: LossFn,
+        optimizer: Optimizer,
+        train: Roxxel,
+        sets: Mapping[str, Roxxel],
+        sharding: NamedSharding,
+        grad_accum: int,
+        options: LoopOptions,
+    ) -> None:
+        dtype = jnp.bfloat16 if options.bf16_compute else None
+        # Not the arrays: a resumed run would hold those that it began with beside those of its checkpoint.
+        self._programs, self._like, self._settings = programs, abstract(like), settings
+        self._step = make_step(
+            parts, loss_fn, optimizer, like, sharding,
+            grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+        )  # fmt: skip
+        evaluate = make_eval_step(parts, loss_fn, dtype)
+        self._validation = Validation(sets, train, evaluate, programs, sharding, options.eval_iters)
+
+    def check(self, shapes: Sequence[Shape]) -> None:
+        """Raises ValueError where a data set is too small for the validation batches of a phase."""
+        for shape in shapes:
+            self._validation.check(shape)
+
+    def prepare(self, stream: Stream) -> Any:
+        """Begin to compile what the phase of the stream's next step needs, and return the key of its step."""
+        batch = stream.abstract()
+        key = batch_key(batch)
+        self._programs.prepare(key, self._step, self._like, self._settings, batch)
+        self._validation.prepare(self._like, self._settings, stream.plan.segment(stream.step).shape)
+        return key
+
+    def validate(
+        self, state: TrainState, plan: Plan, step: int, fetch: Callable[[Any], Any], *, one_in_flight: bool
+    ) -> dict[str, float]:
+        """The mean losses of `state` over the validation batches, in the shape of the phase of `step`.
+
+        They are as `Validation.summarize` says; empty where there is nothing to validate on.
+
+        Args:
+            state: on the mesh.
+            plan: what the run follows.
+            step: the one just done, from 0.
+            fetch: gets numbers from the devices.
+            one_in_flight: wait for each batch before the next.
+        """
+        shape = plan.segment(step).shape
+        losses = self._validation.run(state, self._settings, shape, one_in_flight=one_in_flight)
+        return self._validation.summarize(fetch(losses), shape) if losses else {}
+
+
+def check_batches(shapes: Sequence[Shape], grad_accum_steps: int) -> None:
+    """Raises ValueError for a phase whose batch gradient accumulation does not divide."""
+    for i, shape in enumerate(shapes):
+        if shape.batch_size % grad_accum_steps:
+            raise ValueError(
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum "
+                f"({grad_accum_steps}): use a multiple of {grad_accum_steps}"
+            )
