@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -101,9 +101,8 @@ class Experiment:
                 curriculum, held_out = self._curriculum(data)
                 trainer = self._trainer(run, curriculum, held_out, amend)
             try:
-                if is_primary():
-                    with usage_errors():  # a disk that is full already
-                        self._write_down(trainer, run, path, data, saved, changed)
+                # All ranks learn it, if the disk is full already.
+                _on_primary("record", lambda: self._write_down(trainer, run, path, data, saved, changed))
                 self._run(trainer, run, data.tokenizer, prompt)
             finally:
                 trainer.close()
@@ -178,9 +177,13 @@ class Experiment:
             mesh=make_mesh(),
             grad_accum_steps=loop.grad_accum,
             amend=amend,
-            trackers=[WandbTracker(run, wandb, loop.wandb_project, config=config.to_dict())] if wandb else [],
+            trackers=[self._wandb(run, wandb)] if wandb else [],
             **{**loop.options(), "val_fraction": 0.0},  # it is held out already
         )
+
+    def _wandb(self, run: Path, mode: Literal["offline", "online"]) -> WandbTracker:
+        done = int(read_cursor(run).get("step", 0))
+        return WandbTracker(run, mode, self.config.wandb_project, config=self.config.to_dict(), restored_step=done)
 
     def _validation_sets(self, data: Roxxel) -> dict[str, Roxxel]:
         sets = {name: Roxxel(path) for name, path in (self.config.validation or {}).items()}

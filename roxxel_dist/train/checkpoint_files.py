@@ -182,19 +182,25 @@ def cause(error: BaseException) -> str:
     return next((os.strerror(code) for code in CAUSES if os.strerror(code) in text), text.splitlines()[0][:300])
 
 
-def shapes(tree: Any) -> dict[str, list[int]]:
-    """Every leaf's shape by its name."""
+def shapes(tree: Any) -> dict[str, list[Any]]:
+    """Every leaf's shape, and its type behind that, by its name."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): list(leaf.shape) for path, leaf in paths}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): [*leaf.shape, str(leaf.dtype)] for path, leaf in paths
+    }
 
 
-def difference(saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]], *, whole: bool) -> str:
-    """The first thing in which a checkpoint differs from what shall be restored, or nothing."""
+def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], *, whole: bool) -> str:
+    """The first thing in which a checkpoint differs from what shall be restored, or nothing.
+
+    Parameters alone may be restored in another type than they were trained in.
+    """
     for name, shape in wanted.items():
         if name not in saved:
             return f"it has no {name}"
-        if saved[name] != shape:
-            return f"{name} is {tuple(saved[name])} in it and {tuple(shape)} here"
+        there, end = saved[name], None if whole else -1
+        if there[:end] != shape[:end]:
+            return f"{name} is {there[-1]}{tuple(there[:-1])} in it and {shape[-1]}{tuple(shape[:-1])} here"
     extra = [name for name in saved if name not in wanted] if whole else []
     return f"it has {extra[0]}, which is not here" if extra else ""
 

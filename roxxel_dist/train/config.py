@@ -108,7 +108,7 @@ class LoopOptions:
     max_to_keep: int | None = 3
     """Newest checkpoints that are kept; the best one by val_loss is kept beside them."""
     keep_every: int | None = None
-    """Checkpoints of every so many steps are never deleted."""
+    """Every so many steps one is saved that is never deleted."""
     keep_steps: list[int] | None = None
     """These steps are saved, and never deleted."""
     max_steps: int | None = None
@@ -134,6 +134,10 @@ class LoopOptions:
     """Cut parameters and moments over all devices instead of keeping a copy on each."""
     profile_steps: list[int] | None = None
     """[A, B]: write a trace of the steps A to B into the run directory."""
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is one that is never deleted."""
+        return step in (self.keep_steps or ()) or (self.keep_every is not None and step % self.keep_every == 0)
 
     def __post_init__(self) -> None:
         at_least_one = ("log_every", "eval_every", "eval_iters", "checkpoint_every", "max_to_keep", "keep_every")

@@ -98,6 +98,9 @@ def plan_to_follow(
     if before.seed != seed:
         raise ValueError(f"seed is {seed}, and the run in {where} has {before.seed}: --amend cannot change it")
     ranges = {name: data.ranges for name, data in curriculum.datasets.items()}
+    # What a rewind has amended behind this step was not read yet: it is found out again.
+    known = [amendment for amendment in saved["plan"]["amendments"] if amendment["from_step"] <= step]
+    before = Plan.from_state({**saved["plan"], "amendments": known})
     for name, mine in ranges.items():
         _check_ranges(name, before.amendments[-1].sources, mine)
     return before.amend(step, curriculum.shapes, datasets=ranges)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
-from roxxel_dist.cluster.process import process_index, stop_requested, watching_for_stop
+from roxxel_dist.cluster.process import enable_compilation_cache, process_index, stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.dataset import Roxxel
@@ -89,6 +89,7 @@ class Trainer:
         **options: Any,
     ) -> None:
         self.options = LoopOptions(**options)
+        enable_compilation_cache()
         mesh = mesh or make_mesh()
         self._sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
         curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
@@ -210,10 +211,13 @@ class Trainer:
         options = self.options
         if options.on_bad_step != "rewind" or good is None or self._standing.rewinds >= options.max_rewinds:
             raise bad
-        self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
         self._standing = replace(Standing.of(self.store.meta(good)), rewinds=self._standing.rewinds + 1)
         self._state, self.step = restore(self.store, good, self._state), good
-        self.plan = self.plan.amend(bad.step - 1, skip=1)
+        try:
+            self.plan = self.plan.amend(bad.step - 1, skip=1)
+        except ValueError as error:  # steps that went well before: nothing is the same twice here
+            raise bad from error
+        self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
         self._reporter.rewind(good, self.plan)
 
     def close(self) -> None:
@@ -276,7 +280,7 @@ class Trainer:
         done = step + 1
         evaluate = self._is_due("eval", done)
         asked = self._keeper.asked(done)
-        save = asked or self.stopped or self._is_due("checkpoint", done) or done in (self.options.keep_steps or ())
+        save = asked or self.stopped or self._is_due("checkpoint", done) or self.options.is_kept(done)
         if not (evaluate or save or done == self.last_step):
             return
         self._settle()
