@@ -1,28 +1,40 @@
-"""The record that each rank writes and its launcher reads: a memory-mapped file, 32 bytes a rank, no locks.
+"""The record that each rank writes and its launcher reads: a memory-mapped file, 48 bytes a rank, no locks.
 
 A rank names the step it enters before it waits for anybody, so the rank whose `entered` is the smallest is the one that
 the others wait for. Standard library only: the launcher reads this without importing jax.
 """
 
+import contextlib
 import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-RECORD = struct.Struct("<qqdq")  # entered, done, time of the last change, phase
+RECORD = struct.Struct("<qqdqqq")  # entered, done, time of the last change, phase, activity, pid
 ENV = "ROXXEL_PROGRESS"
+ACTIVITIES = ("", "start", "compile", "restore", "step", "eval", "save")
+"""What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """How far one rank is: the step it entered last, the step it finished last, when, and in which phase."""
+    """How far one rank is."""
 
     entered: int = 0
+    """The step it entered last, from 1."""
     done: int = 0
+    """The step it finished last."""
     time: float = 0.0
+    """When the record changed last, in seconds since 1970 by the clock of its host."""
     phase: int = 0
+    """The phase of the step."""
+    activity: str = ""
+    """One of `ACTIVITIES`."""
+    pid: int = 0
+    """The process that writes; 0 where none has written."""
 
 
 def create(path: str | Path, ranks: int) -> None:
@@ -36,7 +48,14 @@ def read(path: str | Path) -> list[Record]:
         data = Path(path).read_bytes()
     except FileNotFoundError:
         return []
-    return [Record(entered=e, done=d, time=t, phase=p) for e, d, t, p in RECORD.iter_unpack(data)]
+    return [
+        Record(entered=entered, done=done, time=when, phase=phase, activity=_activity(number), pid=pid)
+        for entered, done, when, phase, number, pid in RECORD.iter_unpack(data)
+    ]
+
+
+def _activity(number: int) -> str:
+    return ACTIVITIES[number] if 0 <= number < len(ACTIVITIES) else ""
 
 
 class Progress:
@@ -45,7 +64,7 @@ class Progress:
     def __init__(self, path: str | None, rank: int) -> None:
         self._map: mmap.mmap | None = None
         self._offset = rank * RECORD.size
-        self._now = Record()
+        self._now = Record(pid=os.getpid())
         if path:
             fd = os.open(path, os.O_RDWR)
             try:
@@ -59,14 +78,36 @@ class Progress:
         return cls(os.environ.get(ENV), rank)
 
     def enter(self, step: int, phase: int = 0) -> None:
-        """This rank starts `step` (its done-count stays)."""
-        self._write(Record(entered=step, done=self._now.done, time=time.time(), phase=phase))
+        """This rank starts `step` (its done-count stays). From now on the launcher's step limit counts."""
+        self._write(replace(self._now, entered=step, phase=phase, activity="step"))
 
     def finish(self, step: int) -> None:
         """This rank finished `step`."""
-        self._write(Record(entered=self._now.entered, done=step, time=time.time(), phase=self._now.phase))
+        self._write(replace(self._now, done=step))
+
+    def say(self, activity: str) -> None:
+        """This rank does something else than a step, until the next `enter` or `say`; "" ends every limit.
+
+        Raises:
+            ValueError: none of `ACTIVITIES`.
+        """
+        if activity not in ACTIVITIES:
+            raise ValueError(f"activity {activity!r}: must be one of {', '.join(map(repr, ACTIVITIES))}")
+        self._write(replace(self._now, activity=activity))
+
+    @contextlib.contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Within it this rank does `activity`; afterwards what it did before. Raises ValueError as `say` does."""
+        before = self._now.activity
+        self.say(activity)
+        try:
+            yield
+        finally:
+            self.say(before)
 
     def _write(self, record: Record) -> None:
-        self._now = record
+        self._now = record = replace(record, time=time.time())
         if self._map is not None:
-            RECORD.pack_into(self._map, self._offset, record.entered, record.done, record.time, record.phase)
+            number = ACTIVITIES.index(record.activity)
+            values = (record.entered, record.done, record.time, record.phase, number, record.pid)
+            RECORD.pack_into(self._map, self._offset, *values)

@@ -13,20 +13,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
 from roxxel_dist.launcher.guard import Guard, is_ending, kill_sessions
-from roxxel_dist.launcher.job import CONTRACT
+from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import Lines, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
+from roxxel_dist.launcher.stacks import ask_for_stack
 
 CHUNK = 1 << 16
 FULL = 1 << 20
 """With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
+
+REPORT_S = 0.5
+"""How often the controller hears how far the ranks are."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -42,6 +46,7 @@ class Rank:
     culled: bool = False  # killed by this agent, and not on its way out before
     swept: bool = False  # its session is dead; what the pipe still holds is all there will be
     settled: bool = False
+    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
 
 
 class Agent:
@@ -59,6 +64,7 @@ class Agent:
         self._by_pidfd: dict[int, Rank] = {}
         self._by_output: dict[int, Rank] = {}
         self._kill_at: float | None = None
+        self._report_at = 0.0
         self._draining = False
         self._paused = False
         self._writable = False
@@ -78,6 +84,8 @@ class Agent:
             self._on_exits(exited)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill()
+            if time.monotonic() >= self._report_at:
+                self._report()
             self._read_rests()
             self._send()
         self._kill()
@@ -86,7 +94,10 @@ class Agent:
     def _wait_s(self) -> float | None:
         if not self._paused and any(rank.swept and rank.output >= 0 for rank in self._ranks):
             return 0
-        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        times = [self._report_at] if any(not rank.settled for rank in self._ranks) else []
+        if self._kill_at is not None:
+            times.append(self._kill_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _read_orders(self) -> None:
         data = os.read(self._orders, CHUNK)
@@ -99,6 +110,9 @@ class Agent:
                 self._stop(float(order["grace"]))
             elif order["type"] == "kill":
                 self._kill_in(order["after"])
+            elif order["type"] == "dump":
+                self._report()
+                self._dump()
 
     def _start(self, order: Message) -> None:
         progress.create(self._progress, order["total"])
@@ -108,7 +122,7 @@ class Agent:
             reads, writes = os.pipe()
             os.set_blocking(reads, False)
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "roxxel_dist.launcher.worker", *order["command"]],
+                worker_argv(order["command"]),
                 stdin=subprocess.DEVNULL,
                 stdout=writes,
                 stderr=writes,
@@ -131,6 +145,28 @@ class Agent:
         for rank in self._ranks:
             if rank.code is None:
                 os.killpg(rank.process.pid, signal.SIGTERM)
+
+    def _report(self) -> None:
+        """Tell how far the ranks are that have moved."""
+        self._report_at = time.monotonic() + REPORT_S
+        moved = []
+        records = progress.read(self._progress) if self._ranks else []
+        for rank in self._alive():
+            record = records[rank.number]
+            if record != rank.told:
+                rank.told = record
+                moved.append((rank.number, asdict(record)))
+        if moved:
+            self._outbox.send({"type": "progress", "records": moved})
+
+    def _dump(self) -> None:
+        """Have every rank that can write the stacks of its threads to its log."""
+        records = progress.read(self._progress)
+        asked = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.process.pid)) for rank in self._alive()]
+        self._outbox.send({"type": "dumped", "ranks": asked})
+
+    def _alive(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.code is None]
 
     def _kill_in(self, seconds: float) -> None:
         """Kill all ranks then, or earlier where that was decided already."""

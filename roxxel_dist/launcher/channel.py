@@ -1,7 +1,8 @@
 """What the controller and an agent say to each other: one JSON object a line, over the agent's stdin and stdout.
 
-To the agent:  start (command, folder, ranks: [{rank, env}], total) · stop (grace) · kill (after)
+To the agent:  start (command, ranks: [{rank, env}], total) · stop (grace) · kill (after) · dump
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
+                progress (records: [[rank, *record]], those that changed) · dumped (ranks: [[rank, state, listens]]) ·
                 exit (rank, pid, code, culled, step) · done
 """
 

@@ -2,9 +2,10 @@
 
 import os
 import socket
+import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,8 +41,12 @@ class JobSpec:
     """Simulated CPU devices a process; None leaves the devices to jax."""
     port: int | None = None
     """Port of the coordinator; None takes a free one."""
-    max_restarts: int = 0
-    """Restarts after an infrastructure failure."""
+    gpus_per_host: int | None = None
+    """GPUs of each host, dealt to its processes; None leaves all of them to each process."""
+    max_restarts: int = 3
+    """Restarts after infrastructure failures. 0 never starts again, after a preemption neither."""
+    step_timeout: float | None = None
+    """Seconds that a rank may stay in a step; None follows the usual time of a step, see `hang`."""
     exit_timeout: float = 60.0
     """Seconds that the other ranks get when one has ended with 0."""
     grace: float = 30.0
@@ -64,8 +69,15 @@ class JobSpec:
             )
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be within 1 and 65535; leave --port out to take a free one")
-        if self.max_restarts != 0:
-            raise ValueError(f"--max-restarts {self.max_restarts}: restarts are not built yet: use 0")
+        if self.gpus_per_host is not None:
+            _check_gpus(self.gpus_per_host, self.devices_per_proc)
+        if self.max_restarts < 0:
+            raise ValueError(f"--max-restarts {self.max_restarts}: must be 0 (never) or more")
+        if self.step_timeout is not None and not 0 < self.step_timeout < float("inf"):
+            raise ValueError(
+                f"--step-timeout {self.step_timeout}: must be seconds, more than 0; leave it out to follow the usual "
+                "time of a step"
+            )
         for flag, value in (("--exit-timeout", self.exit_timeout), ("--grace", self.grace)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{flag} {value}: must be seconds, 0 or more; for instance {flag} 30")
@@ -74,7 +86,41 @@ class JobSpec:
             raise ValueError(f"--env {stray[0]}: the launcher sets this variable itself; leave it out")
 
 
-def rank_environment(job: JobSpec, rank: int, coordinator: str, outer: Mapping[str, str]) -> dict[str, str]:
+def _check_gpus(gpus: int, simulated: int | None) -> None:
+    if gpus < 1:
+        raise ValueError(f"--gpus-per-host {gpus}: must be at least 1; leave it out and each process has all of them")
+    if simulated is not None:
+        raise ValueError(
+            f"--gpus-per-host {gpus} and --devices-per-proc {simulated}: simulated CPU devices are for a job without "
+            "GPUs; leave one of the two out"
+        )
+
+
+def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) -> str:
+    """The value of CUDA_VISIBLE_DEVICES for process `index` of the `procs` on a host with `gpus`: its part, in order.
+
+    `outer` is the list that the host's processes may use, where somebody has set one already (a scheduler, a user): the
+    part is taken from its beginning. Raises ValueError where the processes do not divide the GPUs, or `outer` is short.
+    """
+    if gpus % procs:
+        raise ValueError(
+            f"--gpus-per-host {gpus} does not divide by the {procs} processes of a host: use a number that "
+            f"divides {gpus}"
+        )
+    names = [name.strip() for name in outer.split(",") if name.strip()] if outer is not None else None
+    if names is not None and len(names) < gpus:
+        raise ValueError(
+            f"--gpus-per-host {gpus}, but CUDA_VISIBLE_DEVICES={outer} allows {len(names)}: use --gpus-per-host "
+            f"{len(names) or 1}, or unset the variable"
+        )
+    share = gpus // procs
+    own = range(index * share, (index + 1) * share)
+    return ",".join(names[n] if names is not None else str(n) for n in own)
+
+
+def rank_environment(
+    job: JobSpec, rank: int, coordinator: str, outer: Mapping[str, str], attempt: int = 0
+) -> dict[str, str]:
     """The variables that a rank has beside those of its host (`outer`: the launcher's own environment).
 
     PJRT_NPROC decides the bits of a sum on CPU (how work is split among threads), so all ranks get one value from here.
@@ -89,7 +135,7 @@ def rank_environment(job: JobSpec, rank: int, coordinator: str, outer: Mapping[s
         "ROXXEL_COORDINATOR": coordinator,
         "ROXXEL_NUM_PROCESSES": str(job.nprocs),
         "ROXXEL_PROCESS_ID": str(rank),
-        "ROXXEL_ATTEMPT": "0",
+        "ROXXEL_ATTEMPT": str(attempt),
         "ROXXEL_RUN_ID": job.run_id,
         STATUS_ENV: "1",
         EXIT_TIMEOUT_ENV: f"{job.exit_timeout:g}",
@@ -98,6 +144,35 @@ def rank_environment(job: JobSpec, rank: int, coordinator: str, outer: Mapping[s
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)
         own["JAX_PLATFORMS"] = caller.get("JAX_PLATFORMS") or "cpu"
     return {**job.env, **own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What one host is to start: the environment of each of its ranks, beside the host's own."""
+
+    host: str
+    ranks: Mapping[int, Mapping[str, str]]
+
+
+def placements(
+    job: JobSpec, hosts: Sequence[str], coordinator: str, outer: Mapping[str, str], attempt: int = 0
+) -> list[Placement]:
+    """Deal the ranks to the hosts, in blocks. Raises ValueError where GPUs do not divide among the ranks of a host."""
+    placed = []
+    for number, host in enumerate(hosts):
+        first, end = (job.nprocs * n // len(hosts) for n in (number, number + 1))
+        ranks = {rank: rank_environment(job, rank, coordinator, outer, attempt) for rank in range(first, end)}
+        for index, env in enumerate(ranks.values()):
+            if job.gpus_per_host is not None:
+                allowed = {**outer, **job.env}.get("CUDA_VISIBLE_DEVICES")
+                env["CUDA_VISIBLE_DEVICES"] = visible_gpus(job.gpus_per_host, len(ranks), index, allowed)
+        placed.append(Placement(host=host, ranks=ranks))
+    return placed
+
+
+def worker_argv(command: Sequence[str]) -> list[str]:
+    """The words that start one rank."""
+    return [sys.executable, "-u", "-m", "roxxel_dist.launcher.worker", *command]
 
 
 def new_run_id() -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
+from roxxel_dist.launcher.hang import Hang
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
@@ -43,6 +44,10 @@ class Outcome:
     """Ranks were killed because they stayed after another had ended with 0."""
     lost: tuple[str, int] | None = None
     """Host and code (negative: a signal) of an agent that ended before its ranks."""
+    hang: Hang | None = None
+    """A rank did not go on within its limit; all were killed."""
+    reached: int = 0
+    """The largest step that any rank had entered."""
 
 
 def first_failure(outcome: Outcome) -> Exit | None:
@@ -69,6 +74,8 @@ def as_code(code: int) -> int:
 
 def exit_code(outcome: Outcome) -> int:
     """The job's exit code."""
+    if outcome.hang is not None and outcome.requested is None:
+        return EXIT_HANG
     failure = first_failure(outcome)
     if failure is not None:
         return as_code(failure.code)

@@ -96,7 +96,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     def start(
         *command: str, stdout: int = subprocess.PIPE, environ: dict[str, str] | None = None, **job: Any
     ) -> Launch:
-        spec = {"nprocs": 2, "run_id": "a_run", "log_dir": str(tmp_path / "logs"), **job}
+        spec = {"nprocs": 2, "run_id": "a_run", "max_restarts": 0, "log_dir": str(tmp_path / "logs"), **job}
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps(spec), *command],

@@ -1,0 +1,148 @@
+"""Which rank keeps the job waiting, if any: decided from the records of the ranks and a clock. No processes here.
+
+Ranks wait for each other, so when one is stuck soon none moves. The one to name has entered the fewest steps; as long
+as it is busy with something that may take its time (it compiles, it saves), nobody is stuck.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from roxxel_dist.cluster.progress import Record
+
+LIMITS_S: Mapping[str, float] = {"start": 1800, "compile": 3600, "restore": 1800, "eval": 3600, "save": 1800}
+"""Seconds that each activity may take that is no step."""
+UNKNOWN_S = 3600.0
+"""A step's limit while the usual time of a step of this phase is not known: the first one may compile."""
+LEAST_S = 60.0
+TIMES = 10
+SAMPLES = 3
+"""Steps that must have been timed before the limit follows them."""
+STILL_S = 5.0
+"""A launcher that did not look for longer than this stood still itself (a stopped terminal, a suspended machine)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A rank that did not go on in time."""
+
+    rank: int
+    step: int
+    """The step it had entered; 0 before the first."""
+    phase: int
+    activity: str
+    seconds: float
+    """How long it had been there."""
+    limit: float
+    tied: int = 1
+    """How many ranks were in the same step, and none behind: with more than one, who is to blame is a guess."""
+
+
+@dataclass
+class _Seen:
+    record: Record
+    since: float  # by the launcher's clock: the clocks of hosts may differ
+
+
+@dataclass
+class Watch:
+    """What is known of the ranks' progress. `step_timeout` in seconds; None follows the usual time of a step."""
+
+    step_timeout: float | None = None
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _usual: dict[int, deque[float]] = field(default_factory=dict)
+    _looked: float | None = None
+
+    def observe(self, rank: int, record: Record, now: float) -> None:
+        """Take in the record of a rank, as it is at `now` (seconds of any clock that only grows)."""
+        before = self._seen.get(rank)
+        if before is None:
+            self._seen[rank] = _Seen(record, now)
+            return
+        old = before.record
+        steps = record.entered - old.entered
+        if steps > 0 and old.activity == record.activity == "step" and old.phase == record.phase:
+            samples = self._usual.setdefault(record.phase, deque(maxlen=101))
+            samples.append(max(0.0, record.time - old.time) / steps)
+        if (old.entered, old.activity) != (record.entered, record.activity):
+            before.since = now
+        before.record = record
+
+    def forget(self, rank: int) -> None:
+        """This rank has ended."""
+        self._seen.pop(rank, None)
+
+    @property
+    def reached(self) -> int:
+        """The largest step that a living rank has entered."""
+        return max((seen.record.entered for seen in self._seen.values()), default=0)
+
+    def limit(self, record: Record) -> float:
+        """Seconds that a rank may stay as it is; infinite where it never said what it does."""
+        if record.activity != "step":
+            return LIMITS_S.get(record.activity, float("inf"))
+        if self.step_timeout is not None:
+            return self.step_timeout
+        samples = self._usual.get(record.phase, ())
+        return max(LEAST_S, TIMES * statistics.median(samples)) if len(samples) >= SAMPLES else UNKNOWN_S
+
+    def overdue(self, now: float) -> Hang | None:
+        """The rank that everybody waits for, when its time is over. To be asked every second or so."""
+        if self._looked is not None and now - self._looked > STILL_S:
+            for seen in self._seen.values():
+                seen.since += now - self._looked
+        self._looked = now
+        last = self._last()
+        ages = {rank: now - self._seen[rank].since for rank in last}
+        limits = {rank: self.limit(self._seen[rank].record) for rank in last}
+        if not last or any(ages[rank] <= limits[rank] for rank in last):
+            return None
+        rank = min(last, key=lambda rank: (-ages[rank], rank))
+        return self._hang(rank, ages[rank], len(last))
+
+    def blame(self, hang: Hang, *, stopped: Collection[int], silent: Collection[int], now: float) -> Hang:
+        """The hang with the rank that is to blame, when the stacks have been asked for.
+
+        Args:
+            hang: as `overdue` gave it.
+            stopped: ranks that the kernel does not run (SIGSTOP, a file system that does not answer).
+            silent: ranks that did not answer.
+            now: as for `overdue`.
+        """
+        last = self._last()
+        if hang.rank not in last:
+            return hang
+        for some in ([rank for rank in self._seen if rank in stopped], [rank for rank in last if rank in silent]):
+            if some and (len(some) < len(self._seen)):
+                rank = min(some, key=lambda rank: (self._seen[rank].record.entered, rank))
+                return self._hang(rank, now - self._seen[rank].since, 1)
+        return hang
+
+    def _last(self) -> list[int]:
+        """The ranks that have entered the fewest steps; none where one of all has not said anything yet."""
+        fewest = min((seen.record.entered for seen in self._seen.values()), default=0)
+        return [rank for rank, seen in self._seen.items() if seen.record.entered == fewest]
+
+    def _hang(self, rank: int, seconds: float, tied: int) -> Hang:
+        record = self._seen[rank].record
+        return Hang(
+            rank=rank,
+            step=record.entered,
+            phase=record.phase,
+            activity=record.activity,
+            seconds=seconds,
+            limit=self.limit(record),
+            tied=tied,
+        )
+
+
+def hang_report(hang: Hang, host: str) -> str:
+    """Who is stuck where, for people."""
+    where = f"in step {hang.step}" if hang.activity == "step" else f"busy with {hang.activity!r} after step {hang.step}"
+    guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
+    flag = "--step-timeout sets it" if hang.activity == "step" else f"that of {hang.activity!r}"
+    return (
+        f"rank {hang.rank} on host {host} is stuck: {where}, phase {hang.phase}, for {hang.seconds:.0f} s "
+        f"(limit {hang.limit:.0f} s; {flag}){guess}"
+    )

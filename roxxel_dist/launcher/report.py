@@ -1,0 +1,59 @@
+"""What a person reads when an attempt is over: who, where, why, and where to read more."""
+
+from collections.abc import Sequence
+
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE
+from roxxel_dist.launcher.hang import hang_report
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.logs import Logs
+from roxxel_dist.launcher.outcome import Exit, Outcome, exit_code, failure_report, first_failure, how, late_report
+
+STACK_LINES = 60
+
+
+def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) -> list[str]:
+    """The lines about an attempt; none where all went well. `stack` is that of the rank that hung."""
+    failure, code = first_failure(outcome), exit_code(outcome)
+    if code == 0:
+        return []
+    if code == EXIT_DRAINED:
+        asked = "on request" if outcome.requested is not None else "by a signal to the ranks"
+        return _said(f"stopped {asked}; every rank saved and left")
+    if outcome.hang is not None and code == EXIT_HANG:
+        return _hung(outcome, logs, stack)
+    return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome)
+
+
+def _failed(job: JobSpec, outcome: Outcome, failure: Exit, logs: Logs) -> list[str]:
+    tail = logs.tail(failure.rank)
+    if failure.code == EXIT_USAGE:
+        shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
+        return [] if shown else tail
+    if failure.code == EXIT_HANG and any(end.culled for end in outcome.exits):
+        return _said(late_report(outcome, job.exit_timeout))
+    return failure_report(failure, tail, logs.path(failure.rank))
+
+
+def _ended(job: JobSpec, outcome: Outcome) -> list[str]:
+    """Where no rank failed by itself."""
+    if outcome.lost is not None:
+        host, end = outcome.lost
+        return _said(f"the agent on host {host} ended before its ranks ({how(end)}); they were killed")
+    if outcome.late:
+        return _said(late_report(outcome, job.exit_timeout))
+    return _said(f"stopped on request ({how(-(outcome.requested or 0))}) before the ranks had saved")
+
+
+def _hung(outcome: Outcome, logs: Logs, stack: Sequence[str]) -> list[str]:
+    assert outcome.hang is not None
+    rank = outcome.hang.rank
+    host = next((end.host for end in outcome.exits if end.rank == rank), "?")
+    lines = _said(hang_report(outcome.hang, host))
+    if not stack:
+        return lines + _said(f"rank {rank} gave no stack (stopped, or no Python); the logs have those of the others")
+    head = _said(f"stack of rank {rank}; its log is {logs.path(rank)}; the logs have the stacks of the others too:")
+    return [*lines, *head, *stack[-STACK_LINES:]]
+
+
+def _said(text: str) -> list[str]:
+    return [f"roxxel-dist: {text}"]

@@ -1,0 +1,130 @@
+"""Whether a job that ended is started again: a pure function of how its attempts ended, and the words for it."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from roxxel_dist.cluster.contract import EXIT_DRAINED
+from roxxel_dist.launcher.outcome import Outcome, as_code, exit_code, first_failure
+
+EXIT_GIVEN_UP = 75
+"""Restarts were made and used up."""
+BACKOFF_S = 0.5
+BACKOFF_TIMES = 4
+BACKOFF_MOST_S = 60.0
+BRIEF_S = 60.0
+IDLE_PREEMPTIONS = 10
+"""Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
+
+PREEMPTED = {EXIT_DRAINED, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+INFRASTRUCTURE = {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)}
+
+
+class Cause(Enum):
+    """Why an attempt ended."""
+
+    DONE = "done"
+    REQUESTED = "stopped on request"
+    PREEMPTED = "preempted"
+    INFRASTRUCTURE = "an infrastructure failure"
+    USER = "an error of the program"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """One attempt, as far as it matters for the next."""
+
+    cause: Cause
+    code: int
+    """The exit code of the job, if this was its last attempt."""
+    rank: int | None = None
+    """The rank that failed first, or that hung."""
+    step: int = 0
+    """The step that rank had entered."""
+    reached: int = 0
+    """The largest step that any rank had entered."""
+    counts: bool = False
+    """Whether the program tells its steps: without that nothing is said by step 0."""
+    seconds: float = 0.0
+    """How long the attempt lasted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What comes next: another attempt in `wait` seconds, or the end with `code`. `why` is for people, or empty."""
+
+    again: bool
+    why: str = ""
+    wait: float = 0.0
+    code: int = 0
+
+
+def classify(outcome: Outcome) -> Cause:
+    """Why an attempt ended. `bash -c` reports a signal as 128 + s, and is understood."""
+    code = exit_code(outcome)
+    if outcome.requested is not None:
+        return Cause.REQUESTED
+    if code == 0:
+        return Cause.DONE
+    if outcome.hang is not None or outcome.lost is not None:
+        return Cause.INFRASTRUCTURE
+    failure = first_failure(outcome)
+    if failure is not None:
+        code = as_code(failure.code)
+    if code in PREEMPTED:
+        return Cause.PREEMPTED
+    return Cause.INFRASTRUCTURE if code in INFRASTRUCTURE else Cause.USER
+
+
+def ended(outcome: Outcome, *, seconds: float, counts: bool) -> Ended:
+    """An attempt for `decide`. `counts`: the program is known to tell its steps, even if it has not yet."""
+    failure, hang = first_failure(outcome), outcome.hang
+    culprit = hang or failure
+    return Ended(
+        cause=classify(outcome),
+        code=exit_code(outcome),
+        rank=culprit.rank if culprit else None,
+        step=culprit.step if culprit else 0,
+        reached=outcome.reached,
+        counts=counts or outcome.reached > 0,
+        seconds=seconds,
+    )
+
+
+def decide(attempts: Sequence[Ended], max_restarts: int) -> Decision:
+    """What follows after these attempts (at least one), the newest last."""
+    now = attempts[-1]
+    if max_restarts == 0 or now.cause not in (Cause.PREEMPTED, Cause.INFRASTRUCTURE):
+        return Decision(again=False, code=now.code)
+    if now.cause is Cause.PREEMPTED:
+        return _after_preemption(attempts)
+    failures = [one for one in attempts if one.cause is Cause.INFRASTRUCTURE]
+    if now.counts and max(one.reached for one in attempts) < 1:
+        why = "not started again: no rank has come to step 1, and would not the next time"
+        return Decision(again=False, code=now.code, why=why)
+    before = [(one.rank, one.step) for one in failures[:-1]]
+    if now.counts and now.rank is not None and (now.rank, now.step) in before:
+        why = f"not started again: rank {now.rank} has failed in step {now.step} before, so it would again"
+        return Decision(again=False, code=now.code, why=why)
+    if len(failures) > max_restarts:
+        why = f"given up: {max_restarts} restart{'s' * (max_restarts > 1)} (--max-restarts) made and used up"
+        return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
+    wait = min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (len(failures) - 1))
+    return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} in {wait:g} s")
+
+
+def _after_preemption(attempts: Sequence[Ended]) -> Decision:
+    """Preemptions are free; but who leaves again and again before it has done anything is not preempted."""
+    idle, reached = 0, [one.reached for one in attempts]
+    for number in reversed(range(len(attempts))):
+        one = attempts[number]
+        new_step = reached[number] > max(reached[:number], default=0)
+        if one.cause is not Cause.PREEMPTED or one.seconds >= BRIEF_S or new_step:
+            break
+        idle += 1
+    if idle >= IDLE_PREEMPTIONS:
+        why = f"not started again: preempted {idle} times in a row within a minute, without a new step"
+        return Decision(again=False, code=attempts[-1].code, why=why)
+    wait = min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** max(0, idle - 1))
+    return Decision(again=True, wait=wait, why=f"preempted; restart in {wait:g} s (it counts for nothing)")

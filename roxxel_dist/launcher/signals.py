@@ -1,0 +1,32 @@
+"""Signals to the launcher as bytes in a pipe, so that its loop can wait for them beside everything else."""
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP as bytes in a pipe (`fd`) instead of exceptions, while the context is open."""
+
+    def __enter__(self) -> "Signals":
+        self.fd, self._writes = os.pipe()
+        os.set_blocking(self._writes, False)
+        self._wakeup = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        names = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to stay
+            names.append(signal.SIGHUP)
+        self._before = {name: signal.signal(name, self._noted) for name in names}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, handler in self._before.items():
+            signal.signal(name, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self.fd)
+        os.close(self._writes)
+
+    @staticmethod
+    def _noted(number: int, frame: FrameType | None) -> None:
+        """The wake-up descriptor has the number already."""

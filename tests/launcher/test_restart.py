@@ -1,0 +1,215 @@
+"""When a job is started again: the tables, and whole jobs."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.launcher.hang import Hang
+from roxxel_dist.launcher.outcome import Exit, Outcome
+from roxxel_dist.launcher.restart import Cause, Ended, classify, decide, ended
+
+Launch = Callable[..., Any]
+Alive = Callable[[int], bool]
+
+
+def ends(*codes: int, step: int = 0) -> list[Exit]:
+    """Rank 0 ended first and by itself; a 9 after it is the launcher's doing."""
+    return [
+        Exit(rank=n, host="h", pid=n + 1, code=code, culled=n > 0 and code == -9, step=step)
+        for n, code in enumerate(codes)
+    ]
+
+
+HANG = Hang(rank=2, step=7, phase=0, activity="step", seconds=61, limit=60)
+DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
+
+
+@pytest.mark.parametrize(
+    ("codes", "more", "cause"),
+    [
+        ((0, 0), {}, DONE),
+        ((42, 42), {}, PREEMPTED),
+        ((42, 0), {}, PREEMPTED),
+        ((-signal.SIGTERM, -9), {}, PREEMPTED),
+        ((128 + signal.SIGTERM, -9), {}, PREEMPTED),
+        ((-signal.SIGHUP, -9), {}, PREEMPTED),
+        ((-signal.SIGKILL, -6), {}, INFRA),
+        ((128 + signal.SIGKILL, -9), {}, INFRA),
+        ((-signal.SIGBUS, -9), {}, INFRA),
+        ((-signal.SIGSEGV, 1), {}, INFRA),
+        ((-signal.SIGABRT, -9), {}, INFRA),
+        ((1, -signal.SIGKILL), {}, USER),  # the launcher killed rank 1
+        ((1, -signal.SIGSEGV), {}, INFRA),  # that crash is why rank 0 gave up
+        ((-signal.SIGILL, -9), {}, USER),
+        ((-signal.SIGFPE, -9), {}, USER),
+        ((-signal.SIGINT, -9), {}, USER),
+        ((1, -9), {}, USER),
+        ((2, -9), {}, USER),
+        ((7, -9), {}, USER),
+        ((126, -9), {}, USER),
+        ((127, -9), {}, USER),
+        ((0, -9), {"late": True}, USER),
+        ((-9, -9), {"hang": HANG}, INFRA),
+        ((), {"lost": ("h", -9)}, INFRA),
+        ((1,), {"lost": ("h", -9)}, INFRA),  # the connections to that host broke
+        ((42, 42), {"requested": 2}, REQUESTED),
+        ((-15, -15), {"requested": 15}, REQUESTED),
+        ((-9, -6), {"requested": 15}, REQUESTED),
+        ((0, 0), {"requested": 15}, REQUESTED),
+    ],
+)
+def test_why_an_attempt_ended(codes: tuple[int, ...], more: dict[str, Any], cause: Cause) -> None:
+    assert classify(Outcome(exits=ends(*codes), **more)) is cause
+
+
+def test_who_is_to_blame() -> None:
+    failed = ended(Outcome(exits=ends(-9, -6, step=5), reached=6), seconds=3.0, counts=False)
+    assert failed == Ended(cause=INFRA, code=137, rank=0, step=5, reached=6, counts=True, seconds=3.0)
+    hung = ended(Outcome(exits=ends(-9, -9), hang=HANG), seconds=3.0, counts=True)
+    assert (hung.rank, hung.step, hung.code, hung.counts) == (2, 7, 124, True)
+    assert not ended(Outcome(exits=ends(-9)), seconds=1, counts=False).counts
+
+
+def failure(rank: int | None, step: int, reached: int | None = None, **more: Any) -> Ended:
+    fields = {"cause": INFRA, "code": 137, "counts": True, **more}
+    return Ended(rank=rank, step=step, reached=step if reached is None else reached, **fields)
+
+
+PREEMPTION = Ended(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=1000)
+IDLE = Ended(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=1)
+CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "limit", "again", "code", "words"),
+    [
+        (CRASHES[:1], 3, True, 0, "restart 1 of 3 in 0.5 s"),
+        (CRASHES[:3], 3, True, 0, "restart 3 of 3 in 8 s"),
+        (CRASHES, 3, False, 75, "given up: 3 restarts (--max-restarts) made and used up"),
+        (CRASHES[:1], 0, False, 137, ""),
+        ([PREEMPTION] * 20 + CRASHES[:1], 3, True, 0, "restart 1 of 3"),
+        ([failure(0, 5), failure(1, 5), failure(0, 5)], 9, False, 137, "rank 0 has failed in step 5 before"),
+        ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 3 of 9"),
+        ([failure(1, 0)], 3, False, 137, "no rank has come to step 1"),
+        ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3"),
+        ([failure(None, 0, 4)] * 2, 3, True, 0, "restart 2 of 3"),
+        ([failure(1, 5), failure(1, 0)], 3, True, 0, "restart 2 of 3"),
+        ([failure(1, 5), failure(1, 0), failure(1, 0)], 3, False, 137, "failed in step 0 before"),
+        ([failure(2, 7, code=124)], 3, True, 0, "restart 1 of 3"),
+        ([failure(2, 7, code=124)] * 2, 3, False, 124, "failed in step 7 before"),
+        ([CRASHES[0], Ended(cause=USER, code=1, reached=9)], 3, False, 1, ""),
+        ([CRASHES[0], Ended(cause=DONE, code=0, reached=9)], 3, False, 0, ""),
+        ([Ended(cause=REQUESTED, code=42, reached=9)], 3, False, 42, ""),
+        ([PREEMPTION] * 50, 3, True, 0, "preempted; restart in 0.5 s"),
+        ([PREEMPTION], 0, False, 42, ""),
+        ([PREEMPTION] + [IDLE] * 9, 3, True, 0, "preempted; restart in 60 s"),
+        ([PREEMPTION] + [IDLE] * 10, 3, False, 42, "preempted 10 times in a row"),
+        ([PREEMPTION] + [IDLE] * 9 + [CRASHES[0]] + [IDLE], 3, True, 0, "restart in 0.5 s"),
+    ],
+)
+def test_what_follows(attempts: list[Ended], limit: int, again: bool, code: int, words: str) -> None:
+    decision = decide(attempts, limit)
+    assert (decision.again, decision.code) == (again, code)
+    assert words in decision.why
+    assert bool(decision.why) == bool(words)
+
+
+# Each rank enters a step a moment after the others have entered theirs, as collectives would have it. `DIE` says how
+# rank 1 ends in which step of which attempt: "attempt step action; …".
+STEPS = """
+import os, sys, time
+from pathlib import Path
+from roxxel_dist.cluster.progress import Progress
+rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), os.environ["ROXXEL_ATTEMPT"]
+size = int(os.environ["ROXXEL_NUM_PROCESSES"])
+progress = Progress.from_env(rank)
+print("I am", os.environ["ROXXEL_COORDINATOR"], flush=True)
+for step in range(1, 9):
+    progress.enter(step)
+    Path(f"at.{attempt}.{step}.{rank}").touch()
+    while any(not Path(f"at.{attempt}.{step}.{other}").exists() for other in range(size)):
+        time.sleep(0.01)
+    for entry in os.environ["DIE"].split(";"):
+        if rank == 1 and entry.split()[:2] == [attempt, str(step)]:
+            exec(entry.split(maxsplit=2)[2])
+    progress.finish(step)
+time.sleep(0.05)
+"""
+KILL = "os.kill(os.getpid(), 9)"
+
+
+def start(launch: Launch, die: str, **job: Any) -> Any:
+    return launch("env", sys.executable, "-c", STEPS, env={"DIE": die}, **{"max_restarts": 3, **job})
+
+
+def test_a_killed_rank_is_started_again_on_a_new_port_and_its_log_goes_on(launch: Launch) -> None:
+    job = start(launch, f"0 3 {KILL}; 1 5 os.kill(os.getpid(), 15); 2 2 {KILL}")
+    code, out, err = job.wait()
+    assert code == 0
+    assert [line for line in err.splitlines() if "restart" in line] == [
+        "roxxel-dist: restart 1 of 3 in 0.5 s",
+        "roxxel-dist: preempted; restart in 0.5 s (it counts for nothing)",
+        "roxxel-dist: restart 2 of 3 in 2 s",
+    ]
+    assert "rank 1 failed first: signal SIGKILL, in step 3" in err
+    for rank in (0, 1):
+        headers = [line for line in job.log(rank).splitlines() if line.startswith("# ")]
+        assert [re.findall(r"attempt \d", line) for line in headers] == [[f"attempt {n}"] for n in range(4)]
+    assert len(set(re.findall(r"I am (\S+)", out))) == 4, "a new port each time"
+
+
+@pytest.mark.parametrize(
+    ("die", "limit", "code", "words"),
+    [
+        (f"0 2 {KILL}; 1 3 {KILL}", 1, 75, "given up: 1 restart (--max-restarts) made and used up"),
+        (f"0 2 {KILL}; 1 2 {KILL}", 3, 137, "rank 1 has failed in step 2 before"),
+        (f"0 2 {KILL}; 1 4 raise KeyError('bug')", 3, 1, "KeyError: 'bug'"),
+    ],
+)
+def test_what_ends_restarts_and_that_the_first_cause_is_told(
+    die: str, limit: int, code: int, words: str, launch: Launch, tmp_path: Path
+) -> None:
+    got, _, err = start(launch, die, max_restarts=limit).wait()
+    assert got == code
+    assert words in err
+    assert "the first cause, of 2 attempts:\nroxxel-dist: rank 1 failed first: signal SIGKILL, in step 2" in err
+    assert not list(tmp_path.glob("at.2.*"))
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("raise KeyError", 1), ("raise SystemExit(2)", 2), ("raise SystemExit(7)", 7)]
+)
+def test_an_error_of_the_program_is_not_tried_again(script: str, code: int, launch: Launch, tmp_path: Path) -> None:
+    script = f"import os; open('ran.' + os.environ['ROXXEL_ATTEMPT'], 'w').close(); {script}"
+    got, _, err = launch("env", sys.executable, "-c", script, nprocs=1, max_restarts=3).wait()
+    assert got == code
+    assert [path.name for path in tmp_path.glob("ran.*")] == ["ran.0"]
+    assert "restart" not in err
+
+
+def test_an_agent_that_is_lost_is_infrastructure(launch: Launch, alive: Alive) -> None:
+    job = launch("bash", "-c", "touch ready.$ROXXEL_ATTEMPT; [ $ROXXEL_ATTEMPT = 1 ] || sleep 1000", max_restarts=1)
+    job.marks("ready.0", 1)
+    family = job.family()
+    os.kill(family["agent"][0], signal.SIGKILL)
+    code, _, err = job.wait()
+    assert code == 0
+    assert "restart 1 of 1" in err
+    assert not any(map(alive, family["all"]))
+
+
+def test_ctrl_c_ends_the_pause_before_a_restart(launch: Launch, until: Callable[..., None]) -> None:
+    job = launch("bash", "-c", "kill -9 $$", nprocs=1, max_restarts=3)
+    for line in job.process.stderr:  # the third pause is one of 8 seconds
+        if b"restart 3 of 3" in line:
+            break
+    job.process.send_signal(signal.SIGINT)
+    code, _, err = job.wait()
+    assert code == 130
+    assert "SIGINT: not started again" in err
