@@ -1,0 +1,279 @@
+"""Which rank is named as stuck: the decision over records and a clock, and real ranks that stop."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.cluster.progress import ACTIVITIES, Record
+from roxxel_dist.launcher.hang import LEAST_S, LIMITS_S, UNKNOWN_S, Watch, hang_report
+
+Launch = Callable[..., Any]
+Alive = Callable[[int], bool]
+
+
+def at(entered: int, activity: str = "step", when: float = 0.0, phase: int = 0) -> Record:
+    return Record(entered=entered, activity=activity, time=when, phase=phase, pid=1)
+
+
+def watch(*records: Record, step_timeout: float | None = 10.0) -> Watch:
+    """A watch that saw rank 0, 1, … at time 0."""
+    one = Watch(step_timeout)
+    for rank, record in enumerate(records):
+        one.observe(rank, record, 0.0)
+    return one
+
+
+def looked(one: Watch, until: float) -> Any:
+    """What it says at `until`, having been asked every second."""
+    for now in range(int(until)):
+        assert one.overdue(now) is None, f"too early, at {now}"
+    return one.overdue(until)
+
+
+def test_the_rank_that_is_behind_is_named_when_its_time_is_over() -> None:
+    hang = looked(watch(at(6), at(5, phase=2), at(6), at(7)), 10.5)
+    assert (hang.rank, hang.step, hang.phase, hang.activity, hang.limit, hang.tied) == (1, 5, 2, "step", 10.0, 1)
+    assert hang.seconds == 10.5
+
+
+@pytest.mark.parametrize("activity", sorted(LIMITS_S))
+def test_what_is_no_step_has_a_limit_of_its_own_and_excuses_the_others(activity: str) -> None:
+    hang = looked(watch(at(6), at(5, activity), at(6)), LIMITS_S[activity] + 0.5)
+    assert (hang.rank, hang.activity, hang.limit) == (1, activity, LIMITS_S[activity])
+    assert activity in hang_report(hang, "h")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (at(6), at(5, "save")),
+        (at(5), at(5, "save")),  # rank 0 waits in the barrier of the save, and has said nothing about it
+        (at(6), Record()),  # a rank that has not begun
+        (at(6), at(6, "")),  # a program that does something else after its training
+        (Record(), Record()),
+    ],
+)
+def test_nobody_is_stuck_while_somebody_has_time_left(records: tuple[Record, ...]) -> None:
+    assert looked(watch(*records), 100) is None
+
+
+def test_a_rank_that_moves_is_not_stuck_and_one_that_ended_is_forgotten() -> None:
+    one = watch(at(5), at(5))
+    for now in range(1, 30):
+        one.observe(0, at(5 + now), now)
+        one.observe(1, at(5 + now // 5), now)
+        assert one.overdue(now) is None
+    one.forget(1)
+    assert one.overdue(30) is None
+    assert one.reached == 34
+
+
+def test_ranks_that_do_not_wait_for_each_other_are_named_too() -> None:
+    one = watch(at(5), at(5))
+    for now in range(1, 11):
+        one.observe(0, at(5 + now), now)
+        assert one.overdue(now) is None
+    hang = one.overdue(11)
+    assert hang is not None
+    assert hang.rank == 1
+
+
+def test_the_limit_follows_the_median_step_of_the_phase() -> None:
+    one = watch(at(1), step_timeout=None)
+    assert one.limit(at(1)) == UNKNOWN_S
+    for step, when in ((2, 20.0), (4, 60.0), (5, 500.0)):  # 20 s, twice 20 s, and a slow one
+        one.observe(0, at(step, when=when), when)
+    assert one.limit(at(5)) == 200.0
+    assert one.limit(at(5, phase=1)) == UNKNOWN_S, "another phase may have longer steps"
+    assert watch(at(1), step_timeout=3.0).limit(at(5)) == 3.0
+    quick = watch(at(1), step_timeout=None)
+    for step in range(2, 9):
+        quick.observe(0, at(step, when=step / 100), step / 100)
+    assert quick.limit(at(8)) == LEAST_S
+
+
+def test_what_happened_between_steps_is_not_the_time_of_a_step() -> None:
+    one = watch(at(1), step_timeout=None)
+    for n in range(2, 30):
+        one.observe(0, at(n - 1, "save", when=100.0 * n), 100.0 * n)
+        one.observe(0, at(n, when=100.0 * n + 50), 100.0 * n + 50)
+    assert one.limit(at(30)) == UNKNOWN_S
+
+
+def test_a_launcher_that_stood_still_blames_nobody() -> None:
+    one = watch(at(6), at(5))
+    assert looked(one, 3) is None
+    assert one.overdue(3600) is None
+    assert one.overdue(3602) is None
+    for now in range(3603, 3610):
+        hang = one.overdue(now)
+    assert hang is not None
+    assert hang.rank == 1
+
+
+def test_a_stopped_rank_is_named_first_then_one_that_is_behind_and_does_not_answer() -> None:
+    one = watch(at(6), at(6), at(7))
+    hang = looked(one, 11)
+    assert (hang.rank, hang.tied) == (0, 2)
+    assert "it may be another" in hang_report(hang, "h")
+    asked = {"now": 12.0}
+    assert one.blame(hang, stopped=(), silent=(), **asked) == hang
+    assert one.blame(hang, stopped={2}, silent={2, 1}, **asked).rank == 2
+    assert one.blame(hang, stopped=(), silent={2, 1}, **asked).rank == 1
+    assert one.blame(hang, stopped=(), silent={2}, **asked) == hang, "ahead of the others, and perhaps only slow"
+    assert one.blame(hang, stopped={0, 1, 2}, silent=(), **asked) == hang
+
+
+def test_the_report_names_all() -> None:
+    hang = looked(watch(at(6), at(5, phase=2)), 11)
+    assert hang_report(hang, "node") == (
+        "rank 1 on host node is stuck: in step 5, phase 2, for 11 s (limit 10 s; --step-timeout sets it)"
+    )
+    assert set(LIMITS_S) == set(ACTIVITIES) - {"", "step"}
+
+
+# Every rank enters step n + 1 when all have finished step n, as in training; rank `STUCK` sleeps in step 5.
+RANKS = """
+import faulthandler, os, signal, time
+from pathlib import Path
+from roxxel_dist.cluster.progress import Progress
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+rank, size = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_NUM_PROCESSES"])
+
+def read_a_batch_that_never_comes():
+    Path("stuck").touch()
+    time.sleep(1000)
+
+def wait_for_the_others(step):
+    Path(f"done.{step}.{rank}").touch()
+    while any(not Path(f"done.{step}.{other}").exists() for other in range(size)):
+        time.sleep(0.01)
+
+progress = Progress.from_env(rank)
+for step in range(1, 7):
+    progress.enter(step, phase=3)
+    if step > 1:
+        wait_for_the_others(step - 1)  # as a device that has a step in hand
+    if step == 5 and str(rank) == os.environ.get("STUCK"):
+        read_a_batch_that_never_comes()
+    wait_for_the_others(f"{step}.dispatched") if os.environ.get("SYNC") else None
+    if step == 5:
+        Path(f"pid.{rank}").write_text(str(os.getpid()))
+wait_for_the_others(6)
+time.sleep(1000 if "STOP" in os.environ else 0)
+"""
+
+
+def stuck(launch: Launch, culprit: int, tmp_path: Path, command: tuple[str, ...]) -> None:
+    job = launch(*command, nprocs=3, step_timeout=2.0, env={"STUCK": str(culprit)})
+    code, _, err = job.wait()
+    assert code == 124
+    first = f"roxxel-dist: rank {culprit} on host {socket.gethostname()} is stuck: in step 5, phase 3, for "
+    assert err.startswith(first), err
+    assert "it may be another" not in err
+    assert f"stack of rank {culprit}; its log is {tmp_path / 'logs' / f'rank-{culprit}.log'}" in err
+    assert "in read_a_batch_that_never_comes" in err
+    for rank in range(3):
+        where = "read_a_batch_that_never_comes" if rank == culprit else "wait_for_the_others"
+        assert f"in {where}" in job.log(rank)
+
+
+PLAIN = ("env", sys.executable, "-c", RANKS)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_stuck_rank_is_named_with_its_stack(culprit: int, launch: Launch, tmp_path: Path) -> None:
+    stuck(launch, culprit, tmp_path, PLAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_a_stuck_rank_is_named_20_of_20(number: int, launch: Launch, tmp_path: Path) -> None:
+    stuck(launch, number % 3, tmp_path, PLAIN)
+
+
+def test_a_stuck_python_script_with_jax(launch: Launch, tmp_path: Path) -> None:
+    """The worker's own answer to the question for stacks, beside the threads of jax."""
+    (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register", "id if True else faulthandler.register"))
+    stuck(launch, 1, tmp_path, ("python", "ranks.py"))
+
+
+def stopped(launch: Launch, culprit: int, until: Callable[..., None]) -> None:
+    """A SIGSTOP in the middle of steps that all ranks do together."""
+    job = launch(*PLAIN, nprocs=3, step_timeout=2.0, env={"STUCK": str(-1), "SYNC": "1", "STOP": "1"})
+    pids = [int(path.read_text()) for path in job.marks("pid.*", 3) if path.stat().st_size]
+    os.kill(pids[culprit], signal.SIGSTOP)
+    code, _, err = job.wait()
+    assert code == 124
+    assert err.startswith(f"roxxel-dist: rank {culprit} on host "), err
+    assert f"rank {culprit} gave no stack (stopped" in err
+    assert "it may be another" not in err
+    for rank in {0, 1, 2} - {culprit}:
+        assert "most recent call first" in job.log(rank)
+
+
+@pytest.mark.parametrize("culprit", [1])
+def test_a_stopped_rank_is_named(culprit: int, launch: Launch, until: Callable[..., None]) -> None:
+    stopped(launch, culprit, until)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_a_stopped_rank_is_named_20_of_20(number: int, launch: Launch, until: Callable[..., None]) -> None:
+    stopped(launch, number % 3, until)
+
+
+def test_a_program_that_tells_no_steps_has_no_limit(launch: Launch) -> None:
+    assert launch("bash", "-c", "sleep 3", step_timeout=0.2).wait() == (0, "", "")
+
+
+def test_a_slow_save_is_no_hang(launch: Launch) -> None:
+    script = """
+import os, time
+from roxxel_dist.cluster.progress import Progress
+rank = int(os.environ["ROXXEL_PROCESS_ID"])
+progress = Progress.from_env(rank)
+progress.enter(1)
+if rank == 0:
+    with progress.doing("save"):
+        time.sleep(3)
+else:
+    time.sleep(3)
+"""
+    assert launch("env", sys.executable, "-c", script, step_timeout=0.2).wait() == (0, "", "")
+
+
+def test_a_process_that_does_not_listen_is_named_and_not_killed_by_the_question(launch: Launch) -> None:
+    job = launch(
+        "bash", "-c", f'{sys.executable} -c "$1" || touch ended.$ROXXEL_PROCESS_ID', "x", QUIET, step_timeout=0.5
+    )
+    code, _, err = job.wait()
+    assert code == 124
+    assert "is stuck: in step 1" in err
+    assert "gave no stack" in err
+    assert not list(job.folder.glob("ended.*")), "SIGUSR1 has killed a rank"
+
+
+QUIET = """
+import os
+from roxxel_dist.cluster.progress import Progress
+Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"])).enter(1)
+__import__("time").sleep(1000)
+"""
+
+
+def test_a_hang_is_restarted_and_the_same_one_again_is_the_end(launch: Launch, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    code, _, err = launch("env", sys.executable, "-c", QUIET, nprocs=1, step_timeout=0.5, max_restarts=3).wait()
+    assert code == 124
+    assert re.findall(r"restart \d of 3", err) == ["restart 1 of 3"]
+    assert "rank 0 has failed in step 1 before" in err
+    assert time.monotonic() - begun < 50
