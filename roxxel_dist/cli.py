@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from roxxel_dist.cli_data import data_build, data_info, data_verify
+from roxxel_dist.cli_launch import launch_local
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
@@ -128,52 +129,6 @@ def generate(words: list[str]) -> int:
 
         print(args.prompt + write_text(**dataclasses.asdict(args)))
     return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalArgs:
-    """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
-
-    CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.
-    """
-
-    nprocs: int = 1
-    """Processes to start."""
-    devices_per_proc: int | None = None
-    """Simulated CPU devices of each process; what jax finds where not given."""
-    port: int | None = None
-    """Port on which the processes find each other; a free one where not given."""
-    max_restarts: int = 0
-    """How often to start again after a failure; only 0 is built yet."""
-    grace: float = 30.0
-    """Seconds that the processes have to save and leave after Ctrl-C."""
-    exit_timeout: float = 60.0
-    """Seconds that the others have after the first process ended well."""
-    all_ranks: Switch = False
-    """Show the lines of every rank, not of rank 0 alone."""
-
-
-def launch_local(words: list[str]) -> int:
-    """Start ranks on this machine."""
-    if "--" not in words and not {"-h", "--help"} & set(words):
-        raise UsageError("no command: write it after `--`, as in `launch local --nprocs 2 -- train --data_path DIR`")
-    cut = words.index("--") if "--" in words else len(words)
-    args, command = parse(LocalArgs, words[:cut], "launch local", underscores=False), words[cut + 1 :]
-    with usage_errors():
-        if command[:1] == ["train"]:
-            parse_train(command[1:])  # a slip is told at once, before any process starts
-        from roxxel_dist.launcher.backends.local import LocalBackend
-        from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id
-        from roxxel_dist.launcher.supervisor import run
-
-        run_id = new_run_id()
-        job = JobSpec(
-            command=tuple(command),
-            run_id=run_id,
-            log_dir=log_dir_for(tuple(command), run_id),
-            **dataclasses.asdict(args),
-        )
-        return run(job, LocalBackend())
 
 
 def data(words: list[str]) -> int:

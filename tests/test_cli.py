@@ -69,7 +69,12 @@ MISTAKES = [
     ([*LAUNCH, "--bath_size", 3], "--batch_size"),
     ([*LAUNCH, "--data_path", "nowhere"], "nowhere"),
     ([*LAUNCH, "--phases", "[{steps: 1, batch_size: 6, seq_len: 33}]"], "use a multiple of 4"),
-    (["launch", "local", "--max-restarts", 2, *LAUNCH[2:]], "restarts are not built yet"),
+    (["launch", "local", "--max-restarts", -1, *LAUNCH[2:]], "--max-restarts -1: must be 0 (never) or more"),
+    (["launch", "local", "--nprocs", 3, "--gpus-per-host", 4, "--", "true"], "--gpus-per-host 4 does not divide by"),
+    (["launch", "local", "--env", "9=x", "--", "true"], "--env: '9' is no variable: write NAME=VALUE"),
+    (["launch", "local", "--env", "ROXXEL_ATTEMPT=1", "--", "true"], "the launcher sets this variable itself"),
+    (["launch", "local", "--env-from", "nowhere", "--", "true"], "--env-from nowhere: cannot be read"),
+    (["launch", "local", "--json", "--", "true"], "give it with --dry-run"),
     (["launch", "local", "--", "python", "nowhere.py"], "nowhere.py"),
 ]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from roxxel_dist.cluster.contract import STATUS_MARK
 from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.variables import masked_words
 
 if TYPE_CHECKING:
     from roxxel_dist.train.bar import Bar
@@ -96,7 +97,7 @@ class Logs:
     def __init__(self, job: JobSpec, attempt: int = 0) -> None:
         self._folder = Path(job.log_dir)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        command = shlex.join(job.command).replace("\n", "\\n")
+        command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
         self._sizes: dict[Path, int] = {}

@@ -133,7 +133,15 @@ def test_progress_is_seen_by_others(tmp_path):
     writer.enter(6, phase=2)
     first, second = read(path)
     assert (first.entered, first.done) == (0, 0)
-    assert (second.entered, second.done, second.phase) == (6, 5, 2)
+    assert (second.entered, second.done, second.phase, second.activity) == (6, 5, 2, "step")
+    assert (first.activity, first.pid, second.pid) == ("", 0, os.getpid())
+    with writer.doing("save"):
+        assert read(path)[1].activity == "save"
+    assert (read(path)[1].activity, read(path)[1].entered) == ("step", 6)
+    writer.say("")
+    assert read(path)[1].activity == ""
+    with pytest.raises(ValueError, match="activity 'sleep': must be one of '', 'start'"):
+        writer.say("sleep")
     assert second.time > 0
     Progress(None, 0).enter(1)  # nobody launched this process
     assert jax.process_count() == 1

@@ -202,14 +202,17 @@ def test_a_stuck_rank_is_named_20_of_20(number: int, launch: Launch, tmp_path: P
 
 def test_a_stuck_python_script_with_jax(launch: Launch, tmp_path: Path) -> None:
     """The worker's own answer to the question for stacks, beside the threads of jax."""
-    (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register", "id if True else faulthandler.register"))
+    (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register(signal.SIGUSR1, all_threads=True)\n", ""))
+    assert "faulthandler.register" not in (tmp_path / "ranks.py").read_text()
     stuck(launch, 1, tmp_path, ("python", "ranks.py"))
 
 
 def stopped(launch: Launch, culprit: int, until: Callable[..., None]) -> None:
     """A SIGSTOP in the middle of steps that all ranks do together."""
     job = launch(*PLAIN, nprocs=3, step_timeout=2.0, env={"STUCK": str(-1), "SYNC": "1", "STOP": "1"})
-    pids = [int(path.read_text()) for path in job.marks("pid.*", 3) if path.stat().st_size]
+    files = job.marks("pid.*", 3)
+    until(lambda: all(path.stat().st_size for path in files), "pids")
+    pids = [int(path.read_text()) for path in files]
     os.kill(pids[culprit], signal.SIGSTOP)
     code, _, err = job.wait()
     assert code == 124
@@ -252,9 +255,8 @@ else:
 
 
 def test_a_process_that_does_not_listen_is_named_and_not_killed_by_the_question(launch: Launch) -> None:
-    job = launch(
-        "bash", "-c", f'{sys.executable} -c "$1" || touch ended.$ROXXEL_PROCESS_ID', "x", QUIET, step_timeout=0.5
-    )
+    script = f'{sys.executable} -c "$1" || touch ended.$ROXXEL_PROCESS_ID'
+    job = launch("bash", "-c", script, "bash", QUIET, step_timeout=0.5)
     code, _, err = job.wait()
     assert code == 124
     assert "is stuck: in step 1" in err

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.job import CONTRACT, JobSpec, coordinator_port, log_dir_for, new_run_id, rank_environment
+from roxxel_dist.launcher.job import (
+    CONTRACT,
+    JobSpec,
+    coordinator_port,
+    log_dir_for,
+    new_run_id,
+    placements,
+    rank_environment,
+    visible_gpus,
+)
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 
@@ -25,7 +34,10 @@ GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_
         ("devices_per_proc", 0, "--devices-per-proc 0", "leave it out"),
         ("port", 70000, "--port 70000", "leave --port out"),
         ("port", 0, "--port 0", "leave --port out"),
-        ("max_restarts", 3, "--max-restarts 3", "restarts are not built yet: use 0"),
+        ("max_restarts", -1, "--max-restarts -1", "0 (never) or more"),
+        ("step_timeout", 0.0, "--step-timeout 0.0", "leave it out"),
+        ("step_timeout", float("inf"), "--step-timeout inf", "leave it out"),
+        ("gpus_per_host", 0, "--gpus-per-host 0", "leave it out"),
         ("exit_timeout", -1.0, "--exit-timeout -1.0", "0 or more"),
         ("grace", float("nan"), "--grace nan", "0 or more"),
         ("env", {"ROXXEL_PROCESS_ID": "1"}, "ROXXEL_PROCESS_ID", "leave it out"),
@@ -54,6 +66,49 @@ def test_the_environment_of_a_rank() -> None:
         "ROXXEL_RUN_ID": "r",
         "ROXXEL_STATUS": "1",
     }
+
+
+def test_the_attempt_is_counted() -> None:
+    assert rank_environment(JobSpec(**GOOD), 0, "c", {}, attempt=2)["ROXXEL_ATTEMPT"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "procs", "outer", "shares"),
+    [
+        (4, 2, None, ["0,1", "2,3"]),
+        (2, 2, None, ["0", "1"]),
+        (8, 1, None, ["0,1,2,3,4,5,6,7"]),
+        (2, 2, "5, 3,1", ["5", "3"]),
+        (2, 1, "GPU-a,GPU-b", ["GPU-a,GPU-b"]),
+    ],
+)
+def test_every_gpu_goes_to_one_process(gpus: int, procs: int, outer: str | None, shares: list[str]) -> None:
+    assert [visible_gpus(gpus, procs, index, outer) for index in range(procs)] == shares
+
+
+def test_gpus_that_do_not_divide_or_are_not_there() -> None:
+    with pytest.raises(ValueError, match=r"--gpus-per-host 4 does not divide by the 3 processes.*divides 4"):
+        visible_gpus(4, 3, 0)
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=7 allows 1: use --gpus-per-host 1"):
+        visible_gpus(2, 1, 0, "7")
+    with pytest.raises(ValueError, match="allows 0"):
+        visible_gpus(2, 1, 0, "")
+    with pytest.raises(ValueError, match=r"--gpus-per-host 2 and --devices-per-proc 4: .*leave one of the two out"):
+        JobSpec(**GOOD, gpus_per_host=2, devices_per_proc=4)
+
+
+def test_ranks_are_dealt_to_hosts_in_blocks_and_gpus_within_each_host() -> None:
+    job = JobSpec(**{**GOOD, "nprocs": 4, "gpus_per_host": 4})
+    left, right = placements(job, ("left", "right"), "c", {}, attempt=1)
+    assert (left.host, list(left.ranks), right.host, list(right.ranks)) == ("left", [0, 1], "right", [2, 3])
+    devices = [env["CUDA_VISIBLE_DEVICES"] for place in (left, right) for env in place.ranks.values()]
+    assert devices == ["0,1", "2,3"] * 2
+    assert {env["ROXXEL_ATTEMPT"] for place in (left, right) for env in place.ranks.values()} == {"1"}
+    job = JobSpec(**{**GOOD, "gpus_per_host": 2, "env": {"CUDA_VISIBLE_DEVICES": "6,7"}})
+    (place,) = placements(job, ("h",), "c", {"CUDA_VISIBLE_DEVICES": "0"})
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in place.ranks.values()] == ["6", "7"]
+    plain = placements(JobSpec(**GOOD), ("h",), "c", {"CUDA_VISIBLE_DEVICES": "0"})
+    assert "CUDA_VISIBLE_DEVICES" not in plain[0].ranks[0]
 
 
 def test_what_the_caller_set_stays() -> None:

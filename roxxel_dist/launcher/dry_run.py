@@ -1,0 +1,63 @@
+"""What a launch would run, told without running it."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from roxxel_dist.cluster.progress import ENV
+from roxxel_dist.launcher.job import JobSpec, coordinator_port, placements, worker_argv
+from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.variables import masked, masked_words, shell_line
+
+
+def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
+    """The job as plain values, secrets masked: run, limits, and for each rank its host, variables and words.
+
+    Raises ValueError as a launch would: a port in use, GPUs that do not divide.
+    """
+    coordinator = f"{backend.coordinator_host}:{coordinator_port(job.port)}"
+    words = worker_argv(masked_words(job.command))
+    return {
+        "run_id": job.run_id,
+        "log_dir": str(job.log_dir),
+        "working_directory": os.getcwd(),
+        "coordinator": coordinator,
+        "max_restarts": job.max_restarts,
+        "step_timeout": job.step_timeout,
+        "grace": job.grace,
+        "exit_timeout": job.exit_timeout,
+        "set_by_the_agent": [ENV],
+        "ranks": [
+            {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
+            for place in placements(job, backend.hosts, coordinator, os.environ)
+            for rank, env in place.ranks.items()
+        ],
+    }
+
+
+def as_json(job: JobSpec, backend: Backend) -> str:
+    """`describe` in JSON."""
+    return json.dumps(describe(job, backend), indent=2)
+
+
+def as_text(job: JobSpec, backend: Backend) -> str:
+    """`describe` for people: a line a rank that a shell understands, beside the host's own variables."""
+    told = describe(job, backend)
+    hosts = len({rank["host"] for rank in told["ranks"]})
+    limit = "adaptive" if job.step_timeout is None else f"{job.step_timeout:g} s"
+    lines = [
+        f"run {job.run_id}: {_count(job.nprocs, 'rank')} on {_count(hosts, 'host')}, logs in {job.log_dir}",
+        f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
+        f"in {told['working_directory']}, beside the host's variables and {ENV} (a temporary file):",
+        *_ranks(told["ranks"]),
+    ]
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"{one['rank']} on {one['host']}: {shell_line(one['env'], one['argv'])}" for one in ranks]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

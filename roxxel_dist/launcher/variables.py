@@ -1,0 +1,96 @@
+"""Variables that a user gives to every rank, and what of them may be shown."""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+"""A variable whose name holds one of these is not shown."""
+MASK = "***"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def assignments(words: Iterable[str]) -> dict[str, str]:
+    """`--env K=V` words as variables; the last one of a name counts.
+
+    Raises:
+        ValueError: a word without `=`, or a name that no variable can have. A value is never part of the message.
+    """
+    return dict(_pair(word, "--env") for word in words)
+
+
+def read_env_file(path: str | Path) -> dict[str, str]:
+    """The variables of a file: a `K=V` a line, as it stands; empty lines and lines that begin with `#` are left out.
+
+    `export ` before a name, and one pair of quotes around a value, are taken off; nothing is expanded.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is no `K=V`; names file and line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"--env-from {path}: cannot be read ({reason}); name a file with a K=V a line") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        name, value = _pair(stripped.removeprefix("export ").lstrip(), f"--env-from {path}, line {number}")
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        found[name] = value[1:-1] if quoted else value
+    return found
+
+
+def _pair(word: str, where: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals or not NAME.fullmatch(name):
+        shown = repr(name) if equals else "a word without ="
+        raise ValueError(f"{where}: {shown} is no variable: write NAME=VALUE, for instance NCCL_DEBUG=INFO")
+    if "\0" in value:
+        raise ValueError(f"{where}: the value of {name} holds a NUL character, which no process can receive")
+    return name, value
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of this variable is not to be shown."""
+    return any(part in name.upper() for part in SECRETS)
+
+
+def masked(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, those with secret names without their values."""
+    return {name: MASK if is_secret(name) else value for name, value in variables.items()}
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """A command line without the values of secret flags (`--api-key X`, `--api-key=X`) and variables (`API_KEY=X`).
+
+    Of a flag a whole part of its name must match, so that `--tokenizer bpe` is shown.
+    """
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        flag = word.startswith("-")
+        parts = {part.upper() for part in re.split(r"[-_.]", name)}
+        secret = bool(parts & {*SECRETS, "APIKEY"}) if flag else bool(equals) and _is_secret_variable(name)
+        if hide and not flag:
+            shown.append(MASK)
+        elif secret and equals:
+            shown.append(f"{name}={MASK}")
+        else:
+            shown.append(word)
+        hide = flag and secret and not equals
+    return shown
+
+
+def _is_secret_variable(name: str) -> bool:
+    return NAME.fullmatch(name) is not None and is_secret(name)
+
+
+def shell_line(environment: Mapping[str, str], words: Sequence[str]) -> str:
+    """What a shell would have to be told to run this, secrets masked."""
+    shown = [f"{name}={value}" for name, value in sorted(masked(environment).items())]
+    return shlex.join(["env", *shown, *masked_words(words)])

@@ -1,0 +1,71 @@
+"""What users give to every rank, and what of it is shown."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.launcher.variables import assignments, masked, masked_words, read_env_file, shell_line
+
+
+def test_variables_are_taken_as_they_stand_and_the_last_counts() -> None:
+    words = ["A=1", "XLA_FLAGS=--x=1 --y", "EMPTY=", "A=2"]
+    assert assignments(words) == {"A": "2", "XLA_FLAGS": "--x=1 --y", "EMPTY": ""}
+
+
+@pytest.mark.parametrize("word", ["NAME", "=x", "1A=x", "A B=x", ""])
+def test_what_is_no_variable_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=r"--env: .*write NAME=VALUE"):
+        assignments([word])
+
+
+def test_a_mistake_does_not_show_a_value() -> None:
+    with pytest.raises(ValueError, match="no variable") as caught:
+        assignments(["API KEY=sekrit"])
+    assert "sekrit" not in str(caught.value)
+    with pytest.raises(ValueError, match="a word without =") as caught:
+        assignments(["sekrit"])
+    assert "sekrit" not in str(caught.value)
+
+
+def test_a_file_of_variables(tmp_path: Path) -> None:
+    path = tmp_path / "env"
+    path.write_text("# a comment\n\nA=1\n export B='two words' \nC=\"x=y\"\nD=it's $HOME\nE=\"\nA=3\n")
+    assert read_env_file(path) == {"A": "3", "B": "two words", "C": "x=y", "D": "it's $HOME", "E": '"'}
+    path.write_text("A=1\nno variable\n")
+    with pytest.raises(ValueError, match=re.escape(f"--env-from {path}, line 2: ")):
+        read_env_file(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_env_file(tmp_path)
+
+
+def test_secrets_are_not_shown() -> None:
+    shown = masked({"WANDB_API_KEY": "s", "hf_token": "s", "MY_SECRET_1": "s", "A_PASSWORD": "s", "A": "INFO"})
+    assert {name for name, value in shown.items() if value == "***"} == {
+        "WANDB_API_KEY",
+        "hf_token",
+        "MY_SECRET_1",
+        "A_PASSWORD",
+    }
+    assert shown["A"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("train --lr 1 --tokenizer bpe", "train --lr 1 --tokenizer bpe"),
+        ("x --api-key s --next 1", "x --api-key *** --next 1"),
+        ("x --api_key=s", "x --api_key=***"),
+        ("x --hf.token s", "x --hf.token ***"),
+        ("x --apikey s", "x --apikey ***"),
+        ("x --token --next 1", "x --token --next 1"),
+        ("env WANDB_API_KEY=s A=1 x", "env WANDB_API_KEY=*** A=1 x"),
+        ("x --tokenizer_type=bpe --keys 3", "x --tokenizer_type=bpe --keys 3"),
+    ],
+)
+def test_secrets_in_a_command_are_not_shown(words: str, shown: str) -> None:
+    assert masked_words(words.split()) == shown.split()
+
+
+def test_a_line_for_a_shell() -> None:
+    assert shell_line({"B": "x y", "A_KEY": "s"}, ["p", "a b", "$c"]) == "env 'A_KEY=***' 'B=x y' p 'a b' '$c'"
