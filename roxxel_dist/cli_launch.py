@@ -27,7 +27,7 @@ class JobArgs:
     port: int | None = None
     """Port on which the processes find each other; a free one where not given, and after a restart."""
     max_restarts: int = 3
-    """Restarts after infrastructure failures (a rank killed, an agent lost, a hang), preemptions not counted. 0: none."""
+    """Restarts after infrastructure failures (a rank killed, an agent lost, a hang); preemptions are free. 0: none."""
     step_timeout: float | None = None
     """Seconds to the next step, after which the rank that is stuck is named; not given, 10 usual steps, at least 60."""
     grace: float = 30.0

@@ -70,10 +70,11 @@ def make_corpus(folder):
     assert result.returncode == 0, result.stderr
 
 
-def launched(processes, devices, run_dir, *more):
+def launched(processes, devices, run_dir, *more, restarts=0):
     """Words that train the small config on so many processes and devices."""
     train = ["train", "--config", "tiny.yaml", "--data_path", "data", "--run_dir", run_dir, *more]
-    return ["launch", "local", "--nprocs", processes, "--devices-per-proc", devices, "--", *train]
+    options = ["--nprocs", processes, "--devices-per-proc", devices, "--max-restarts", restarts]
+    return ["launch", "local", *options, "--", *train]
 
 
 def rows(run_dir):

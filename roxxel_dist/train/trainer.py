@@ -100,6 +100,7 @@ class Trainer:
         kept = {name: getattr(self.options, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
         self.store = CheckpointStore(self._folder / "checkpoints", **kept)
         self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
+        self._progress = Progress.from_env(process_index())
         try:
             start = take_up(self.store, curriculum, self._optimizer, self.options, amend=amend)
             self._parts, self._state, model_settings = init_state(
@@ -120,7 +121,6 @@ class Trainer:
         flops = self.state.flops_per_token()
         self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops)
         self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
-        self._progress = Progress.from_env(process_index())
         self._keeper = Keeper(self._folder, self.store, self.last_step, say)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
         self.notes, self.stopped = start.notes, False
@@ -136,7 +136,8 @@ class Trainer:
             self._phases.check(self.plan.shapes)
             self._phases.prepare(self._stream_from(self.step))
         if self.step:
-            self._state = restore(self.store, self.step, self._state)
+            with self._progress.doing("restore"):
+                self._state = restore(self.store, self.step, self._state)
 
     def _stream_from(self, step: int) -> Stream:
         return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
@@ -167,6 +168,7 @@ class Trainer:
             BadStep: a loss is no number, and `on_bad_step` does not help.
         """
         with self.logger, watching_for_stop(), self._keeper:
+            self._progress.say("start")
             self._reporter.introduce(self._sharding, self.finished)
             for note in self.notes:
                 self.logger.text(note)
@@ -177,6 +179,7 @@ class Trainer:
                     self._go_back(bad)
             self._profiler.close(self._state.step)
             self._keeper.finish(self.step)
+            self._progress.say("")  # what comes now is not training: no limit of the launcher is meant for it
             if self.stopped:
                 self.logger.text(f"asked to stop: step {self.step} is saved")
                 return self.state
@@ -207,6 +210,7 @@ class Trainer:
     def _go_back(self, bad: BadStep) -> None:
         """Take up the last checkpoint, and leave the rows of the bad step out."""
         self._settle()
+        self._progress.say("restore")
         good = self._keeper.last_good()
         options = self.options
         if options.on_bad_step != "rewind" or good is None or self._standing.rewinds >= options.max_rewinds:
@@ -242,7 +246,8 @@ class Trainer:
         if not self._programs.ready(key):
             self._settle()
             begun = time.perf_counter()
-            self._programs.get(key)
+            with self._progress.doing("compile"):
+                self._programs.get(key)
             self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
             self._reporter.meter.forget()
         return self._programs.get(key)
@@ -285,6 +290,7 @@ class Trainer:
             return
         self._settle()
         self._reporter.meter.pause()
+        self._progress.say("eval" if evaluate else "save")
         extra: dict[str, float] = {}
         if evaluate:
             one = self._in_flight.limit == 1
@@ -294,6 +300,7 @@ class Trainer:
             self._check(self._reporter.fetch(metrics.health))
         best = "val_loss" in extra and self._standing.judge(extra["val_loss"])
         if save or best or self._standing.gave_up(self.options.patience):
+            self._progress.say("save")
             schedule = schedule_of(self._optimizer, self.plan.total_steps)
             meta = {**self._identity, **asdict(self._standing), "plan": self.plan.state(done), "schedule": schedule}
             self._keeper.save(done, self._state, meta, extra.get("val_loss"))

@@ -1,0 +1,40 @@
+"""The launcher starts a killed training again by itself, and it is the same run."""
+
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from commands import launched, losses, make_corpus, rows, run, start, wait_for
+
+
+@pytest.mark.slow
+def test_a_killed_rank_and_a_preemption_cost_nothing_but_time(tmp_path):
+    make_corpus(tmp_path)
+    whole = run(*launched(2, 2, "whole"), cwd=tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    launcher = start(*launched(2, 2, "torn", restarts=3), cwd=tmp_path)
+    try:
+        for step, number in ((7, signal.SIGKILL), (14, signal.SIGTERM)):
+            wait_for(lambda step=step: max(rows(tmp_path / "torn"), default=0) >= step, what=f"step {step}")
+            os.kill(_rank(launcher.pid, 1), number)
+        assert launcher.wait(120) == 0, (tmp_path / "started.log").read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    told = (tmp_path / "started.log").read_text()
+    assert "rank 1 failed first: signal SIGKILL" in told
+    assert "restart 1 of 3 in 0.5 s" in told
+    assert "preempted; restart in 0.5 s" in told
+    assert told.count("resuming after step") == 2
+    assert losses(tmp_path / "torn") == losses(tmp_path / "whole")
+    log = (tmp_path / "torn" / "logs" / "rank-1.log").read_text()
+    assert re.findall(r"^# .* attempt (\d)", log, re.MULTILINE) == ["0", "1", "2"]
+
+
+def _rank(launcher, number):
+    for process in psutil.Process(launcher).children(recursive=True):
+        if process.environ().get("ROXXEL_PROCESS_ID") == str(number):
+            return process.pid
+    raise AssertionError(f"rank {number} does not run")
