@@ -30,7 +30,7 @@ class Record:
     time: float = 0.0
     """When the record changed last, in seconds since 1970 by the clock of its host."""
     phase: int = 0
-    """The phase of the step."""
+    """The phase of the step, from 1; 0 where there are none."""
     activity: str = ""
     """One of `ACTIVITIES`."""
     pid: int = 0

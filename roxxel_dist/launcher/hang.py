@@ -31,6 +31,7 @@ class Hang:
     step: int
     """The step it had entered; 0 before the first."""
     phase: int
+    """From 1; 0 where there are none."""
     activity: str
     seconds: float
     """How long it had been there."""
@@ -140,9 +141,10 @@ class Watch:
 def hang_report(hang: Hang, host: str) -> str:
     """Who is stuck where, for people."""
     where = f"in step {hang.step}" if hang.activity == "step" else f"busy with {hang.activity!r} after step {hang.step}"
+    phase = f", phase {hang.phase}" if hang.phase else ""
     guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
     flag = "--step-timeout sets it" if hang.activity == "step" else f"that of {hang.activity!r}"
     return (
-        f"rank {hang.rank} on host {host} is stuck: {where}, phase {hang.phase}, for {hang.seconds:.0f} s "
+        f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
         f"(limit {hang.limit:.0f} s; {flag}){guess}"
     )

@@ -17,8 +17,9 @@ def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) 
     if code == 0:
         return []
     if code == EXIT_DRAINED:
-        asked = "on request" if outcome.requested is not None else "by a signal to the ranks"
-        return _said(f"stopped {asked}; every rank saved and left")
+        if outcome.requested is None:
+            return _said(f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it")
+        return _said("stopped on request; every rank saved and left")
     if outcome.hang is not None and code == EXIT_HANG:
         return _hung(outcome, logs, stack)
     return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome)

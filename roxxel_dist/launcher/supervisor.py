@@ -13,7 +13,7 @@ from roxxel_dist.launcher.job import JobSpec, Placement, coordinator_port, place
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.logs import Logs, Screen
 from roxxel_dist.launcher.report import report_of
-from roxxel_dist.launcher.restart import Ended, decide, ended
+from roxxel_dist.launcher.restart import Cause, Ended, decide, ended
 from roxxel_dist.launcher.signals import Signals
 
 
@@ -81,8 +81,8 @@ def _wait(seconds: float, signals: Signals) -> int | None:
 
 def _tell_first_cause(told: Sequence[_Told]) -> None:
     """After restarts in vain: what it was that went wrong first."""
-    first, last = told[0], told[-1]
-    if last.ended.code in (0, EXIT_DRAINED) or not first.report:
+    failures = [one for one in told if one.ended.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
+    if len(failures) < 2 or failures[-1] is not told[-1] or not failures[0].report:
         return
     say(f"the first cause, of {len(told)} attempts:")
-    write_lines(first.report)
+    write_lines(failures[0].report)

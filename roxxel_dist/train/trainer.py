@@ -232,8 +232,7 @@ class Trainer:
 
     def _enter(self, step: int) -> None:
         """Say which step this rank is about to do and, where one begins, which phase."""
-        phase = self.plan.phase(step)
-        self._progress.enter(step + 1, phase)
+        self._progress.enter(step + 1, self.plan.phase(step) + 1)
         self._profiler.before(step + 1, self._state.step)
         if self._begins_phase(step):
             self._reporter.log(self._check)  # before the line that announces the next phase

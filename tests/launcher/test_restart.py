@@ -204,6 +204,12 @@ def test_an_agent_that_is_lost_is_infrastructure(launch: Launch, alive: Alive) -
     assert not any(map(alive, family["all"]))
 
 
+def test_a_preemption_is_no_first_cause(launch: Launch) -> None:
+    code, _, err = start(launch, f"0 2 os.kill(os.getpid(), 15); 1 4 {KILL}; 2 4 {KILL}").wait()
+    assert code == 137
+    assert "the first cause, of 3 attempts:\nroxxel-dist: rank 1 failed first: signal SIGKILL, in step 4" in err
+
+
 def test_ctrl_c_ends_the_pause_before_a_restart(launch: Launch, until: Callable[..., None]) -> None:
     job = launch("bash", "-c", "kill -9 $$", nprocs=1, max_restarts=3)
     for line in job.process.stderr:  # the third pause is one of 8 seconds
