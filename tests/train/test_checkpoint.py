@@ -147,7 +147,7 @@ def test_another_model_is_refused(tmp_path, state):
         ({**state, "params": {"w": jnp.zeros((4, 3))}}, r"params/w is float32\(2, 3\) in it and float32\(4, 3\) here"),
         (
             {**state, "params": {"w": jnp.zeros((2, 3), jnp.bfloat16)}},
-            r"params/w is float32\(2, 3\) in it and bfloat16",
+            r"params/w is float32\(2, 3\) in it and bfloat16\(2, 3\) here",
         ),
         ({k: v for k, v in state.items() if k != "step"}, "it has step, which is not here"),
     ]
