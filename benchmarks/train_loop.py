@@ -111,7 +111,10 @@ ROWS: list[Callable[[Roxxel, Path], Iterable[Result]]] = [
 def main() -> None:
     """Print the table."""
     chosen = [row for row in ROWS if len(sys.argv) < 3 or row.__name__ in sys.argv[2:]]
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as name:
+    parent = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as name:
         folder, results = Path(name), []
         data = random_tokens(folder / "tokens.rox", 1 << 21, VOCABULARY)
         for row in chosen:
