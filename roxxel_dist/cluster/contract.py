@@ -13,6 +13,8 @@ EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
 EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
+EXIT_PREFLIGHT = 69
+"""The hosts are not fit, and nothing was started."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 ORDERLY = (0, EXIT_DRAINED)
