@@ -15,6 +15,8 @@ EXIT_PREFLIGHT = 69
 """The hosts are not fit for the job; nothing was started."""
 EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
+EXIT_PREFLIGHT = 69
+"""The hosts are not fit, and nothing was started."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 ORDERLY = (0, EXIT_DRAINED)

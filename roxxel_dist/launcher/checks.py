@@ -1,0 +1,288 @@
+"""From what hosts said about themselves to what is wrong with them: pure functions. docs/launching.md has a table."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from roxxel_dist.launcher.facts import Facts, is_loopback
+from roxxel_dist.launcher.wanted import Wanted
+
+Level = Literal["ok", "warning", "error"]
+Hosts = Mapping[str, Facts]
+"""What each host said, in the order of the ranks."""
+
+ROOM, ENOUGH = 100 << 20, 2 << 30
+"""Bytes that must be free, and that should be."""
+CLOCK_S = 2.0
+MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
+NAMED = 8
+"""Hosts that a text names; of more it gives the count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one check found."""
+
+    level: Level
+    check: str
+    hosts: tuple[str, ...]
+    text: str
+
+
+def findings(wanted: Wanted, hosts: Hosts) -> list[Finding]:
+    """Everything that can be said from facts alone. Hosts are compared where there are several."""
+    checks: list[Callable[[Wanted, Hosts], Iterator[Finding]]] = [
+        _gpus,
+        _disk,
+        _leftovers,
+        _variables,
+        _versions,
+        _data,
+    ]
+    if len(hosts) > 1:
+        checks += [_one_machine, _name, _clock, _cpus]
+    return [found for check in checks for found in check(wanted, hosts)]
+
+
+def named(hosts: Sequence[str]) -> str:
+    """Host names for a text."""
+    rest = len(hosts) - NAMED
+    return ", ".join(hosts) if rest <= 1 else f"{', '.join(hosts[:NAMED])} and {rest} more"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def finding(level: Level, check: str, hosts: Sequence[str], text: str) -> Finding:
+    """A finding about these hosts."""
+    return Finding(level=level, check=check, hosts=tuple(hosts), text=text)
+
+
+def _groups(hosts: Hosts, value: Callable[[Facts], Any]) -> dict[Any, list[str]]:
+    """Which hosts have which value."""
+    groups: dict[Any, list[str]] = {}
+    for host, facts in hosts.items():
+        groups.setdefault(value(facts), []).append(host)
+    return groups
+
+
+def _who_has_what(groups: Mapping[Any, Sequence[str]], absent: str = "none") -> str:
+    return "; ".join(f"{absent if value is None else value} on {named(names)}" for value, names in groups.items())
+
+
+def are_one_machine(hosts: Hosts) -> bool:
+    """Whether all host names lead to one machine with one network."""
+    return len(_groups(hosts, lambda facts: facts["machine"])) == 1
+
+
+def _one_machine(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    for names in _groups(hosts, lambda facts: facts["machine"]).values():
+        if len(names) > 1:
+            yield finding(
+                "warning",
+                "host",
+                names,
+                f"{named(names)} are one machine: their ranks share its devices; name each machine once",
+            )
+
+
+def _runs_on_cpu(wanted: Wanted, facts: Facts) -> bool:
+    platforms = wanted.platforms or facts["platforms"]
+    return platforms.split(",")[0] == "cpu" if platforms else facts["gpus"] == 0 and not facts["tpus"]
+
+
+def _name(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    """On CPU a rank tells the others the address that its host's own name resolves to."""
+    if are_one_machine(hosts):
+        return
+    good = []
+    for host, facts in hosts.items():
+        name, addresses = facts["name"], facts["resolves"]
+        if addresses and not is_loopback(addresses[0]):
+            good.append(host)
+            continue
+        to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+        level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
+        own = facts["ssh_address"] or "its address"
+        yield finding(
+            level,
+            "name",
+            [host],
+            f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: have /etc/hosts on {host} "
+            f"say `{own} {name}` instead",
+        )
+    if good:
+        yield finding("ok", "name", good, f"own names resolve to addresses that others can reach on {named(good)}")
+
+
+def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    if any("versions" not in facts for facts in hosts.values()):
+        return
+    equal = []
+    for name in dict.fromkeys(name for facts in hosts.values() for name in facts["versions"]):
+        groups = _groups(hosts, lambda facts, name=name: facts["versions"].get(name))
+        if len(groups) == 1:
+            equal.append(f"{name} {next(iter(groups))}")
+            continue
+        level: Level = "error" if name in MUST_MATCH else "warning"
+        text = f"{name} differs: {_who_has_what(groups)}; install the same version on all hosts"
+        yield finding(level, "versions", list(hosts), text)
+    if equal:
+        yield finding("ok", "versions", list(hosts), ", ".join(equal))
+    codes = _groups(hosts, lambda facts: facts["code"])
+    fix = "install the same one, or bring the checkouts to the same commit"
+    yield from _same("code", hosts, codes, "the code of roxxel_dist", fix)
+    if wanted.script is not None:
+        scripts = _groups(hosts, lambda facts: facts["script"])
+        if list(scripts) == ["absent"]:  # the worker says that, with the folder in which it looked
+            return
+        yield from _same("script", hosts, scripts, f"the script {wanted.script}", "copy the same file to all hosts")
+
+
+def _same(check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str) -> Iterator[Finding]:
+    if len(groups) == 1:
+        yield finding("ok", check, list(hosts), f"{what}: {next(iter(groups))}")
+    else:
+        yield finding("error", check, list(hosts), f"{what} differs: {_who_has_what(groups)}; {fix}")
+
+
+def _data(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    told = {host: facts["data"] for host, facts in hosts.items() if facts.get("data") is not None}
+    if not told:
+        return
+    first = next(iter(told.values()))
+    path = first["path"]
+    if first.get("text"):  # rank 0 makes shards in the run directory, the others read those
+        yield finding("ok", "data", list(told)[:1], f"{path}: text, of which rank 0 makes shards")
+        return
+    unread = _groups({host: data for host, data in told.items() if "why" in data}, lambda data: data["why"])
+    for why, names in unread.items():
+        text = f"{named(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
+        yield finding("error", "data", names, text)
+    texts = [host for host, data in told.items() if data.get("text")]
+    if texts:
+        text = f"{path} is text on {named(texts)}, and tokens on {next(iter(told))}; copy the same files to all hosts"
+        yield finding("error", "data", texts, text)
+    prints = _groups(
+        {host: data for host, data in told.items() if "fingerprint" in data}, lambda one: one["fingerprint"]
+    )
+    if prints:
+        of_those = {host: hosts[host] for names in prints.values() for host in names}
+        fix = "copy the same shards to all hosts"
+        yield from _same("data", of_those, prints, f"the fingerprint of {path}", fix)
+
+
+def _gpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    need = wanted.gpus_per_host
+    cut = wanted.visible is not None and "MIG" in wanted.visible  # parts of GPUs are not counted
+    few = [host for host, facts in hosts.items() if need and not cut and (facts["gpus"] or 0) < need]
+    few = [host for host in few if hosts[host]["gpus"] is not None]
+    for host in few:
+        count = hosts[host]["gpus"]
+        fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"
+        text = f"{host}: --gpus-per-host {need}, and it has {count} (/dev/nvidia*); {fix}, or leave this host out"
+        yield finding("error", "devices", [host], text)
+    groups = _groups(hosts, lambda facts: (facts["gpus"], facts["tpus"]))
+    if len(groups) > 1 and not few:
+        told = _who_has_what({f"{gpus} GPUs, {tpus} TPU chips": names for (gpus, tpus), names in groups.items()})
+        yield finding("warning", "devices", list(hosts), f"devices differ: {told}; use hosts that are alike")
+    elif not few:
+        gpus, tpus = next(iter(groups))
+        text = f"{'uncounted' if gpus is None else gpus} GPUs, {tpus} TPU chips each"
+        yield finding("ok", "devices", list(hosts), text)
+
+
+def _cpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    groups = _groups(hosts, lambda facts: facts["cpus"])
+    if len(groups) > 1:
+        told = _who_has_what({f"{count} CPUs": names for count, names in groups.items()})
+        yield finding("warning", "cpus", list(hosts), f"CPUs differ: {told}; the slowest host sets the pace")
+    else:
+        yield finding("ok", "cpus", list(hosts), f"{next(iter(groups))} CPUs each")
+
+
+def _clock(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    ahead = {host: facts["ahead"] for host, facts in hosts.items()}
+    low, high = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
+    apart = ahead[high] - ahead[low]
+    if apart > CLOCK_S:
+        text = (
+            f"the clock of {high} is {apart:.1f} s ahead of that of {low} (at most {CLOCK_S:g}): the times in the logs "
+            "do not compare; start chrony or systemd-timesyncd there"
+        )
+        yield finding("warning", "clock", [low, high], text)
+    else:
+        yield finding("ok", "clock", list(hosts), f"clocks within {max(apart, 0.1):.1f} s")
+
+
+def _disk(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    for what, floor, flag_text in (("run_dir", "error", "--run_dir"), ("tmp", "warning", "TMPDIR")):
+        good = []
+        for host, facts in hosts.items():
+            place = facts[what]
+            if place is None:
+                continue
+            where = f"{host}: {place['path']}"
+            fix = f"or name another folder with {flag_text}"
+            if place["why"] is not None:
+                text = f"{where} cannot be written ({place['why']}); change its permissions, {fix}"
+                yield finding("error", "disk", [host], text)
+            elif place["free"] < ROOM:
+                text = f"{where} has {size(place['free'])} free, and {size(ROOM)} is the least; make room, {fix}"
+                yield finding("error" if floor == "error" else "warning", "disk", [host], text)
+            elif place["free"] < ENOUGH and what == "run_dir":
+                text = f"{where} has {size(place['free'])} free: few checkpoints fit; make room, {fix}"
+                yield finding("warning", "disk", [host], text)
+            else:
+                good.append(host)
+        if good:
+            least = min(good, key=lambda host: hosts[host][what]["free"])
+            place = hosts[least][what]
+            text = f"{place['path']} can be written on {named(good)}; at least {size(place['free'])} free"
+            yield finding("ok", "disk", good, text)
+
+
+def _leftovers(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    clean = []
+    for host, facts in hosts.items():
+        ours = [rank for rank in facts["left"] if rank["ours"]]
+        others = [rank for rank in facts["left"] if not rank["ours"]]
+        if ours:
+            text = f"{host}: processes of this run still run there: {_ranks(ours)}; both would write to its folder"
+            yield finding("error", "leftovers", [host], f"{text}; end them: {_kill(ours)}")
+        if others:
+            text = f"{host}: ranks of another run are there: {_ranks(others)}; they share its devices"
+            yield finding("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")
+        if not facts["left"]:
+            clean.append(host)
+    if clean:
+        yield finding("ok", "leftovers", clean, f"no ranks of other launches on {named(clean)}")
+
+
+def _ranks(ranks: Sequence[Facts]) -> str:
+    runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
+    return f"run {runs}, {len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
+
+
+def _kill(ranks: Sequence[Facts]) -> str:
+    return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
+
+
+def _variables(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    clean = []
+    for host, facts in hosts.items():
+        own = r"TPU_" if facts["tpus"] else r"(?!)"  # a TPU machine sets these itself, and needs them
+        stale = [name for name in facts["variables"] if not re.match(own, name)]
+        if stale:
+            text = (
+                f"{host}: {named(stale)} are set there, and jax or its libraries may believe that another launcher "
+                f"started them; unset them"
+            )
+            yield finding("warning", "variables", [host], text)
+        else:
+            clean.append(host)
+    if clean:
+        yield finding("ok", "variables", clean, f"no variables of other launchers on {named(clean)}")

@@ -1,0 +1,203 @@
+"""What preflight wants to know of a host, found out on that host. Starts fast: no jax, and numpy only for a data set.
+
+Nothing here changes the host: the one file that is made (to learn whether that is possible) is gone at once.
+"""
+
+import hashlib
+import ipaddress
+import os
+import platform
+import re
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.launcher.leftovers import leftovers
+
+PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+STALE = ("SLURM_", "MEGASCALE_", "OMPI_", "TPU_")
+"""Variables of other launchers, by their beginning: jax and its libraries would believe them."""
+
+Facts = dict[str, Any]
+
+
+def gather(question: Facts) -> Facts:
+    """All that preflight compares or judges, as plain values.
+
+    The question: `run_dir` (text, or None where the job keeps nothing on this host), `run_id`, `script` and `data_path`
+    (text or None), `resume`, and `compare`: whether to tell what matters beside other hosts (versions, code, data).
+    """
+    run_dir = question["run_dir"]
+    told: Facts = {
+        "machine": _machine(),
+        "gpus": _gpus(),
+        "tpus": len(_devices("/dev", r"accel\d+")),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platforms": os.environ.get("JAX_PLATFORMS"),
+        "variables": sorted(name for name in os.environ if name.startswith(STALE)),
+        "run_dir": folder(run_dir, writes=True) if run_dir is not None else None,
+        "tmp": folder(os.environ.get("TMPDIR") or "/tmp", writes=False),
+        "left": leftovers(question["run_id"], run_dir),
+    }
+    if question["compare"]:
+        told |= {
+            "name": socket.gethostname(),
+            "resolves": resolved(socket.gethostname()),
+            "ssh_address": _ssh_address(os.environ.get("SSH_CONNECTION", "")),
+            "versions": _versions(),
+            "code": _hash_of_code(),
+            "script": _hash_of(question["script"]),
+            "data": _data_set(question["data_path"], run_dir, resume=question["resume"]),
+        }
+    return told | {"clock": time.time()}  # last, so that it is as new as it can be where it is read
+
+
+def existing(path: str) -> Path:
+    """The nearest folder (or file) that exists on the way up from a path."""
+    place = Path(os.path.abspath(path))
+    while not os.path.exists(place):
+        place = place.parent
+    return place
+
+
+def folder(path: str, *, writes: bool) -> Facts:
+    """Free bytes where a folder is or would be, and why it cannot be written (None: it can).
+
+    With `writes` a file is made and taken away; without, the permissions are believed.
+    """
+    place = existing(path)
+    free, why = 0, None
+    try:
+        room = os.statvfs(place)
+        free = room.f_bavail * room.f_frsize
+        if not place.is_dir():
+            why = f"{place} is a file"
+        elif writes:
+            mark = touch(path)
+            mark.unlink()
+        elif not os.access(place, os.W_OK | os.X_OK) or room.f_flag & os.ST_RDONLY:
+            why = "no permission"
+    except OSError as error:
+        why = error.strerror or str(error)
+    return {"path": str(place), "free": free, "why": why}
+
+
+def touch(path: str) -> Path:
+    """Make an empty file of a new name where a folder is or would be. Who calls takes it away. Raises OSError."""
+    mark = existing(path) / f".roxxel-probe-{os.urandom(8).hex()}"
+    os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    return mark
+
+
+def resolved(name: str) -> list[str]:
+    """The addresses of a host name, in the order in which programs try them; empty where it has none."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(where[0]) for *_, where in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address never leaves its machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _machine() -> str:
+    """The same for two hosts that are one machine, with one network."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    network = os.readlink("/proc/self/ns/net")
+    return f"{boot or socket.gethostname()} {network}"
+
+
+def _devices(place: str, pattern: str) -> list[str]:
+    try:
+        return [name for name in os.listdir(place) if re.fullmatch(pattern, name)]
+    except OSError:
+        return []
+
+
+def _gpus() -> int | None:
+    """How many GPUs of NVIDIA; None where there are others, which nobody counts here.
+
+    A container sees all of its machine's in /proc, and may use those in /dev.
+    """
+    found = len(_devices("/dev", r"nvidia\d+") or _devices("/proc/driver/nvidia/gpus", r".+"))
+    return None if not found and os.path.exists("/dev/kfd") else found
+
+
+def _ssh_address(connection: str) -> str | None:
+    """The address of this host that the ssh connection came to."""
+    parts = connection.split()
+    return parts[2] if len(parts) == 4 else None
+
+
+def _versions() -> dict[str, str]:
+    """Of Python and of what decides how a run goes; packages that are not there are left out."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _hash_of_code() -> str:
+    """Of this package's own files: an editable install has one version for ever."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _hash_of(script: str | None) -> str | None:
+    """Of a script's contents; "absent" where it cannot be read."""
+    if script is None:
+        return None
+    try:
+        return hashlib.blake2b(Path(script).read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return "absent"
+
+
+def _data_set(data_path: str | None, run_dir: str | None, *, resume: bool) -> Facts | None:
+    """What `train` would read: its path, and its fingerprint, or `text`, or why it cannot be read."""
+    from roxxel_dist.data.commit import COMMIT, SUFFIX
+    from roxxel_dist.data.locate import is_tokens
+
+    try:
+        path = _data_path(data_path, Path(run_dir), resume=resume) if run_dir is not None else data_path
+        if path is None:
+            return None
+        place = Path(path) if os.path.isdir(path) else Path(path).parent
+        if any(place.glob(f".*{SUFFIX}/{COMMIT}")):  # opening would finish that write: not for us to do
+            return {"path": path}
+        if not is_tokens(path):
+            return {"path": path} | ({"text": True} if os.path.exists(path) else {"why": "there is no such file"})
+        from roxxel_dist.data.dataset import Roxxel
+
+        with Roxxel(path) as data:
+            return {"path": path, "fingerprint": data.fingerprint}
+    except (OSError, ValueError) as error:
+        return {"path": data_path, "why": str(error)}
+
+
+def _data_path(data_path: str | None, run: Path, *, resume: bool) -> str | None:
+    """As `train` decides it: a resumed run remembers its own."""
+    from roxxel_dist.data.locate import is_tokens
+    from roxxel_dist.run_directory import CONFIG, DATA
+
+    if resume and is_tokens(run / DATA):
+        return str(run / DATA)
+    if data_path is None and resume and (run / CONFIG).exists():
+        from roxxel_dist.config import RECORD, load_yaml
+
+        return load_yaml(run / CONFIG).get(RECORD, {}).get("data_path")
+    return data_path

@@ -1,0 +1,187 @@
+"""Before each start: are the hosts there, are they fit, and where do the ranks find each other?
+
+The controller starts a probe on every host, all at once, and asks in a few rounds. `look` is for a job, `survey` for
+whoever only wants to know.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roxxel_dist.launcher import facts
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named
+from roxxel_dist.launcher.job import JobSpec, coordinator_port
+from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.panel import Interrupted, Message, Panel
+from roxxel_dist.launcher.wanted import Wanted, wanted_by
+
+__all__ = ["Interrupted", "Ready", "look", "survey"]
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What preflight found."""
+
+    address: str
+    """Where rank 0's coordinator shall listen, as the other hosts reach it; empty where there is no such place."""
+    port: int
+    """Free there; 0 where there is none."""
+    findings: tuple[Finding, ...]
+    unreachable: Mapping[str, str]
+    """Hosts that did not answer, and why; nothing else was checked on them."""
+
+    @property
+    def fit(self) -> bool:
+        """Whether all hosts are there, and nothing is wrong with them."""
+        return not self.unreachable and all(finding.level != "error" for finding in self.findings)
+
+
+def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, wake: int | None = None) -> Ready:
+    """Check the hosts of a job, and choose the address of its coordinator.
+
+    Args:
+        job: what shall run.
+        backend: how hosts are reached.
+        hosts: those that shall be used, in the order of the ranks.
+        port: of the coordinator; None takes a free one.
+        wake: a descriptor; when it can be read, the questions end.
+
+    Raises:
+        Interrupted: `wake` can be read.
+        ValueError: there is one host, this machine, and the port is in use.
+    """
+    if _is_here(backend, hosts):
+        wanted = wanted_by(job, writes=True)
+        return _here(wanted, hosts[0], facts.gather(_question(wanted, compare=False)), coordinator_port(port))
+    return _there(wanted_by(job, writes=False), backend, hosts, port, wake)
+
+
+def survey(
+    wanted: Wanted, backend: Backend, hosts: Sequence[str], *, port: int | None = None, wake: int | None = None
+) -> Ready:
+    """As `look`, where there is no job: all that can be known of each host; a port in use is a finding."""
+    if not _is_here(backend, hosts):
+        return _there(wanted, backend, hosts, port, wake)
+    told = facts.gather(_question(wanted, compare=True))
+    try:
+        return _here(wanted, hosts[0], told, coordinator_port(port))
+    except ValueError as error:
+        return _here(wanted, hosts[0], told, 0, finding("error", "port", hosts, str(error)))
+
+
+def _is_here(backend: Backend, hosts: Sequence[str]) -> bool:
+    return len(hosts) == 1 and isinstance(backend, LocalBackend)
+
+
+def _question(wanted: Wanted, *, compare: bool) -> Message:
+    return {
+        "ask": "facts",
+        "run_dir": wanted.run_dir,
+        "run_id": wanted.run_id,
+        "script": wanted.script,
+        "data_path": wanted.data_path,
+        "resume": wanted.resume,
+        "compare": compare,
+    }
+
+
+def _here(wanted: Wanted, host: str, told: facts.Facts, port: int, *more: Finding) -> Ready:
+    found = (*findings(wanted, {host: told}), *more)
+    return Ready(address=LOOPBACK, port=port, findings=found, unreachable={})
+
+
+def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:
+    with Panel(backend, hosts, wake) as panel:
+        told = _facts(panel, hosts, _question(wanted, compare=True))
+        found = findings(wanted, told) if told else []
+        address = _address(panel, told) if told else ""
+        free = 0
+        if address:
+            free, more = _port(panel, list(told), address, port)
+            found += more
+        elif told:
+            found.append(_no_address(list(told)))
+        if wanted.shared and len(told) > 1:
+            found += _shared(panel, list(told), wanted.run_dir)
+        return Ready(address=address, port=free, findings=tuple(found), unreachable=dict(panel.gone))
+
+
+def _facts(panel: Panel, hosts: Sequence[str], question: Message) -> Hosts:
+    """What the hosts say about themselves, with how far their clocks are `ahead` of this one's, in seconds."""
+    told = {}
+    answers = panel.ask(dict.fromkeys(hosts, question))
+    for host in hosts:
+        if answer := answers.get(host):
+            if "why" in answer:
+                panel.gone[host] = answer["why"]
+            else:
+                told[host] = answer | {"ahead": answer["clock"] - answer["heard"]}
+    return told
+
+
+def _address(panel: Panel, told: Hosts) -> str:
+    """The address by which the first host reaches the second; empty where that is not known."""
+    first, *others = told
+    if are_one_machine(told):
+        return LOOPBACK
+    machine = told[first]["machine"]
+    other = next(host for host in others if told[host]["machine"] != machine)
+    towards = [told[other]["ssh_address"], other, *told[other]["resolves"]]
+    answer = panel.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
+    return answer.get(first, {}).get("address") or ""
+
+
+def _no_address(hosts: Sequence[str]) -> Finding:
+    first, second, *_ = (*hosts, "the other hosts")
+    text = (
+        f"{first} has no way to {second}: neither the address of its ssh connection nor its name leads there; have "
+        "both in one network, and their names in DNS or /etc/hosts"
+    )
+    return finding("error", "port", hosts, text)
+
+
+def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[Finding]]:
+    """A port of the first host that all others reach; 0 where it is taken."""
+    first, *others = hosts
+    here = {"address": address, "nonce": os.urandom(16).hex()}
+    answer = panel.ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
+    if "port" not in answer:
+        asked = f"--port {port}" if port else "a free port"
+        text = f"{first}: {asked} cannot be had on {address} ({answer['why']}); give another --port, or leave it out"
+        return 0, [finding("error", "port", [first], text)]
+    free = int(answer["port"])
+    question = {"ask": "reach", "port": free, **here}
+    answers = panel.ask(dict.fromkeys(others, question))
+    found = []
+    for host, said in answers.items():
+        if "why" in said:
+            text = (
+                f"{host} does not reach {first} at {address}:{free} ({said['why']}): let the firewall of {first} pass "
+                f"TCP between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
+            )
+            found.append(finding("error", "port", [host, first], text))
+    reached = [said["ms"] for said in answers.values() if "ms" in said]
+    if len(reached) == len(others):
+        slowest = f", reached from {named(others)} within {max(reached):.1f} ms" if reached else ""
+        found.append(finding("ok", "port", hosts, f"{first} listens on {address}:{free}{slowest}"))
+    return free, found
+
+
+def _shared(panel: Panel, hosts: Sequence[str], run_dir: str | None) -> list[Finding]:
+    """Whether a file that the first host makes in the run directory is there for all."""
+    first, *others = hosts
+    made = panel.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
+    if "name" not in made:  # the check of the disk says why
+        return []
+    answers = panel.ask({host: {"ask": "see", "run_dir": run_dir, "name": made["name"]} for host in others})
+    blind = [host for host, said in answers.items() if not said.get("seen")]
+    if not blind:
+        return [finding("ok", "run directory", hosts, f"{run_dir} is the same folder on {named(hosts)}")]
+    text = (
+        f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
+        "name one on a file system that all have mounted with --run_dir"
+    )
+    return [finding("error", "run directory", blind, text)]

@@ -1,0 +1,142 @@
+"""What preflight starts on a host: `python -m roxxel_dist.launcher.probe`. It answers questions, and leaves nothing.
+
+A question is a JSON object a line on stdin, the answer one on stdout. What a question asks cannot be done is an answer
+too: {"why": …}. It ends at the end of its stdin, or by itself after a while.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.launcher import facts
+from roxxel_dist.launcher.facts import is_loopback, resolved
+
+LIFE_S = 180
+"""Longer than any preflight: a probe behind a cut link ends too."""
+CONNECT_S = 5.0
+
+Message = dict[str, Any]
+
+
+class Probe:
+    """Answers questions, and holds what they ask to be held (a port, a file) until it is closed."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._files: list[Path] = []
+
+    def answer(self, question: Message) -> Message:
+        """The answer to a question: what was asked for, or `why` it cannot be had."""
+        answers = {
+            "facts": facts.gather,
+            "address": lambda asked: {"address": local_address(asked["towards"])},
+            "listen": self._listen,
+            "reach": lambda asked: {"ms": reach(asked["address"], asked["port"], asked["nonce"])},
+            "touch": self._touch,
+            "see": lambda asked: {"seen": (facts.existing(asked["run_dir"]) / asked["name"]).exists()},
+        }
+        if question["ask"] not in answers:
+            return {"why": f"it does not know {question['ask']!r}: install the same roxxel-dist on all hosts"}
+        try:
+            return answers[question["ask"]](question)
+        except OSError as error:
+            return {"why": error.strerror or str(error)}
+
+    def _touch(self, question: Message) -> Message:
+        """Make a file in the run directory, for others to see."""
+        self._files.append(facts.touch(question["run_dir"]))
+        return {"name": self._files[-1].name}
+
+    def _listen(self, question: Message) -> Message:
+        """Hold a port, a free one for 0, and tell who connects the nonce, so that it is known whose port it is."""
+        address = question["address"]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.socket(family, socket.SOCK_STREAM)
+        self._sockets.append(server)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((address, question["port"]))
+        server.listen(128)
+        threading.Thread(target=_tell, args=(server, question["nonce"].encode()), daemon=True).start()
+        return {"port": server.getsockname()[1]}
+
+    def close(self) -> None:
+        """Let go of the ports, and take the files away."""
+        for server in self._sockets:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+            server.close()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        self._sockets, self._files = [], []
+
+
+def _tell(server: socket.socket, nonce: bytes) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection, suppress(OSError):
+            connection.settimeout(1)
+            connection.sendall(nonce)
+            connection.recv(1)  # the other side closes first: then no closed connection lingers on this port
+
+
+def reach(address: str, port: int, nonce: str) -> float:
+    """Milliseconds until the probe that listens there said its nonce. Raises OSError where it does not."""
+    begun = time.monotonic()
+    try:
+        with socket.create_connection((address, port), CONNECT_S) as connection:
+            heard = b""
+            while len(heard) < len(nonce) and (data := connection.recv(len(nonce))):
+                heard += data
+    except TimeoutError:
+        raise OSError(f"no answer within {CONNECT_S:g} s") from None
+    if heard != nonce.encode():
+        raise OSError("somebody else answers there")
+    return (time.monotonic() - begun) * 1000
+
+
+def local_address(towards: list[str]) -> str | None:
+    """The address of this host from which packets go to the first of these names or addresses that leads elsewhere.
+
+    None where none of them does, or has a route.
+    """
+    for name in towards:
+        for target in resolved(name):
+            if is_loopback(target):
+                continue
+            family = socket.AF_INET6 if ":" in target else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
+                route.connect((target, 9))  # sends nothing: it only asks the kernel for the route
+                own = str(route.getsockname()[0])
+                if not is_loopback(own):
+                    return own
+    return None
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM):
+        signal.signal(name, lambda *_: sys.exit(1))  # by way of `finally`: the files go
+    signal.alarm(LIFE_S)
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print among the answers
+    probe = Probe()
+    try:
+        with open(answers, "wb", buffering=0) as out, suppress(BrokenPipeError):
+            for line in sys.stdin.buffer:
+                out.write(json.dumps(probe.answer(json.loads(line))).encode() + b"\n")
+    finally:
+        probe.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a job needs to find on its hosts, taken from its command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roxxel_dist.launcher.job import JobSpec, log_dir_for
+from roxxel_dist.launcher.worker import PYTHON, _options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a job needs to find on its hosts."""
+
+    run_id: str | None = None
+    run_dir: str | None = None
+    """Where the hosts write; None where they do not."""
+    shared: bool = False
+    """Whether all hosts must see the same run directory."""
+    data_path: str | None = None
+    resume: bool = False
+    script: str | None = None
+    gpus_per_host: int | None = None
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES, where somebody set it for all ranks."""
+    platforms: str | None = None
+    """JAX_PLATFORMS, where the job sets it."""
+
+
+def wanted_by(job: JobSpec, *, writes: bool) -> Wanted:
+    """What a job needs. `writes`: whether its logs are written on the host, whatever the command."""
+    train = job.command[0] == "train"
+    return Wanted(
+        run_id=job.run_id,
+        run_dir=str(job.log_dir.parent) if train or writes else None,
+        shared=train,
+        data_path=flag(job.command, "data_path") if train else None,
+        resume=train and "--resume" in job.command,
+        script=script_of(job.command),
+        gpus_per_host=job.gpus_per_host,
+        visible=job.env.get("CUDA_VISIBLE_DEVICES"),
+        platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
+    )
+
+
+def wanted_by_hand(command: Sequence[str], *, run_dir: str | None, data_path: str | None, gpus: int | None) -> Wanted:
+    """What somebody wants to know who has no job yet; `command` may be empty."""
+    train = command[:1] == ["train"]
+    if train and run_dir is None:
+        run_dir = str(log_dir_for(tuple(command), "new").parent)
+    return Wanted(
+        run_dir=run_dir,
+        shared=run_dir is not None,
+        data_path=data_path or (flag(command, "data_path") if train else None),
+        resume=train and "--resume" in command,
+        script=script_of(command),
+        gpus_per_host=gpus,
+    )
+
+
+def flag(words: Sequence[str], name: str) -> str | None:
+    """The value of a flag, however it is spelled; the last one counts."""
+    found = None
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        key, equals, value = word.partition("=")
+        if key in (f"--{name}", f"--{name.replace('_', '-')}"):
+            found = value if equals else following
+    return found
+
+
+def script_of(command: Sequence[str]) -> str | None:
+    """The file of `python [options] FILE.py …` or `FILE.py …`."""
+    words = list(command)
+    if words and words[0] in PYTHON:
+        words = words[1 + len(_options(words[1:])) :]
+    return words[0] if words and words[0].endswith(".py") else None
