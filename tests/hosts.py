@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from machines import LIMIT_S, PATH, Machine
 
@@ -120,7 +120,7 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         """`subprocess.Popen` on a host, as `run`; its pid is the program's. With the cluster it ends at the latest."""
         command = self._machines[on].words(words, cwd or Path.cwd())
-        process: subprocess.Popen[bytes] = subprocess.Popen(command, env=self._environ(on, env), **more)
+        process = cast("subprocess.Popen[bytes]", subprocess.Popen(command, env=self._environ(on, env), **more))
         self._started.append(process)
         return process
 
@@ -142,7 +142,7 @@ class Cluster:
         self.restore(name)
         far, near, between = f"{name}.far", f"{name}.near", f"{name}.mid"
         words = ["setpriv", "--pdeathsig", "KILL", sys.executable, ROOT / "tests" / "impaired_link.py", far, near]
-        link = self.popen([*words, delay_ms, loss, 7], on=SWITCH, stdout=subprocess.PIPE)
+        link = self.popen([*words, delay_ms, loss], on=SWITCH, stdout=subprocess.PIPE)
         self._impaired[name] = link
         assert link.stdout is not None
         if link.stdout.readline() != b"ready\n":
@@ -156,7 +156,10 @@ class Cluster:
         )
 
     def restore(self, name: str) -> None:
-        """Undo `cut`, `drop` and `impair`."""
+        """Undo `cut`, `drop` and `impair`.
+
+        As on any network, who asked for the host in vain a moment ago may hear "No route to host" for another second.
+        """
         self._switch(f"link set dev {name} up")
         if name in self._silent:
             self._machines[SWITCH].change("bridge", "link", "set", "dev", name, "state", "3")
