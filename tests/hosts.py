@@ -31,6 +31,8 @@ IdentityAgent none
 UserKnownHostsFile "{folder}/known_hosts"
 GlobalKnownHostsFile /dev/null
 StrictHostKeyChecking yes
+# The default takes 0.1 s of CPU.
+KexAlgorithms curve25519-sha256
 """
 
 SSHD = """\
@@ -131,6 +133,7 @@ class Cluster:
     def cut(self, name: str) -> None:
         """Pull a host's cable at the switch: its carrier is gone, nobody is told."""
         self._switch(f"link set dev {name} down")
+        self._silent.discard(name)  # a port that comes up again forwards
 
     def drop(self, name: str) -> None:
         """Lose every packet from and to a host in silence; its link stays up."""
@@ -200,6 +203,9 @@ class Cluster:
 
     def close(self) -> None:
         """End everything that runs on the hosts and take them away."""
+        for process in self._started:  # before the machines: one may not have entered its own yet
+            if process.poll() is None:
+                process.kill()
         for machine in self._machines.values():
             machine.end()
         for process in self._started:
