@@ -17,7 +17,7 @@ from typing import Any
 from roxxel_dist.launcher.leftovers import leftovers
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-STALE = ("SLURM_", "MEGASCALE_", "OMPI_", "TPU_")
+STALE = ("SLURM_", "MEGASCALE_", "OMPI_")
 """Variables of other launchers, by their beginning: jax and its libraries would believe them."""
 
 Facts = dict[str, Any]
