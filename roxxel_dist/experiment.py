@@ -16,7 +16,6 @@ from roxxel_dist.cluster.process import (
     agree,
     barrier,
     differences,
-    enable_compilation_cache,
     initialize,
     is_primary,
     make_deterministic,
@@ -87,7 +86,6 @@ class Experiment:
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
-        enable_compilation_cache()
         run = Path(agree("run directory", str(run_dir or default_run_dir())))
         if resume and not amend and self._was_finished(run, saved):
             return run
