@@ -190,15 +190,15 @@ class Trainer:
 
     def _train(self) -> None:
         """Steps, until the end, a request to stop, or a bad one."""
-        self._from, stream = self.step, self._stream_from(self.step)
+        self._phase, stream = -1, self._stream_from(self.step)  # whichever comes first begins
         for step in range(self.step, self.last_step):
-            self._enter(step)
+            begins = self._enter(step)
             batch = next(stream)  # read while the device works on the steps before
             if self._in_flight.make_room():
                 self._reporter.meter.finished()
             self._state, metrics = self._program(self._state, self._settings, batch)
             self._reporter.log(self._check)  # the step before: its numbers are there, the device is busy with this one
-            self._account(step, metrics)
+            self._account(step, metrics, begins)
             self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
             self._validate_log_save(step, metrics)
             self.step = step + 1
@@ -230,14 +230,18 @@ class Trainer:
         self.store.close()
         self._programs.close()
 
-    def _enter(self, step: int) -> None:
-        """Say which step this rank is about to do and, where one begins, which phase."""
-        self._progress.enter(step + 1, self.plan.phase(step) + 1)
+    def _enter(self, step: int) -> bool:
+        """Say which step this rank is about to do and, where one begins, which phase; returns whether one begins."""
+        phase = self.plan.phase(step)
+        self._progress.enter(step + 1, phase + 1)
         self._profiler.before(step + 1, self._state.step)
-        if self._begins_phase(step):
+        if begins := phase != self._phase:
             self._reporter.log(self._check)  # before the line that announces the next phase
             self._reporter.phase(step, self._sharding)
             self._program = self._program_of(step)
+            rows, length = self.plan.shape(step)
+            self._phase, self._tokens = phase, rows * length
+        return begins
 
     def _program_of(self, step: int) -> Any:
         """The compiled step of the phase of `step`; waits for it where it was not made ahead."""
@@ -256,25 +260,21 @@ class Trainer:
         self._in_flight.settle()
         self._reporter.meter.finished()
 
-    def _account(self, step: int, metrics: Metrics) -> None:
-        """Count the step, remember its numbers if they are due, and compile ahead."""
+    def _account(self, step: int, metrics: Metrics, begins: bool) -> None:
+        """Count the step, remember its numbers if they are due, and compile ahead when a phase has begun."""
         done = step + 1
         self._in_flight.add(metrics.scalars["loss"])
-        rows, length = self.plan.shape(step)
-        self._reporter.meter.step(rows * length)
+        self._reporter.meter.step(self._tokens)
         self._progress.finish(done)
         self._keeper.hear()
         if self._is_due("log", done) or self._is_due("eval", done):
             self._reporter.put_aside(done, metrics)
-        if self._begins_phase(step):
-            following = sum(shape.steps for shape in self.plan.shapes[: self.plan.phase(step) + 1])
+        if begins:
+            following = sum(shape.steps for shape in self.plan.shapes[: self._phase + 1])
             if following < self.last_step:
                 self._phases.prepare(self._stream_from(following))
         self._reporter.show(done)
         self._profiler.after(done, metrics.scalars["loss"])
-
-    def _begins_phase(self, step: int) -> bool:
-        return step == self._from or self.plan.phase(step) != self.plan.phase(step - 1)
 
     def _is_due(self, what: str, done: int) -> bool:
         every = getattr(self.options, f"{what}_every")
