@@ -135,10 +135,6 @@ class LoopOptions:
     profile_steps: list[int] | None = None
     """[A, B]: write a trace of the steps A to B into the run directory."""
 
-    def is_kept(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is one that is never deleted."""
-        return step in (self.keep_steps or ()) or (self.keep_every is not None and step % self.keep_every == 0)
-
     def __post_init__(self) -> None:
         at_least_one = ("log_every", "eval_every", "eval_iters", "checkpoint_every", "max_to_keep", "keep_every")
         for name in (*at_least_one, "max_steps"):

@@ -284,7 +284,7 @@ class Trainer:
         done = step + 1
         evaluate = self._is_due("eval", done)
         asked = self._keeper.asked(done)
-        save = asked or self.stopped or self._is_due("checkpoint", done) or self.options.is_kept(done)
+        save = asked or self.stopped or self._is_due("checkpoint", done) or self.store.keeps_forever(done)
         if not (evaluate or save or done == self.last_step):
             return
         self._settle()
