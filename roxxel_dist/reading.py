@@ -37,6 +37,23 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     return curriculum, held_out
 
 
+def validation_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:
+    """The data sets of the config's `validation` by name; none where it names none.
+
+    Raises:
+        ValueError: one was made with another tokenizer than the data to train on.
+    """
+    sets = {name: Roxxel(path) for name, path in (config.validation or {}).items()}
+    for name, one in sets.items():
+        prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
+        if None not in prints and prints[0] != prints[1]:
+            raise ValueError(
+                f"validation {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
+                f"build both with the same tokenizer.json"
+            )
+    return sets
+
+
 def saved_plan(run: Path) -> Plan | None:
     """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
     found = [path for path in run.glob(f"{CHECKPOINTS}/*/meta.json") if path.parent.name.isdigit()]
