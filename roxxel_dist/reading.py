@@ -13,6 +13,7 @@ from roxxel_dist.data.place import place_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
+from roxxel_dist.train.standing import META
 
 SHOWN = 60
 
@@ -56,7 +57,7 @@ def validation_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:
 
 def saved_plan(run: Path) -> Plan | None:
     """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
-    found = [path for path in run.glob(f"{CHECKPOINTS}/*/meta.json") if path.parent.name.isdigit()]
+    found = [path for path in run.glob(f"{CHECKPOINTS}/*/{META}") if path.parent.name.isdigit()]
     if not found:
         return None
     newest = max(found, key=lambda path: int(path.parent.name))

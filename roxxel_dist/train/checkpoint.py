@@ -18,6 +18,7 @@ import jax
 
 from roxxel_dist.cluster.process import agree, collect, is_primary, process_index
 from roxxel_dist.train import checkpoint_files as files
+from roxxel_dist.train.standing import META
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -241,7 +242,7 @@ class CheckpointStore:
             known = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
         with self._readable(step):
-            return json.loads((self.folder / str(step) / files.META).read_bytes())
+            return json.loads((self.folder / str(step) / META).read_bytes())
 
     @contextlib.contextmanager
     def _readable(self, step: int) -> Iterator[None]:

@@ -23,8 +23,9 @@ from etils import epath
 
 from roxxel_dist.cluster.process import agree, collect, process_index
 from roxxel_dist.data.commit import sync_folder, write_file
+from roxxel_dist.train.standing import META
 
-STATE, META = "state", "meta.json"
+STATE = "state"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
