@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from commands import TERMINAL, on_terminal
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.job import coordinator_port
@@ -158,18 +158,9 @@ for step in range(3, 6):
 
 
 def test_a_terminal_has_a_bar_below_the_lines(launch: Launch) -> None:
-    ours, theirs = pty.openpty()
-    job = launch("env", sys.executable, "-c", BAR, stdout=theirs, environ={"TERM": "xterm", "COLUMNS": "100"})
-    os.close(theirs)
-    data = b""
-    try:
-        while piece := os.read(ours, 4096):
-            data += piece
-    except OSError:  # how a terminal says that its last writer is gone
-        pass
-    os.close(ours)
+    words = ["env", sys.executable, "-c", BAR]
+    job, text = on_terminal(lambda theirs: launch(*words, stdout=theirs, environ=TERMINAL))
     assert job.wait()[0] == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode())
     for fact in (
         "warm [/x]",
         "5/5",
