@@ -142,6 +142,16 @@ def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         yield from _same("script", hosts, scripts, f"the script {wanted.script}", "copy the same file to all hosts")
 
 
+def speak_alike(hosts: Hosts, here: str) -> Iterator[Finding]:
+    """Whether the hosts have the launcher's own code (`here` is its hash)."""
+    groups = _groups(hosts, lambda facts: facts["code"])
+    if len(groups) == 1 and here not in groups:
+        text = (
+            f"the code of roxxel_dist is {here} in the launcher here, and {_who_has_what(groups)}: they talk with each "
+        )
+        yield finding("error", "code", list(hosts), text + "other; install the same on both")
+
+
 def _same(check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str) -> Iterator[Finding]:
     if len(groups) == 1:
         yield finding("ok", check, list(hosts), f"{what}: {next(iter(groups))}")

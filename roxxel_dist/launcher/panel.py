@@ -58,19 +58,26 @@ class Panel:
         self._started: list[subprocess.Popen[bytes]] = []
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ, None)
-        for host in hosts:
-            try:
-                process = backend.start(host, PROBE)
-            except OSError as error:
-                self.gone[host] = f"no probe could be started: {error}"
-                continue
-            assert process.stdout is not None
-            assert process.stderr is not None
-            self._started.append(process)
-            probe = _Probe(host=host, process=process, out=process.stdout.fileno(), err=process.stderr.fileno())
-            self._probes[host] = probe
-            self._select.register(probe.out, selectors.EVENT_READ, probe)
-            self._select.register(probe.err, selectors.EVENT_READ, probe)
+        try:
+            for host in hosts:
+                self._start(backend, host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, backend: Backend, host: str) -> None:
+        try:
+            process = backend.start(host, PROBE)
+        except OSError as error:
+            self.gone[host] = f"no probe could be started: {error}"
+            return
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._started.append(process)
+        probe = _Probe(host=host, process=process, out=process.stdout.fileno(), err=process.stderr.fileno())
+        self._probes[host] = probe
+        self._select.register(probe.out, selectors.EVENT_READ, probe)
+        self._select.register(probe.err, selectors.EVENT_READ, probe)
 
     def ask(self, questions: Mapping[str, Message], limit: float = LIMIT_S) -> dict[str, Message]:
         """Ask hosts, and wait for all answers; `heard` in each is the time here when it came.

@@ -6,11 +6,11 @@ whoever only wants to know.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named
+from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named, speak_alike
 from roxxel_dist.launcher.job import JobSpec, coordinator_port
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.panel import Interrupted, Message, Panel
@@ -56,7 +56,10 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
     if _is_here(backend, hosts):
         wanted = wanted_by(job, writes=True)
         return _here(wanted, hosts[0], facts.gather(_question(wanted, compare=False)), coordinator_port(port))
-    return _there(wanted_by(job, writes=False), backend, hosts, port, wake)
+    wanted = wanted_by(job, writes=False)
+    if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
+        wanted = replace(wanted, data_path=None)
+    return _there(wanted, backend, hosts, port, wake)
 
 
 def survey(
@@ -67,7 +70,8 @@ def survey(
         return _there(wanted, backend, hosts, port, wake)
     told = facts.gather(_question(wanted, compare=True))
     try:
-        return _here(wanted, hosts[0], told, coordinator_port(port))
+        free = coordinator_port(port)
+        return _here(wanted, hosts[0], told, free, finding("ok", "port", hosts, f"{free} is free on {LOOPBACK}"))
     except ValueError as error:
         return _here(wanted, hosts[0], told, 0, finding("error", "port", hosts, str(error)))
 
@@ -96,7 +100,7 @@ def _here(wanted: Wanted, host: str, told: facts.Facts, port: int, *more: Findin
 def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:
     with Panel(backend, hosts, wake) as panel:
         told = _facts(panel, hosts, _question(wanted, compare=True))
-        found = findings(wanted, told) if told else []
+        found = [*findings(wanted, told), *speak_alike(told, facts.hash_of_code())] if told else []
         address = _address(panel, told) if told else ""
         free = 0
         if address:
