@@ -12,7 +12,7 @@ import tyro
 
 from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
-from roxxel_dist.cli_launch import launch_local
+from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
@@ -24,7 +24,6 @@ NOT_BUILT = {
     "report": "pictures and tables of runs and studies",
     "plan": "phases, memory and time of a run before it starts",
     "export": "weights for other programs",
-    "launch ssh": "start ranks on hosts reached by ssh",
     "launch slurm": "start ranks in a SLURM job",
     "launch k8s": "start ranks in Kubernetes",
     "launch ray": "start ranks on a Ray cluster",
@@ -137,8 +136,8 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local."""
-    return _dispatch("launch", {"local": launch_local}, words)
+    """Start a program as many processes and watch over them: local, ssh."""
+    return _dispatch("launch", {"local": launch_local, "ssh": launch_ssh}, words)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

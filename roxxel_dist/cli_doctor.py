@@ -3,11 +3,10 @@
 import dataclasses
 import json as json_text
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ class DoctorArgs:
     hosts: str | None = None
     """Names of hosts as ssh knows them, a comma between them."""
     hostfile: str | None = None
-    """A file with a host a line; what follows a # is left out."""
+    """A file with a host a line, as for `launch ssh`."""
     run_dir: str | None = None
     """A folder that all hosts shall see, with room for checkpoints."""
     data_path: str | None = None
@@ -38,6 +37,8 @@ class DoctorArgs:
     """A configuration file for ssh; its usual ones where not given."""
     python: str | None = None
     """The Python of the hosts; the path of this one where not given."""
+    directory: str | None = None
+    """The working directory on the hosts; that of this process where not given."""
     json: Switch = False
     """Print JSON."""
 
@@ -64,37 +65,6 @@ def examine(args: DoctorArgs, command: Sequence[str], backend: "Backend") -> int
     return 0 if ready.fit else EXIT_PREFLIGHT
 
 
-def host_names(hosts: str | None, hostfile: str | None) -> list[str]:
-    """The names in `--hosts a,b` or in a file with one a line.
-
-    Raises:
-        ValueError: both or an empty list are given, a name is there twice or is no name, or the file cannot be read.
-    """
-    if hosts is not None and hostfile is not None:
-        raise ValueError(f"--hosts {hosts} and --hostfile {hostfile}: give one of the two")
-    if hostfile is not None:
-        try:
-            lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ValueError(
-                f"--hostfile {hostfile}: cannot be read ({reason}); name a file with a host a line"
-            ) from None
-        names = [line.partition("#")[0].strip() for line in lines]
-    else:
-        names = [name.strip() for name in (hosts or "").split(",")]
-    names = [name for name in names if name]
-    given = f"--hostfile {hostfile}" if hostfile is not None else f"--hosts {hosts}"
-    if not names:
-        raise ValueError(f"{given}: no host in it; write at least one")
-    for number, name in enumerate(names):
-        if name.startswith("-") or len(name.split()) > 1:
-            raise ValueError(f"{given}: {name!r} is no name of a host; write one name a line, without options")
-        if name in names[:number]:
-            raise ValueError(f"{given}: {name} is there twice; name each host once")
-    return names
-
-
 def _check(args: DoctorArgs) -> None:
     if args.port is not None and not 1 <= args.port <= 65535:
         raise ValueError(f"--port {args.port}: must be within 1 and 65535; leave --port out to take a free one")
@@ -104,15 +74,20 @@ def _check(args: DoctorArgs) -> None:
 
 def _backend(args: DoctorArgs) -> "Backend":
     if args.hosts is None and args.hostfile is None:
-        for name, value in (("--ssh-config", args.ssh_config), ("--python", args.python)):
-            if value is not None:
-                raise UsageError(f"{name} {value} is for other hosts: name them with --hosts or --hostfile")
+        for name in ("ssh_config", "python", "directory"):
+            if (value := getattr(args, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {value} is for other hosts: name them with --hosts or --hostfile")
         from roxxel_dist.launcher.backends.local import LocalBackend
 
         return LocalBackend()
-    from roxxel_dist.launcher.backends.ssh import SshBackend
+    from roxxel_dist.launcher.backends.ssh import SshBackend, read_hostfile
 
-    return SshBackend(host_names(args.hosts, args.hostfile), config=args.ssh_config, python=args.python, directory=None)
+    if args.hosts is not None and args.hostfile is not None:
+        raise ValueError(f"--hosts {args.hosts} and --hostfile {args.hostfile}: give one of the two")
+    names = [name.strip() for name in (args.hosts or "").split(",") if name.strip()]
+    hosts = names if args.hostfile is None else read_hostfile(args.hostfile)[0]
+    return SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
 
 
 def _as_text(ready: "Ready", hosts: int) -> str:

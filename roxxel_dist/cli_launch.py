@@ -1,7 +1,8 @@
 """The commands that start a program as many processes."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 
@@ -9,6 +10,7 @@ from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
+    from roxxel_dist.launcher.job import JobSpec
     from roxxel_dist.launcher.link import Backend
 
 
@@ -21,7 +23,7 @@ class JobArgs:
     devices_per_proc: int | None = None
     """Simulated CPU devices of each process; what jax finds where not given."""
     env: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """K=V: a variable for every rank, for instance NCCL_DEBUG=INFO; may be given several times."""
+    """K=V: a variable for every rank, for instance NCCL_DEBUG=INFO; K alone passes on the launcher's. Repeatable."""
     env_from: str | None = None
     """A file with a K=V a line, for every rank; --env wins over it."""
     port: int | None = None
@@ -59,16 +61,82 @@ class LocalArgs(JobArgs, RankArgs):
     """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostArgs:
+    """Which hosts; a class of its own so that `--help` begins with it."""
+
+    hosts: str | None = None
+    """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
+    hostfile: str | None = None
+    """A file with a host a line, or `host slots=N`."""
+    procs_per_host: int | None = None
+    """Processes to start on each host; the slots of the host file, or 1."""
+    min_hosts: int | None = None
+    """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
+    host_timeout: float = 60.0
+    """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
+    ssh_config: str | None = None
+    """A file for `ssh -F`; not given, ssh reads ~/.ssh/config."""
+    python: str | None = None
+    """The interpreter on the hosts; not given, the path of this one."""
+    directory: str | None = None
+    """The working directory on the hosts; not given, that of the launcher."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SshArgs(JobArgs, HostArgs):
+    """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
+
+    It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each
+    host needs this Python environment, the working directory and the data at the same paths.
+    """
+
+
 def launch_local(words: list[str]) -> int:
     """Start ranks on this machine."""
-    if "--" not in words and not {"-h", "--help"} & set(words):
-        raise UsageError("no command: write it after `--`, as in `launch local --nprocs 2 -- train --data_path DIR`")
-    cut = words.index("--") if "--" in words else len(words)
-    args, command = parse(LocalArgs, words[:cut], "launch local", underscores=False), words[cut + 1 :]
+    args, command = _parse(LocalArgs, words, "local", "--nprocs 2")
     with usage_errors():
         from roxxel_dist.launcher.backends.local import LocalBackend
 
         return _launch(args, args.nprocs, command, LocalBackend())
+
+
+def launch_ssh(words: list[str]) -> int:
+    """Start ranks on hosts that ssh reaches."""
+    args, command = _parse(SshArgs, words, "ssh", "--hosts a,b")
+    with usage_errors():
+        from roxxel_dist.launcher.backends.ssh import SshBackend
+
+        hosts, slots = hosts_of(args.hosts, args.hostfile)
+        procs = args.procs_per_host or slots or 1
+        if args.procs_per_host is not None and args.procs_per_host < 1:
+            raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")
+        if args.min_hosts is not None and args.min_hosts > len(hosts):
+            raise ValueError(f"--min-hosts {args.min_hosts}: there are {len(hosts)} hosts; use at most {len(hosts)}")
+        backend = SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
+        return _launch(args, procs * len(hosts), command, backend)
+
+
+def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | None]:
+    """The hosts of `--hosts` or `--hostfile`, and the slots of each by the file. Raises ValueError for both or none."""
+    from roxxel_dist.launcher.backends.ssh import read_hostfile
+
+    if (hosts is None) == (hostfile is None):
+        raise ValueError("give --hosts a,b,c or --hostfile FILE" + (", not both" if hosts is not None else ""))
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return [host.strip() for host in (hosts or "").split(",") if host.strip()], None
+
+
+A = TypeVar("A")
+
+
+def _parse(kind: type[A], words: list[str], name: str, example: str) -> tuple[A, list[str]]:
+    """The launcher's own options, and the words after `--`."""
+    if "--" not in words and not {"-h", "--help"} & set(words):
+        raise UsageError(f"no command: write it after `--`, as in `launch {name} {example} -- train --data_path DIR`")
+    cut = words.index("--") if "--" in words else len(words)
+    return parse(kind, words[:cut], f"launch {name}", underscores=False), words[cut + 1 :]
 
 
 def _launch(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> int:
@@ -77,21 +145,7 @@ def _launch(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") 
         raise ValueError("--json tells what would run: give it with --dry-run")
     if command[:1] == ["train"]:
         parse_train(command[1:])  # a slip is told at once, before any process starts
-    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id
-    from roxxel_dist.launcher.variables import assignments, read_env_file
-
-    fields = dataclasses.asdict(args)
-    for name in ("env", "env_from", "dry_run", "json", "nprocs"):
-        fields.pop(name, None)
-    run_id = new_run_id()
-    job = JobSpec(
-        command=tuple(command),
-        nprocs=nprocs,
-        run_id=run_id,
-        log_dir=log_dir_for(tuple(command), run_id),
-        env={**(read_env_file(args.env_from) if args.env_from else {}), **assignments(args.env)},
-        **fields,
-    )
+    job = _job(args, nprocs, command)
     if args.dry_run:
         from roxxel_dist.launcher.dry_run import as_json, as_text
 
@@ -100,3 +154,19 @@ def _launch(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") 
     from roxxel_dist.launcher.supervisor import run
 
     return run(job, backend)
+
+
+def _job(args: JobArgs, nprocs: int, command: list[str]) -> "JobSpec":
+    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id
+    from roxxel_dist.launcher.variables import assignments, read_env_file
+
+    fields = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs"}
+    run_id = new_run_id()
+    return JobSpec(
+        command=tuple(command),
+        nprocs=nprocs,
+        run_id=run_id,
+        log_dir=log_dir_for(tuple(command), run_id),
+        env={**(read_env_file(args.env_from) if args.env_from else {}), **assignments(args.env, os.environ)},
+        **{name: value for name, value in dataclasses.asdict(args).items() if name in fields},
+    )

@@ -11,6 +11,8 @@ EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
+EXIT_PREFLIGHT = 69
+"""The hosts are not fit for the job; nothing was started."""
 EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
 EXIT_PREFLIGHT = 69

@@ -2,7 +2,8 @@
 
 One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe. epoll hands over
 what is ready in the order in which it became ready, so the first failure is the first one. The agent takes orders from
-its stdin alone (signals do nothing); when that ends, whoever gave orders is gone, and so are the ranks.
+its stdin alone (signals do nothing); when that ends, or says nothing for longer than the leash, whoever gave orders is
+gone, and so are the ranks.
 """
 
 import math
@@ -52,7 +53,7 @@ class Rank:
 class Agent:
     """The loop of one host."""
 
-    def __init__(self, orders: int, channel: int, guard: Guard, folder: Path) -> None:
+    def __init__(self, orders: int, channel: int, guard: Guard, folder: Path, leash_s: float = math.inf) -> None:
         self._orders = orders
         self._outbox = Outbox(channel)
         self._guard = guard
@@ -65,6 +66,8 @@ class Agent:
         self._by_output: dict[int, Rank] = {}
         self._kill_at: float | None = None
         self._report_at = 0.0
+        self._leash_s = leash_s
+        self._heard = time.monotonic()
         self._draining = False
         self._paused = False
         self._writable = False
@@ -82,25 +85,27 @@ class Agent:
                 elif fd in self._by_output:
                     self._read_output(self._by_output[fd])
             self._on_exits(exited)
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            now = time.monotonic()
+            if self._kill_at is not None and now >= self._kill_at:
                 self._kill()
-            if time.monotonic() >= self._report_at:
+            if now >= self._report_at:
                 self._report()
+            if now - self._heard > self._leash_s:  # a link that is cut, or a controller that is
+                self._ended = True
             self._read_rests()
             self._send()
         self._kill()
         self._poll.close()
 
-    def _wait_s(self) -> float | None:
+    def _wait_s(self) -> float:
         if not self._paused and any(rank.swept and rank.output >= 0 for rank in self._ranks):
             return 0
-        times = [self._report_at] if any(not rank.settled for rank in self._ranks) else []
-        if self._kill_at is not None:
-            times.append(self._kill_at)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        until = self._report_at if self._kill_at is None else min(self._report_at, self._kill_at)
+        return max(0.0, until - time.monotonic())
 
     def _read_orders(self) -> None:
         data = os.read(self._orders, CHUNK)
+        self._heard = time.monotonic()
         if not data:
             self._ended = True
         for order in self._inbox.feed(data):
@@ -147,8 +152,9 @@ class Agent:
                 os.killpg(rank.process.pid, signal.SIGTERM)
 
     def _report(self) -> None:
-        """Tell how far the ranks are that have moved."""
+        """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
         self._report_at = time.monotonic() + REPORT_S
+        self._guard.beat()
         moved = []
         records = progress.read(self._progress) if self._ranks else []
         for rank in self._alive():
@@ -156,8 +162,7 @@ class Agent:
             if record != rank.told:
                 rank.told = record
                 moved.append((rank.number, asdict(record)))
-        if moved:
-            self._outbox.send({"type": "progress", "records": moved})
+        self._outbox.send({"type": "progress", "records": moved})
 
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
@@ -275,15 +280,16 @@ def _exit_code(pid: int) -> int:
 
 
 def main() -> None:
-    """Serve the controller at the other end of stdin and stdout."""
+    """Serve the controller at the other end of stdin and stdout: `agent [LEASH]`, in seconds (`Backend.leash_s`)."""
+    leash_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
-    guard = Guard(folder, closes=(sys.stdin.fileno(),))
+    guard = Guard(folder, closes=(sys.stdin.fileno(),), leash_s=leash_s)
     try:
-        Agent(sys.stdin.fileno(), channel, guard, folder).serve()
+        Agent(sys.stdin.fileno(), channel, guard, folder, leash_s).serve()
     finally:
         guard.close()
 

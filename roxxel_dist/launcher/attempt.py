@@ -4,59 +4,25 @@ It runs in the launcher's own process, in one thread: it waits for what agents s
 long ranks may stay when another has ended, and how long a rank may stay in a step).
 """
 
-import os
-import selectors
 import signal
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.channel import Message
+from roxxel_dist.launcher.dump import AFTER_DUMP_S, DUMP_S, Dump
 from roxxel_dist.launcher.hang import Hang, Watch
 from roxxel_dist.launcher.job import JobSpec, Placement
-from roxxel_dist.launcher.link import AGENT_END_S, Backend, Link
-from roxxel_dist.launcher.logs import Logs, Screen, silence
-from roxxel_dist.launcher.outcome import USAGE_S, Exit, Outcome
+from roxxel_dist.launcher.link import Backend, Link
+from roxxel_dist.launcher.links import Links
+from roxxel_dist.launcher.logs import Logs, Screen
+from roxxel_dist.launcher.outcome import USAGE_S, Exit, Lost, Outcome
+from roxxel_dist.launcher.report import say, write_lines
 from roxxel_dist.launcher.signals import Signals
 
-CHUNK = 1 << 20
 LOOK_S = 0.25
-DUMP_S = 1.25
-"""How long ranks have to answer with their stacks before one is taken for dead."""
-AFTER_DUMP_S = 0.1
-STACK = "most recent call first"
-"""In the first line of the stack of a thread, as faulthandler writes it."""
-
-
-@dataclass(kw_only=True)
-class Dump:
-    """The stacks that were asked for."""
-
-    hang: Hang
-    until: float
-    stacks: dict[int, list[str]] = field(default_factory=dict)
-    stopped: set[int] = field(default_factory=set)
-    listening: set[int] = field(default_factory=set)
-    hosts_left: int = 0
-
-    def add(self, rank: int, lines: Sequence[str]) -> None:
-        """Lines of a rank; what comes before its first stack is left out."""
-        known = self.stacks.get(rank)
-        if known is None:
-            start = next((number for number, line in enumerate(lines) if STACK in line), None)
-            if start is not None:
-                self.stacks[rank] = list(lines[start:])
-        else:
-            known.extend(lines)
-
-    @property
-    def complete(self) -> bool:
-        """Whether everybody has answered who can."""
-        return not self.hosts_left and self.listening - self.stopped <= set(self.stacks)
 
 
 class Attempt:
@@ -67,13 +33,12 @@ class Attempt:
         self._logs = logs
         self._screen = screen
         self._signals = signals
-        self._select = selectors.DefaultSelector()
-        self._links: list[Link] = []
+        self._links = Links(signals.fd)
         self._exits: list[Exit] = []
         self._requested: int | None = None
         self._deadline: float | None = None
         self._late = False
-        self._lost: tuple[str, int] | None = None
+        self._lost: Lost | None = None
         self._watch = Watch(job.step_timeout)
         self._look_at = 0.0
         self._dump: Dump | None = None
@@ -85,19 +50,17 @@ class Attempt:
     def run(self, backend: Backend, placed: Sequence[Placement]) -> Outcome:
         """Start all, watch until all have ended, and say what happened."""
         try:
-            self._select.register(self._signals.fd, selectors.EVENT_READ)
-            self._start(backend, placed)
-            while not all(link.done for link in self._links):
-                for key, _ in self._select.select(self._wait_s()):
-                    if key.data is None:
-                        self._on_signal(os.read(self._signals.fd, 1)[0])
-                    else:
-                        self._read(key.data)
+            self._links.start(self._job, backend, placed)
+            for place in placed:
+                for rank in place.ranks:
+                    self._watch.observe(rank, Record(), time.monotonic())
+            while not self._links.done:
+                for link, event in self._links.events(self._wait_s()):
+                    self._on_event(link, event)
+                self._on_signals()
                 self._on_clock(time.monotonic())
         finally:
-            self._select.close()
-            for link in self._links:
-                link.close()
+            self._links.close()
         return Outcome(
             exits=self._exits,
             requested=self._requested,
@@ -106,17 +69,6 @@ class Attempt:
             hang=self._hang,
             reached=self._reached,
         )
-
-    def _start(self, backend: Backend, placed: Sequence[Placement]) -> None:
-        for place in placed:
-            link = Link(host=place.host, ranks=list(place.ranks), process=backend.start(place.host))
-            self._links.append(link)
-            assert link.process.stdout is not None
-            self._select.register(link.process.stdout.fileno(), selectors.EVENT_READ, link)
-            ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
-            link.send({"type": "start", "command": self._job.command, "ranks": ranks, "total": self._job.nprocs})
-            for rank in place.ranks:
-                self._watch.observe(rank, Record(), time.monotonic())
 
     def _wait_s(self) -> float:
         waits = [self._look_at if self._dump is None else self._dump.until]
@@ -138,8 +90,9 @@ class Attempt:
             self._look_at = now + LOOK_S
             hang = self._watch.overdue(now)
             if hang is not None and self._hang is None and not self._is_ending():
-                self._dump = Dump(hang=hang, until=now + DUMP_S, hosts_left=sum(not link.done for link in self._links))
-                self._order({"type": "dump"})
+                living = sum(not link.done for link in self._links.all)
+                self._dump = Dump(hang=hang, until=now + DUMP_S, hosts_left=living)
+                self._links.order({"type": "dump"})
 
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
@@ -150,28 +103,23 @@ class Attempt:
         self._dump, self._look_at = None, now + LOOK_S
         if self._is_ending():
             return
-        silent = dump.listening - set(dump.stacks)
-        self._hang = self._watch.blame(dump.hang, stopped=dump.stopped, silent=silent, now=now)
+        self._hang = self._watch.blame(dump.hang, stopped=dump.stopped, silent=dump.silent, now=now)
         self.stack = dump.stacks.get(self._hang.rank, [])
         self._kill()
 
-    def _order(self, message: Message) -> None:
-        for link in self._links:
-            link.send(message)
-
     def _kill(self, after: float = 0) -> None:
-        self._order({"type": "kill", "after": after})
+        self._links.order({"type": "kill", "after": after}, within=after)
 
-    def _read(self, link: Link) -> None:
-        assert link.process.stdout is not None
-        fd = link.process.stdout.fileno()
-        data = os.read(fd, CHUNK)
-        if not data:
-            self._select.unregister(fd)
-            if not link.done:
-                self._on_lost(link)
-        for message in link.decoder.feed(data):
-            self._on_message(link, message)
+    def _on_event(self, link: Link, event: Message | Lost | str) -> None:
+        if isinstance(event, Lost):
+            self._lost = self._lost or event
+            for rank in link.ranks:
+                self._watch.forget(rank)
+            self._kill()
+        elif isinstance(event, str):
+            write_lines([f"{link.host}: {event}"])
+        else:
+            self._on_message(link, event)
 
     def _on_message(self, link: Link, message: Message) -> None:
         match message["type"]:
@@ -186,25 +134,17 @@ class Attempt:
             case "progress":
                 self._on_progress(message["records"])
             case "dumped":
-                self._on_dumped(message["ranks"])
+                if self._dump is not None:
+                    self._dump.asked(message["ranks"])
             case "exit":
                 fields = {name: message[name] for name in ("rank", "pid", "code", "culled", "step")}
                 self._on_exit(Exit(host=link.host, **fields))
-            case "done":
-                link.done = True
 
     def _on_progress(self, records: Sequence[tuple[int, dict[str, Any]]]) -> None:
         now = time.monotonic()
         for rank, values in records:
             self._watch.observe(rank, Record(**values), now)
         self._reached = max(self._reached, self._watch.reached)
-
-    def _on_dumped(self, ranks: Sequence[tuple[int, str, bool]]) -> None:
-        if self._dump is None:
-            return
-        self._dump.hosts_left -= 1
-        self._dump.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}
-        self._dump.listening |= {rank for rank, _, listens in ranks if listens}
 
     def _on_exit(self, end: Exit) -> None:
         self._exits.append(end)
@@ -216,13 +156,14 @@ class Attempt:
         elif self._deadline is None and not self._late and self._requested is None:
             self._deadline = time.monotonic() + self._job.exit_timeout
 
-    def _on_lost(self, link: Link) -> None:
-        """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
-        link.done = True
-        self._lost = self._lost or (link.host, link.process.wait(AGENT_END_S))
-        self._kill()
+    def _on_signals(self) -> None:
+        for number in self._signals.take():
+            self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGTSTP:
+            say("Ctrl-Z is not followed: hosts that hear nothing from here for 10 s end their ranks")
+            return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self._requested is not None:
             say(f"{name} again: killing the ranks")
@@ -231,19 +172,4 @@ class Attempt:
         say(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
         self._requested = number
         self._deadline = None
-        self._order({"type": "stop", "grace": self._job.grace})
-
-
-def say(text: str) -> None:
-    """A line of the launcher itself, for people."""
-    write_lines([f"roxxel-dist: {text}"])
-
-
-def write_lines(lines: Sequence[str]) -> None:
-    """Lines for people, on stderr."""
-    if not lines:
-        return
-    try:
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
-    except OSError:  # a terminal that was closed must not keep the ranks from saving
-        silence(sys.stderr)
+        self._links.order({"type": "stop", "grace": self._job.grace}, within=self._job.grace)

@@ -1,9 +1,9 @@
 """What the controller and an agent say to each other: one JSON object a line, over the agent's stdin and stdout.
 
-To the agent:  start (command, ranks: [{rank, env}], total) · stop (grace) · kill (after) · dump
+To the agent:  start (command, ranks: [{rank, env}], total) · stop (grace) · kill (after) · dump · alive
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
-                progress (records: [[rank, *record]], those that changed) · dumped (ranks: [[rank, state, listens]]) ·
-                exit (rank, pid, code, culled, step) · done
+                progress (records: [[rank, record]], those that changed; every half second, also where none did) ·
+                dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, culled, step) · done
 """
 
 import json

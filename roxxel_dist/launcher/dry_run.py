@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,24 +17,31 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
 
     Raises ValueError as a launch would: a port in use, GPUs that do not divide.
     """
-    coordinator = f"{backend.coordinator_host}:{coordinator_port(job.port)}"
+    coordinator = _coordinator(job, backend)
     words = worker_argv(masked_words(job.command))
     return {
         "run_id": job.run_id,
         "log_dir": str(job.log_dir),
-        "working_directory": os.getcwd(),
+        "working_directory": backend.describe().get("directory") or os.getcwd(),
         "coordinator": coordinator,
         "max_restarts": job.max_restarts,
         "step_timeout": job.step_timeout,
         "grace": job.grace,
         "exit_timeout": job.exit_timeout,
         "set_by_the_agent": [ENV],
+        "agents": {host: backend.argv(host, "roxxel_dist.launcher.agent") for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
-            for place in placements(job, backend.hosts, coordinator, os.environ)
+            for place in placements(job, backend.hosts, coordinator, backend.environment)
             for rank, env in place.ranks.items()
         ],
     }
+
+
+def _coordinator(job: JobSpec, backend: Backend) -> str:
+    if backend.address is not None:
+        return f"{backend.address}:{coordinator_port(job.port)}"
+    return f"<address of {backend.hosts[0]}>:{job.port or '<a free port>'}"
 
 
 def as_json(job: JobSpec, backend: Backend) -> str:
@@ -49,6 +57,7 @@ def as_text(job: JobSpec, backend: Backend) -> str:
     lines = [
         f"run {job.run_id}: {_count(job.nprocs, 'rank')} on {_count(hosts, 'host')}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
+        *(f"agent on {host}: {shlex.join(words)}" for host, words in told["agents"].items()),
         f"in {told['working_directory']}, beside the host's variables and {ENV} (a temporary file):",
         *_ranks(told["ranks"]),
     ]

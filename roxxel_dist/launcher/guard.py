@@ -5,7 +5,9 @@ which make process groups of their own. The guard is a forked child of the agent
 file on a pipe that the agent alone holds) and then kills what the agent has left: it makes `kill -9` of an agent safe.
 """
 
+import math
 import os
+import select
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 ROUNDS = 200
 PAUSE_S = 0.005
 PF_EXITING = 0x4
+SLACK_S = 2.0
 
 
 def is_ending(pid: int) -> bool:
@@ -61,9 +64,15 @@ class Guard:
 
     Fork it while this process is small and has one thread. The child keeps the descriptors of its parent but `closes`:
     who reads the parent's channel sees its end only when the guard has finished.
+
+    Args:
+        folder: taken away at the end.
+        closes: descriptors of the parent that the guard must not hold.
+        leash_s: a parent that did not `beat` for so many seconds (and two more) is stopped, and gets killed.
     """
 
-    def __init__(self, folder: Path, closes: Iterable[int] = ()) -> None:
+    def __init__(self, folder: Path, closes: Iterable[int] = (), leash_s: float = math.inf) -> None:
+        parent = os.getpid()
         reads, self._writes = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -71,7 +80,7 @@ class Guard:
                 os.setsid()
                 for fd in (self._writes, *closes):
                     os.close(fd)
-                _watch(reads, folder)
+                _watch(reads, folder, parent, None if leash_s == math.inf else leash_s + SLACK_S)
             finally:
                 os._exit(0)
         os.close(reads)
@@ -85,16 +94,30 @@ class Guard:
         with suppress(BrokenPipeError):  # somebody killed the guard
             os.write(self._writes, b"-%d\n" % pid)
 
+    def beat(self) -> None:
+        """The parent lives, and is not stopped."""
+        with suppress(BrokenPipeError):
+            os.write(self._writes, b"\n")
+
     def close(self) -> None:
         """Let the guard do its last work, and wait for it."""
         os.close(self._writes)
         os.waitpid(self.pid, 0)
 
 
-def _watch(reads: int, folder: Path) -> None:
+def _watch(reads: int, folder: Path, parent: int, limit_s: float | None) -> None:
     sessions: set[int] = set()
-    with os.fdopen(reads, "rb") as lines:
-        for line in lines:
+    rest = b""
+    while True:
+        if not select.select([reads], [], [], limit_s)[0]:
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
+            break
+        data = os.read(reads, 1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        for line in filter(None, lines):
             (sessions.add if line[:1] == b"+" else sessions.discard)(int(line[1:]))
     kill_sessions(sessions)
     for file in folder.iterdir():

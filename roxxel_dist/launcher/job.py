@@ -51,6 +51,10 @@ class JobSpec:
     """Seconds that the other ranks get when one has ended with 0."""
     grace: float = 30.0
     """Seconds that ranks get to save after Ctrl-C or SIGTERM."""
+    min_hosts: int | None = None
+    """How many hosts are enough to go on after a restart; None: all of them."""
+    host_timeout: float = 60.0
+    """Seconds that a host may be out of reach at a restart before it is gone for good."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, beside those of the launcher."""
     all_ranks: bool = False
@@ -71,6 +75,8 @@ class JobSpec:
             raise ValueError(f"--port {self.port}: must be within 1 and 65535; leave --port out to take a free one")
         if self.gpus_per_host is not None:
             _check_gpus(self.gpus_per_host, self.devices_per_proc)
+        if self.min_hosts is not None and self.min_hosts < 1:
+            raise ValueError(f"--min-hosts {self.min_hosts}: must be at least 1; leave it out to need every host")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts {self.max_restarts}: must be 0 (never) or more")
         if self.step_timeout is not None and not 0 < self.step_timeout < float("inf"):
@@ -78,7 +84,11 @@ class JobSpec:
                 f"--step-timeout {self.step_timeout}: must be seconds, more than 0; leave it out to follow the usual "
                 "time of a step"
             )
-        for flag, value in (("--exit-timeout", self.exit_timeout), ("--grace", self.grace)):
+        for flag, value in (
+            ("--exit-timeout", self.exit_timeout),
+            ("--grace", self.grace),
+            ("--host-timeout", self.host_timeout),
+        ):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{flag} {value}: must be seconds, 0 or more; for instance {flag} 30")
         stray = sorted(set(self.env) & set(CONTRACT))

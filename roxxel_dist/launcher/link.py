@@ -1,14 +1,23 @@
 """The controller's end of an agent, and what a place for ranks must offer."""
 
 import subprocess
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol
 
-from roxxel_dist.launcher.channel import Decoder, Message, encode
+from roxxel_dist.launcher.channel import Decoder, Message, Outbox
+from roxxel_dist.launcher.logs import Lines
 
 AGENT_END_S = 10.0
+BEAT_S = 0.5
+"""How often a controller and its agents let each other hear that they live."""
+WORDS = 20
+"""Lines of an agent's stderr that are kept, to tell why it ended."""
 
 
 class Backend(Protocol):
@@ -20,12 +29,30 @@ class Backend(Protocol):
         ...
 
     @property
-    def coordinator_host(self) -> str:
-        """The address of rank 0's host, as the other ranks reach it."""
+    def address(self) -> str | None:
+        """Where rank 0 is for all ranks, if that is known before anybody has looked."""
         ...
 
-    def start(self, host: str) -> subprocess.Popen[bytes]:
-        """Start the agent of a host, its stdin and stdout being pipes to here."""
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What is known of the variables that a host gives to its ranks, beside those of the job."""
+        ...
+
+    @property
+    def leash_s(self) -> float | None:
+        """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
+        ...
+
+    def argv(self, host: str, module: str, *words: str) -> list[str]:
+        """What `start` runs on this machine."""
+        ...
+
+    def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
+        """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Plain values, from which `backends.make` makes an equal one."""
         ...
 
 
@@ -35,26 +62,103 @@ class Link:
 
     host: str
     ranks: list[int]
-    process: subprocess.Popen[bytes]
-    decoder: Decoder = field(default_factory=Decoder)
+    process: "subprocess.Popen[bytes]"
+    heard: float = field(default_factory=time.monotonic)
+    """When the agent said something last, by the launcher's clock."""
+    ready: bool = False
+    """Whether it has said anything."""
     done: bool = False
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=WORDS))
+    """The last lines of its stderr: those of ssh, or of an agent that could not start."""
+    decoder: Decoder = field(default_factory=Decoder)
+    _lines: Lines = field(default_factory=Lines)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        assert self.process.stdin is not None
+        self._outbox = Outbox(self.process.stdin.fileno())
+
+    @property
+    def fd(self) -> int:
+        """Where its messages come from."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    @property
+    def error_fd(self) -> int:
+        """Where its stderr comes from."""
+        assert self.process.stderr is not None
+        return self.process.stderr.fileno()
+
+    @property
+    def order_fd(self) -> int:
+        """Where its orders go to."""
+        return self._outbox.fd
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are orders for which the pipe has had no room."""
+        return len(self._outbox) > 0
 
     def send(self, message: Message) -> None:
-        """Give an order; an agent that is gone needs none."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(encode(message))
-            self.process.stdin.flush()
+        """Give an order, without waiting for anybody; an agent that is gone needs none."""
+        with self._lock:
+            self._outbox.send(message)
+            self._outbox.flush()
 
-    def close(self) -> int:
-        """End the agent (and what ranks it has), and say how it ended."""
+    def flush(self) -> None:
+        """Go on with what waits."""
+        with self._lock:
+            self._outbox.flush()
+
+    def errors(self, data: bytes) -> list[str]:
+        """The lines that this piece of its stderr completes (its end: `b""`)."""
+        lines = [line for line in (self._lines.feed(data) if data else self._lines.close()) if line.strip()]
+        self.said.extend(lines)
+        return lines
+
+    def hang_up(self) -> None:
+        """Let the agent know that there will be no more orders: it ends, and what ranks it has."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.stdout.close()
+
+    def close(self) -> int:
+        """Wait for the agent's end, and say how it ended."""
+        self.hang_up()
+        process = self.process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
         try:
-            return self.process.wait(AGENT_END_S)
+            return process.wait(AGENT_END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+            process.kill()
+            return process.wait()
+        finally:
+            process.stderr.close()
+
+
+class Beat:
+    """Tells agents, from a thread, that their controller lives: its loop may wait for a terminal that nobody reads."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = list(links)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT_S):
+            for link in self._links:
+                if not link.done and not link.waiting:
+                    link.send({"type": "alive"})
+
+    def __enter__(self) -> "Beat":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()

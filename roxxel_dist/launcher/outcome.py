@@ -33,6 +33,17 @@ class Exit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lost:
+    """An agent that is gone, or out of reach: its ranks are dead, or will be when it has heard nothing for long."""
+
+    host: str
+    code: int
+    """The exit code of a job that ends by it."""
+    text: str
+    """What happened, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """All that decides the code of a job."""
 
@@ -42,8 +53,8 @@ class Outcome:
     """The signal by which somebody asked the launcher to stop."""
     late: bool = False
     """Ranks were killed because they stayed after another had ended with 0."""
-    lost: tuple[str, int] | None = None
-    """Host and code (negative: a signal) of an agent that ended before its ranks."""
+    lost: Lost | None = None
+    """The first agent that was lost before its ranks had ended."""
     hang: Hang | None = None
     """A rank did not go on within its limit; all were killed."""
     reached: int = 0
@@ -54,7 +65,8 @@ def first_failure(outcome: Outcome) -> Exit | None:
     """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not.
 
     The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
-    crashed is the cause of one that gave up: it closes its connections before its end can be seen.
+    crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a host that
+    was lost, whose ranks are nowhere to be seen.
     """
     failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled]
     if not failures:
@@ -64,6 +76,8 @@ def first_failure(outcome: Outcome) -> Exit | None:
         return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
     if first.code == EXIT_USAGE:
         return first
+    if outcome.lost is not None and first.code > 0:
+        return None
     return next((end for end in failures if end.code < 0 and -end.code not in FOLLOWING), first)
 
 
@@ -80,7 +94,7 @@ def exit_code(outcome: Outcome) -> int:
     if failure is not None:
         return as_code(failure.code)
     if outcome.lost is not None:
-        return as_code(outcome.lost[1]) or 1
+        return outcome.lost.code
     if outcome.late and any(end.culled for end in outcome.exits):
         return EXIT_HANG
     codes = {end.code for end in outcome.exits}

@@ -51,11 +51,9 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
 
     Raises:
         Interrupted: `wake` can be read.
-        ValueError: there is one host, this machine, and the port is in use.
     """
     if _is_here(backend, hosts):
-        wanted = wanted_by(job, writes=True)
-        return _here(wanted, hosts[0], facts.gather(_question(wanted, compare=False)), coordinator_port(port))
+        return _here(wanted_by(job, writes=True), hosts, port, compare=False)
     wanted = wanted_by(job, writes=False)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         wanted = replace(wanted, data_path=None)
@@ -65,15 +63,10 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
 def survey(
     wanted: Wanted, backend: Backend, hosts: Sequence[str], *, port: int | None = None, wake: int | None = None
 ) -> Ready:
-    """As `look`, where there is no job: all that can be known of each host; a port in use is a finding."""
-    if not _is_here(backend, hosts):
-        return _there(wanted, backend, hosts, port, wake)
-    told = facts.gather(_question(wanted, compare=True))
-    try:
-        free = coordinator_port(port)
-        return _here(wanted, hosts[0], told, free, finding("ok", "port", hosts, f"{free} is free on {LOOPBACK}"))
-    except ValueError as error:
-        return _here(wanted, hosts[0], told, 0, finding("error", "port", hosts, str(error)))
+    """As `look`, where there is no job: all that can be known of each host."""
+    if _is_here(backend, hosts):
+        return _here(wanted, hosts, port, compare=True)
+    return _there(wanted, backend, hosts, port, wake)
 
 
 def _is_here(backend: Backend, hosts: Sequence[str]) -> bool:
@@ -92,9 +85,16 @@ def _question(wanted: Wanted, *, compare: bool) -> Message:
     }
 
 
-def _here(wanted: Wanted, host: str, told: facts.Facts, port: int, *more: Finding) -> Ready:
-    found = (*findings(wanted, {host: told}), *more)
-    return Ready(address=LOOPBACK, port=port, findings=found, unreachable={})
+def _here(wanted: Wanted, hosts: Sequence[str], port: int | None, *, compare: bool) -> Ready:
+    """What is known of this machine, without a probe: nothing is as fast."""
+    found = findings(wanted, {hosts[0]: facts.gather(_question(wanted, compare=compare))})
+    free = 0
+    try:
+        free = coordinator_port(port)
+        found.append(finding("ok", "port", hosts, f"{free} is free on {LOOPBACK}"))
+    except ValueError as error:
+        found.append(finding("error", "port", hosts, str(error)))
+    return Ready(address=LOOPBACK, port=free, findings=tuple(found), unreachable={})
 
 
 def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:
@@ -133,7 +133,7 @@ def _address(panel: Panel, told: Hosts) -> str:
         return LOOPBACK
     machine = told[first]["machine"]
     other = next(host for host in others if told[host]["machine"] != machine)
-    towards = [told[other]["ssh_address"], other, *told[other]["resolves"]]
+    towards = [told[other]["ssh_address"], other.rpartition("@")[2], *told[other]["resolves"]]
     answer = panel.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
     return answer.get(first, {}).get("address") or ""
 

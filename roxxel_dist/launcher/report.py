@@ -1,11 +1,12 @@
 """What a person reads when an attempt is over: who, where, why, and where to read more."""
 
+import sys
 from collections.abc import Sequence
 
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE
 from roxxel_dist.launcher.hang import hang_report
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.logs import Logs
+from roxxel_dist.launcher.logs import Logs, silence
 from roxxel_dist.launcher.outcome import Exit, Outcome, exit_code, failure_report, first_failure, how, late_report
 
 STACK_LINES = 60
@@ -38,8 +39,7 @@ def _failed(job: JobSpec, outcome: Outcome, failure: Exit, logs: Logs) -> list[s
 def _ended(job: JobSpec, outcome: Outcome) -> list[str]:
     """Where no rank failed by itself."""
     if outcome.lost is not None:
-        host, end = outcome.lost
-        return _said(f"the agent on host {host} ended before its ranks ({how(end)}); they were killed")
+        return _said(outcome.lost.text)
     if outcome.late:
         return _said(late_report(outcome, job.exit_timeout))
     return _said(f"stopped on request ({how(-(outcome.requested or 0))}) before the ranks had saved")
@@ -58,3 +58,18 @@ def _hung(outcome: Outcome, logs: Logs, stack: Sequence[str]) -> list[str]:
 
 def _said(text: str) -> list[str]:
     return [f"roxxel-dist: {text}"]
+
+
+def say(text: str) -> None:
+    """A line of the launcher itself, for people."""
+    write_lines([f"roxxel-dist: {text}"])
+
+
+def write_lines(lines: Sequence[str]) -> None:
+    """Lines for people, on stderr."""
+    if not lines:
+        return
+    try:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that was closed must not keep the ranks from saving
+        silence(sys.stderr)

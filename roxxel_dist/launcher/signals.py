@@ -6,15 +6,25 @@ from types import FrameType, TracebackType
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP as bytes in a pipe (`fd`) instead of exceptions, while the context is open."""
+    """SIGINT, SIGTERM and SIGHUP as bytes in a pipe (`fd`) instead of exceptions, while the context is open.
+
+    Args:
+        stays: take SIGTSTP (Ctrl-Z) too, for a launcher that must not stand still.
+    """
+
+    def __init__(self, *, stays: bool = False) -> None:
+        self._stays = stays
 
     def __enter__(self) -> "Signals":
         self.fd, self._writes = os.pipe()
-        os.set_blocking(self._writes, False)
+        for fd in (self.fd, self._writes):
+            os.set_blocking(fd, False)
         self._wakeup = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         names = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to stay
             names.append(signal.SIGHUP)
+        if self._stays:
+            names.append(signal.SIGTSTP)
         self._before = {name: signal.signal(name, self._noted) for name in names}
         return self
 
@@ -26,6 +36,13 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         os.close(self.fd)
         os.close(self._writes)
+
+    def take(self) -> list[int]:
+        """The signals that came since the last call."""
+        try:
+            return list(os.read(self.fd, 64))
+        except BlockingIOError:
+            return []
 
     @staticmethod
     def _noted(number: int, frame: FrameType | None) -> None:

@@ -1,18 +1,19 @@
 """The controller: attempts at a job until one ends it, and the job's exit code."""
 
-import os
 import select
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_USAGE
-from roxxel_dist.launcher.attempt import Attempt, say, write_lines
-from roxxel_dist.launcher.job import JobSpec, Placement, coordinator_port, placements
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
+from roxxel_dist.launcher.attempt import Attempt
+from roxxel_dist.launcher.job import JobSpec, placements
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.logs import Logs, Screen
-from roxxel_dist.launcher.report import report_of
+from roxxel_dist.launcher.muster import Muster, Mustered, NotReadyError
+from roxxel_dist.launcher.preflight import Interrupted
+from roxxel_dist.launcher.report import report_of, say, write_lines
 from roxxel_dist.launcher.restart import Cause, Ended, decide, ended
 from roxxel_dist.launcher.signals import Signals
 
@@ -28,13 +29,20 @@ class _Told:
 def run(job: JobSpec, backend: Backend) -> int:
     """Run a job to its end and return its exit code. Call it from the main thread.
 
-    Raises ValueError, before anything was started, where the port of the job is in use or its GPUs do not divide.
+    Raises ValueError, before anything was started, where the GPUs of a host do not divide among its processes.
     """
-    placed = _place(job, backend, 0, job.port)
+    placements(job, backend.hosts, "", backend.environment)  # only to raise
     told: list[_Told] = []
-    with Signals() as signals, Screen(all_ranks=job.all_ranks) as screen:
+    with Signals(stays=backend.leash_s is not None) as signals, Screen(all_ranks=job.all_ranks) as screen:
+        muster = Muster(job, backend, signals)
         while True:
-            told.append(_attempt(job, backend, placed, len(told), signals, screen))
+            try:
+                ready = muster.ready(len(told))
+            except Interrupted:
+                return _stopped(signals.take()[0], told)
+            except NotReadyError as problem:
+                return _not_ready(problem, told)
+            told.append(_attempt(ready, backend, len(told), signals, screen))
             decision = decide([one.ended for one in told], job.max_restarts)
             write_lines(told[-1].report)
             if decision.why:
@@ -43,22 +51,28 @@ def run(job: JobSpec, backend: Backend) -> int:
                 if len(told) > 1:
                     _tell_first_cause(told)
                 return decision.code
-            stopped = _wait(decision.wait, signals)
-            if stopped is not None:
-                say(f"{signal.Signals(stopped).name}: not started again")
-                return EXIT_DRAINED if told[-1].ended.code == EXIT_DRAINED else 128 + stopped
-            placed = _place(job, backend, len(told), None)
+            if select.select([signals.fd], [], [], decision.wait)[0]:
+                return _stopped(signals.take()[0], told)
 
 
-def _place(job: JobSpec, backend: Backend, attempt: int, port: int | None) -> list[Placement]:
-    """The ranks of one attempt. Each gets a new port: a rank of the last one may live on behind a cut link."""
-    coordinator = f"{backend.coordinator_host}:{coordinator_port(port)}"
-    return placements(job, backend.hosts, coordinator, os.environ, attempt)
+def _stopped(number: int, told: Sequence[_Told]) -> int:
+    """The code of a job that a signal ended while no rank ran."""
+    say(f"{signal.Signals(number).name}: not started{' again' * bool(told)}")
+    return EXIT_DRAINED if told and told[-1].ended.code == EXIT_DRAINED else 128 + number
 
 
-def _attempt(
-    job: JobSpec, backend: Backend, placed: Sequence[Placement], number: int, signals: Signals, screen: Screen
-) -> _Told:
+def _not_ready(problem: NotReadyError, told: Sequence[_Told]) -> int:
+    """The code of a job whose hosts were not ready; says why, and what had ended it before."""
+    write_lines([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
+    say(f"not started{' again' * bool(told)}: see above; `roxxel-dist doctor` looks at everything")
+    if told:
+        _tell_first_cause(told)
+    return EXIT_PREFLIGHT
+
+
+def _attempt(ready: Mustered, backend: Backend, number: int, signals: Signals, screen: Screen) -> _Told:
+    job = ready.crew.job
+    placed = placements(job, ready.crew.hosts, ready.coordinator, backend.environment, number)
     logs = Logs(job, number)
     begun = time.monotonic()
     attempt = Attempt(job, logs, screen, signals)
@@ -71,12 +85,6 @@ def _attempt(
     if now.code == EXIT_USAGE and number == 0:
         logs.remove()
     return _Told(ended=now, report=report)
-
-
-def _wait(seconds: float, signals: Signals) -> int | None:
-    """Pause before a restart; the signal that ended the pause, if one did."""
-    ready, _, _ = select.select([signals.fd], [], [], seconds)
-    return os.read(signals.fd, 1)[0] if ready else None
 
 
 def _tell_first_cause(told: Sequence[_Told]) -> None:

@@ -11,13 +11,13 @@ MASK = "***"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def assignments(words: Iterable[str]) -> dict[str, str]:
-    """`--env K=V` words as variables; the last one of a name counts.
+def assignments(words: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
+    """`--env K=V` words as variables; the last one of a name counts. `--env K` takes the value from `own`.
 
     Raises:
-        ValueError: a word without `=`, or a name that no variable can have. A value is never part of the message.
+        ValueError: a name that no variable can have, or one that `own` lacks. A value is never part of the message.
     """
-    return dict(_pair(word, "--env") for word in words)
+    return dict(_pair(word if "=" in word or word not in own else f"{word}={own[word]}", "--env") for word in words)
 
 
 def read_env_file(path: str | Path) -> dict[str, str]:
@@ -47,8 +47,8 @@ def read_env_file(path: str | Path) -> dict[str, str]:
 def _pair(word: str, where: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals or not NAME.fullmatch(name):
-        shown = repr(name) if equals else "a word without ="
-        raise ValueError(f"{where}: {shown} is no variable: write NAME=VALUE, for instance NCCL_DEBUG=INFO")
+        shown = f"{name!r} is no" if equals else "a word without = that is no exported"
+        raise ValueError(f"{where}: {shown} variable: write NAME=VALUE, for instance NCCL_DEBUG=INFO")
     if "\0" in value:
         raise ValueError(f"{where}: the value of {name} holds a NUL character, which no process can receive")
     return name, value

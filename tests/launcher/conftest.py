@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from hosts import Cluster
+from machines import missing
 
 PROGRAM = """
 import json, sys
@@ -117,3 +120,12 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
             if stream is not None:
                 stream.close()
         process.wait()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[[int], Cluster]]:
+    """Make so many hosts (about 0.1 s); they and all that runs on them are gone after the test."""
+    if why := missing():
+        pytest.skip(why)
+    with ExitStack() as stack:
+        yield lambda count: stack.enter_context(Cluster(count))

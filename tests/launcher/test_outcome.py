@@ -8,6 +8,7 @@ import pytest
 
 from roxxel_dist.launcher.outcome import (
     Exit,
+    Lost,
     Outcome,
     exit_code,
     failure_report,
@@ -16,6 +17,7 @@ from roxxel_dist.launcher.outcome import (
     late_report,
 )
 
+LOST = Lost(host="h", code=137, text="the agent is gone")
 TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
 
 
@@ -53,9 +55,11 @@ def ends(*codes: int) -> list[Exit]:
         ((42, -9), {"requested": 15}, 143, None),
         ((42, -9), {"requested": 1}, 129, None),
         ((1, 42), {"requested": 2}, 1, 0),
-        ((0, -9), {"lost": ("h", -9)}, 137, None),
-        ((), {"lost": ("h", 0)}, 1, None),
-        ((3, -9), {"lost": ("h", -9)}, 3, 0),
+        ((0, -9), {"lost": LOST}, 137, None),
+        ((), {"lost": LOST}, 137, None),
+        ((3, -9), {"lost": LOST}, 137, None),
+        ((-11, -9), {"lost": LOST}, 139, 0),
+        ((2, -9), {"lost": LOST}, 2, 0),
     ],
 )
 def test_the_code_of_a_job(codes: tuple[int, ...], more: dict[str, Any], code: int, culprit: int | None) -> None:

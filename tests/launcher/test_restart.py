@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.hang import Hang
-from roxxel_dist.launcher.outcome import Exit, Outcome
+from roxxel_dist.launcher.outcome import Exit, Lost, Outcome
 from roxxel_dist.launcher.restart import Cause, Ended, classify, decide, ended
 
 Launch = Callable[..., Any]
@@ -26,6 +26,7 @@ def ends(*codes: int, step: int = 0) -> list[Exit]:
     ]
 
 
+LOST = Lost(host="h", code=137, text="the agent is gone")
 HANG = Hang(rank=2, step=7, phase=0, activity="step", seconds=61, limit=60)
 DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
 
@@ -56,8 +57,8 @@ DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
         ((127, -9), {}, USER),
         ((0, -9), {"late": True}, USER),
         ((-9, -9), {"hang": HANG}, INFRA),
-        ((), {"lost": ("h", -9)}, INFRA),
-        ((1,), {"lost": ("h", -9)}, INFRA),  # the connections to that host broke
+        ((), {"lost": LOST}, INFRA),
+        ((1,), {"lost": LOST}, INFRA),  # the connections to that host broke
         ((42, 42), {"requested": 2}, REQUESTED),
         ((-15, -15), {"requested": 15}, REQUESTED),
         ((-9, -6), {"requested": 15}, REQUESTED),

@@ -10,21 +10,21 @@ from roxxel_dist.launcher.variables import assignments, masked, masked_words, re
 
 def test_variables_are_taken_as_they_stand_and_the_last_counts() -> None:
     words = ["A=1", "XLA_FLAGS=--x=1 --y", "EMPTY=", "A=2"]
-    assert assignments(words) == {"A": "2", "XLA_FLAGS": "--x=1 --y", "EMPTY": ""}
+    assert assignments(words, {}) == {"A": "2", "XLA_FLAGS": "--x=1 --y", "EMPTY": ""}
 
 
 @pytest.mark.parametrize("word", ["NAME", "=x", "1A=x", "A B=x", ""])
 def test_what_is_no_variable_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=r"--env: .*write NAME=VALUE"):
-        assignments([word])
+        assignments([word], {})
 
 
 def test_a_mistake_does_not_show_a_value() -> None:
     with pytest.raises(ValueError, match="no variable") as caught:
-        assignments(["API KEY=sekrit"])
+        assignments(["API KEY=sekrit"], {})
     assert "sekrit" not in str(caught.value)
     with pytest.raises(ValueError, match="a word without =") as caught:
-        assignments(["sekrit"])
+        assignments(["sekrit"], {})
     assert "sekrit" not in str(caught.value)
 
 

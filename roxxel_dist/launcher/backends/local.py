@@ -1,13 +1,19 @@
 """Ranks on this machine."""
 
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class LocalBackend:
     """One agent, a child of the launcher in a session of its own (so that Ctrl-C reaches the launcher alone)."""
+
+    address: str | None = "127.0.0.1"
+    """Loopback: nothing outside this machine can reach the job."""
+    leash_s: float | None = None
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -15,15 +21,24 @@ class LocalBackend:
         return (socket.gethostname(),)
 
     @property
-    def coordinator_host(self) -> str:
-        """Loopback: nothing outside this machine can reach the job."""
-        return "127.0.0.1"
+    def environment(self) -> Mapping[str, str]:
+        """Its ranks inherit that of the launcher."""
+        return os.environ
 
-    def start(self, host: str) -> subprocess.Popen[bytes]:
-        """Start the agent of this machine."""
+    def argv(self, host: str, module: str, *words: str) -> list[str]:
+        """What `start` runs."""
+        return [sys.executable, "-u", "-m", module, *words]
+
+    def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
+        """Start `python -m MODULE WORDS` on this machine."""
         return subprocess.Popen(
-            [sys.executable, "-m", "roxxel_dist.launcher.agent"],
+            self.argv(host, module, *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,
         )
+
+    def describe(self) -> Mapping[str, Any]:
+        """What `backends.make` needs."""
+        return {"kind": "local"}

@@ -1,0 +1,83 @@
+"""Who works when hosts are missing: the most devices that divide every phase's batch. Pure functions.
+
+The global batch and the data stay the same; only how many devices share them changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roxxel_dist.launcher.job import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """The hosts that work in an attempt, and the job as they do it."""
+
+    hosts: tuple[str, ...]
+    job: JobSpec
+    note: str = ""
+    """Which hosts are missing and which devices idle, for people; empty where all is as it was asked for."""
+
+
+def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str], batches: Sequence[int]) -> Crew:
+    """The largest crew out of the hosts that are there.
+
+    Args:
+        job: as it was asked for, on all of `hosts`.
+        hosts: all hosts, in rank order.
+        present: those that can be used now, in the same order; at least one.
+        batches: rows of each phase's micro-batch, all of which the devices must divide; empty where nobody knows.
+    """
+    if len(present) == len(hosts):
+        return Crew(hosts=tuple(hosts), job=job)
+    procs = job.nprocs // len(hosts)
+    devices = _devices_per_process(job, procs)
+    count, used = max(
+        (
+            (number * procs * some, number)
+            for number in range(1, len(present) + 1)
+            for some in range(1, devices + 1)
+            if not any(rows % (number * procs * some) for rows in batches)
+        ),
+        default=(len(present) * procs * devices, len(present)),  # the program itself will say why it cannot be
+        key=lambda choice: (choice[0], -choice[1]),  # few hosts, each with many devices: the network is what is slow
+    )
+    share = count // (used * procs)
+    smaller = replace(
+        job,
+        nprocs=used * procs,
+        devices_per_proc=share if job.devices_per_proc is not None else None,
+        gpus_per_host=share * procs if job.gpus_per_host is not None else None,
+    )
+    missing = [host for host in hosts if host not in present]
+    note = f"going on without {', '.join(missing)}: {count} of {len(hosts) * procs * devices} devices"
+    idle = [f"{host} ({procs * devices})" for host in present[used:]]
+    if share < devices:
+        idle += [f"{host} ({procs * (devices - share)})" for host in present[:used]]
+    if idle:
+        note += f"; idle, because every phase's batch must divide by the devices: {', '.join(idle)}"
+    return Crew(hosts=tuple(present[:used]), job=smaller, note=note)
+
+
+def _devices_per_process(job: JobSpec, procs: int) -> int:
+    """As far as the command line tells; 1 where only jax knows, so that whole processes are counted."""
+    if job.devices_per_proc is not None:
+        return job.devices_per_proc
+    return job.gpus_per_host // procs if job.gpus_per_host is not None else 1
+
+
+def micro_batches(command: Sequence[str]) -> list[int]:
+    """Rows of each phase's micro-batch, by the words of a `train` command; none for another program.
+
+    Raises:
+        ValueError: the words, or the config that they name, cannot be used.
+    """
+    if command[0] != "train":
+        return []
+    from roxxel_dist.curriculum.phases import Phase
+    from roxxel_dist.flags import parse_train
+
+    _, config = parse_train(list(command[1:]))
+    if not config.phases:
+        return [config.batch_size]
+    return [Phase.of(phase).batch_size // config.grad_accum for phase in config.phases]
