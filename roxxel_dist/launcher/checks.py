@@ -186,10 +186,9 @@ def _data(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
 
 
 def _gpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
-    need = wanted.gpus_per_host
-    cut = wanted.visible is not None and "MIG" in wanted.visible  # parts of GPUs are not counted
-    few = [host for host, facts in hosts.items() if need and not cut and (facts["gpus"] or 0) < need]
-    few = [host for host in few if hosts[host]["gpus"] is not None]
+    # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
+    need = wanted.gpus_per_host if wanted.visible is None else None
+    few = [host for host, facts in hosts.items() if need and facts["gpus"] is not None and facts["gpus"] < need]
     for host in few:
         count = hosts[host]["gpus"]
         fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"

@@ -53,8 +53,8 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
         Interrupted: `wake` can be read.
     """
     if _is_here(backend, hosts):
-        return _here(wanted_by(job, writes=True), hosts, port, compare=False)
-    wanted = wanted_by(job, writes=False)
+        return _here(wanted_by(job, backend.environment, writes=True), hosts, port, compare=False)
+    wanted = wanted_by(job, backend.environment, writes=False)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         wanted = replace(wanted, data_path=None)
     return _there(wanted, backend, hosts, port, wake)

@@ -1,7 +1,6 @@
 """What a job needs to find on its hosts, taken from its command."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.launcher.job import JobSpec, log_dir_for
@@ -27,8 +26,14 @@ class Wanted:
     """JAX_PLATFORMS, where the job sets it."""
 
 
-def wanted_by(job: JobSpec, *, writes: bool) -> Wanted:
-    """What a job needs. `writes`: whether its logs are written on the host, whatever the command."""
+def wanted_by(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Wanted:
+    """What a job needs.
+
+    Args:
+        job: what shall run.
+        outer: the variables that ranks have beside those of the job, as far as they are known.
+        writes: whether its logs are written on the host, whatever the command.
+    """
     train = job.command[0] == "train"
     return Wanted(
         run_id=job.run_id,
@@ -38,7 +43,7 @@ def wanted_by(job: JobSpec, *, writes: bool) -> Wanted:
         resume=train and _resumes(job.command),
         script=script_of(job.command),
         gpus_per_host=job.gpus_per_host,
-        visible={**os.environ, **job.env}.get("CUDA_VISIBLE_DEVICES"),
+        visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
         platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
     )
 
