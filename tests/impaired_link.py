@@ -1,7 +1,7 @@
 """A cable that delays and loses Ethernet frames, for `Cluster.impair`: two TAP devices and this process between them.
 
 A kernel's netem would do the same; the kernels of small virtual machines are built without it.
-Run as `python impaired_link.py DEVICE DEVICE DELAY_MS LOSS SEED`; it says "ready" when the devices are there.
+Run as `python impaired_link.py DEVICE DEVICE DELAY_MS LOSS`; it says "ready" when the devices are there.
 """
 
 import fcntl
@@ -27,9 +27,9 @@ def tap(name: str) -> int:
     return device
 
 
-def relay(one: int, other: int, delay: float, loss: float, seed: int) -> None:
+def relay(one: int, other: int, delay: float, loss: float) -> None:
     """Pass frames both ways, each after `delay` seconds or, with probability `loss`, never."""
-    chance = random.Random(seed)
+    chance = random.Random(7)
     across = {one: other, other: one}
     waiting: list[tuple[float, int, int, bytes]] = []
     count = 0
@@ -49,4 +49,4 @@ def relay(one: int, other: int, delay: float, loss: float, seed: int) -> None:
 if __name__ == "__main__":
     ends = tap(sys.argv[1]), tap(sys.argv[2])
     print("ready", flush=True)
-    relay(*ends, float(sys.argv[3]) / 1000, float(sys.argv[4]), int(sys.argv[5]))
+    relay(*ends, float(sys.argv[3]) / 1000, float(sys.argv[4]))
