@@ -33,9 +33,9 @@ class Observed(Trainer):
 
     before: Callable[[int], None] = staticmethod(lambda step: None)
 
-    def _enter(self, step: int) -> None:
+    def _enter(self, step: int) -> bool:
         self.before(step)
-        super()._enter(step)
+        return super()._enter(step)
 
 
 def random_tokens(path: Path, count: int, vocabulary: int) -> Roxxel:

@@ -16,7 +16,6 @@ from roxxel_dist.cluster.process import (
     agree,
     barrier,
     differences,
-    enable_compilation_cache,
     initialize,
     is_primary,
     make_deterministic,
@@ -32,7 +31,7 @@ from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.transformer import Transformer, token_losses
-from roxxel_dist.reading import curriculum_of
+from roxxel_dist.reading import curriculum_of, validation_sets
 from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
@@ -87,7 +86,6 @@ class Experiment:
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
-        enable_compilation_cache()
         run = Path(agree("run directory", str(run_dir or default_run_dir())))
         if resume and not amend and self._was_finished(run, saved):
             return run
@@ -173,7 +171,7 @@ class Experiment:
             curriculum,
             token_losses,
             run,
-            validation=self._validation_sets(curriculum.primary_streamer) or {HELD_OUT: held_out},
+            validation=validation_sets(config, curriculum.primary_streamer) or {HELD_OUT: held_out},
             mesh=make_mesh(),
             grad_accum_steps=loop.grad_accum,
             amend=amend,
@@ -184,17 +182,6 @@ class Experiment:
     def _wandb(self, run: Path, mode: Literal["offline", "online"]) -> WandbTracker:
         done = int(read_cursor(run).get("step", 0))
         return WandbTracker(run, mode, self.config.wandb_project, config=self.config.to_dict(), restored_step=done)
-
-    def _validation_sets(self, data: Roxxel) -> dict[str, Roxxel]:
-        sets = {name: Roxxel(path) for name, path in (self.config.validation or {}).items()}
-        for name, one in sets.items():
-            prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
-            if None not in prints and prints[0] != prints[1]:
-                raise ValueError(
-                    f"validation {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
-                    f"build both with the same tokenizer.json"
-                )
-        return sets
 
     def _write_down(
         self, trainer: Trainer, run: Path, data_path: Any, data: Roxxel, saved: dict[str, Any], changed: list[str]

@@ -13,6 +13,7 @@ from roxxel_dist.data.place import place_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
+from roxxel_dist.train.standing import META
 
 SHOWN = 60
 
@@ -37,9 +38,26 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     return curriculum, held_out
 
 
+def validation_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:
+    """The data sets of the config's `validation` by name; none where it names none.
+
+    Raises:
+        ValueError: one was made with another tokenizer than the data to train on.
+    """
+    sets = {name: Roxxel(path) for name, path in (config.validation or {}).items()}
+    for name, one in sets.items():
+        prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
+        if None not in prints and prints[0] != prints[1]:
+            raise ValueError(
+                f"validation {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
+                f"build both with the same tokenizer.json"
+            )
+    return sets
+
+
 def saved_plan(run: Path) -> Plan | None:
     """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
-    found = [path for path in run.glob(f"{CHECKPOINTS}/*/meta.json") if path.parent.name.isdigit()]
+    found = [path for path in run.glob(f"{CHECKPOINTS}/*/{META}") if path.parent.name.isdigit()]
     if not found:
         return None
     newest = max(found, key=lambda path: int(path.parent.name))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +28,7 @@ eval_iters: 2
 checkpoint_every: 5
 max_to_keep: 20
 """
+TERMINAL = {"TERM": "xterm", "COLUMNS": "100"}
 
 
 def environment(**more):
@@ -49,6 +52,24 @@ def start(*words, cwd):
     """Start `roxxel-dist WORDS`; the caller ends it."""
     with (Path(cwd) / "started.log").open("a") as log:
         return subprocess.Popen(command(*words), cwd=cwd, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+
+
+def on_terminal(start):
+    """(what `start(theirs)` returns, the text that it wrote on the terminal `theirs`, without control sequences).
+
+    It is read until the last one who writes there is gone.
+    """
+    ours, theirs = pty.openpty()
+    started = start(theirs)
+    os.close(theirs)
+    data = b""
+    try:
+        while piece := os.read(ours, 4096):
+            data += piece
+    except OSError:  # how a terminal says that its last writer is gone
+        pass
+    os.close(ours)
+    return started, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode())
 
 
 def make_corpus(folder):

@@ -1,6 +1,5 @@
 """From what hosts said about themselves to what is wrong with them: pure functions. docs/launching.md has a table."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -258,17 +257,17 @@ def _leftovers(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
     clean = []
     for host, facts in hosts.items():
         ours = [rank for rank in facts["left"] if rank["ours"]]
-        others = [rank for rank in facts["left"] if not rank["ours"]]
+        others = [rank for rank in facts["left"] if not rank["ours"] and rank["orphan"]]
         if ours:
             text = f"{host}: processes of this run still run there: {_ranks(ours)}; both would write to its folder"
             yield finding("error", "leftovers", [host], f"{text}; end them: {_kill(ours)}")
         if others:
-            text = f"{host}: ranks of another run are there: {_ranks(others)}; they share its devices"
+            text = f"{host}: ranks that another launch has left run there: {_ranks(others)}; they hold its devices"
             yield finding("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")
-        if not facts["left"]:
+        if not ours and not others:
             clean.append(host)
     if clean:
-        yield finding("ok", "leftovers", clean, f"no ranks of other launches on {named(clean)}")
+        yield finding("ok", "leftovers", clean, f"no ranks that another launch has left on {named(clean)}")
 
 
 def _ranks(ranks: Sequence[Facts]) -> str:
@@ -283,9 +282,7 @@ def _kill(ranks: Sequence[Facts]) -> str:
 def _variables(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
     clean = []
     for host, facts in hosts.items():
-        own = r"TPU_" if facts["tpus"] else r"(?!)"  # a TPU machine sets these itself, and needs them
-        stale = [name for name in facts["variables"] if not re.match(own, name)]
-        if stale:
+        if stale := facts["variables"]:
             text = (
                 f"{host}: {named(stale)} are set there, and jax or its libraries may believe that another launcher "
                 f"started them; unset them"

@@ -17,7 +17,7 @@ from typing import Any
 from roxxel_dist.launcher.leftovers import leftovers
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-STALE = ("SLURM_", "MEGASCALE_", "OMPI_", "TPU_")
+STALE = ("SLURM_", "MEGASCALE_", "OMPI_")
 """Variables of other launchers, by their beginning: jax and its libraries would believe them."""
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION")
 """In its own process, on every kind of machine: those who started us may have imported it."""

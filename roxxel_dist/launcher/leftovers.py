@@ -9,15 +9,17 @@ from typing import Any
 from roxxel_dist.launcher.job import log_dir_for
 
 WORKER = "roxxel_dist.launcher.worker"
+AGENT = "roxxel_dist.launcher.agent"
 RUN_ID = "ROXXEL_RUN_ID"
 
 
 def leftovers(run_id: str | None, run_dir: str | None) -> list[dict[str, Any]]:
-    """The ranks of this user on this host: `pid`, `run_id`, `seconds` of age, and whether they are `ours`.
+    """The ranks of this user on this host: `pid`, `run_id`, `seconds` of age, whether they are `ours`, and an `orphan`.
 
     A rank is what the worker runs in, and, for `run_id`, every process that has it in its environment. It is ours if it
-    has that run id, or trains in the folder `run_dir`. The ranks of a launch that this process is itself part of, and
-    processes in another network (other hosts, as containers are), are left out.
+    has that run id, or trains in the folder `run_dir`. It is an orphan if no agent watches over it any more. The ranks
+    of a launch that this process is itself part of, and processes in another network (other hosts, as containers are),
+    are left out.
     """
     outer = os.environ.get(RUN_ID)
     network = os.readlink("/proc/self/ns/net")
@@ -33,7 +35,7 @@ def leftovers(run_id: str | None, run_dir: str | None) -> list[dict[str, Any]]:
             rank = _rank(place, run_id, folder)
             if rank is None or (rank["run_id"] == outer != run_id) or os.readlink(place / "ns/net") != network:
                 continue
-            found.append({"pid": int(name), **rank, "seconds": _age(place)})
+            found.append({"pid": int(name), **rank, "seconds": _age(place), "orphan": _is_orphan(place)})
     return sorted(found, key=lambda rank: rank["pid"])
 
 
@@ -54,6 +56,11 @@ def _run_dir(place: Path, words: Sequence[str], run_id: str) -> str:
     """The folder in which a worker's run is kept."""
     command = tuple(words[words.index(WORKER) + 1 :])
     return os.path.realpath(os.readlink(place / "cwd") / log_dir_for(command, run_id).parent)
+
+
+def _is_orphan(place: Path) -> bool:
+    parent = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+    return AGENT not in _strings(Path("/proc", parent, "cmdline"))
 
 
 def _variable(place: Path, name: str) -> str:

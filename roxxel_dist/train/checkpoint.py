@@ -18,6 +18,7 @@ import jax
 
 from roxxel_dist.cluster.process import agree, collect, is_primary, process_index
 from roxxel_dist.train import checkpoint_files as files
+from roxxel_dist.train.standing import META
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -80,7 +81,8 @@ class CheckpointStore:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
         self.folder = Path(folder).absolute()
-        self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
+        self._forever = keep_every, frozenset(keep_steps or ())
+        self._keep = max_to_keep, *self._forever
         self._name = f"checkpoint {next(_opened)}"
         self._saved = files.open_folder(self.folder, read_only=read_only)
         self._handler = files.array_handler()
@@ -101,6 +103,10 @@ class CheckpointStore:
     def best_step(self) -> int | None:
         """The one of `steps` with the lowest val_loss; None where none was saved with one."""
         return files.best_of(self._saved)
+
+    def keeps_forever(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is never deleted."""
+        return files.kept_forever(step, *self._forever)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
         """Begin to save; returns once the state may change, and be donated. Waits for the save before.
@@ -236,7 +242,7 @@ class CheckpointStore:
             known = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
         with self._readable(step):
-            return json.loads((self.folder / str(step) / files.META).read_bytes())
+            return json.loads((self.folder / str(step) / META).read_bytes())
 
     @contextlib.contextmanager
     def _readable(self, step: int) -> Iterator[None]:

@@ -23,8 +23,9 @@ from etils import epath
 
 from roxxel_dist.cluster.process import agree, collect, process_index
 from roxxel_dist.data.commit import sync_folder, write_file
+from roxxel_dist.train.standing import META
 
-STATE, META = "state", "meta.json"
+STATE = "state"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -102,8 +103,13 @@ def kept(
     """The steps to keep: the newest, the best, every `keep_every`-th and `keep_steps`."""
     steps = sorted(saved)
     newest = steps if max_to_keep is None else steps[-max_to_keep:]
-    forever = [step for step in steps if step in keep_steps or (keep_every and step % keep_every == 0)]
+    forever = [step for step in steps if kept_forever(step, keep_every, keep_steps)]
     return {*newest, *forever, best_of(saved)} & set(steps)
+
+
+def kept_forever(step: int, keep_every: int | None, keep_steps: Collection[int]) -> bool:
+    """Whether a checkpoint of `step` is never deleted."""
+    return step in keep_steps or (keep_every is not None and step % keep_every == 0)
 
 
 def sweep(folder: Path) -> None:

@@ -135,9 +135,10 @@ class LoopOptions:
     profile_steps: list[int] | None = None
     """[A, B]: write a trace of the steps A to B into the run directory."""
 
-    def is_kept(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is one that is never deleted."""
-        return step in (self.keep_steps or ()) or (self.keep_every is not None and step % self.keep_every == 0)
+    def is_due(self, what: Literal["log", "eval", "checkpoint"], step: int, last_step: int) -> bool:
+        """Whether it is done after `step`, counted from 1: the first and the last step of a run are always due."""
+        every: int = getattr(self, f"{what}_every")
+        return step in (1, last_step) or step % every == 0
 
     def __post_init__(self) -> None:
         at_least_one = ("log_every", "eval_every", "eval_iters", "checkpoint_every", "max_to_keep", "keep_every")

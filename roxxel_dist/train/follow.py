@@ -1,7 +1,7 @@
 """Which plan a resumed run follows: the one it had, or the one it had and another from here on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from roxxel_dist.curriculum.phases import Curriculum
@@ -53,6 +53,14 @@ def take_up(
         if old and new:
             notes = (told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"]))
     return Start(step, plan, identity(curriculum, options.seed), standing, notes)
+
+
+def to_keep(
+    step: int, plan: Plan, identity: Mapping[str, str], standing: Standing, optimizer: Optimizer
+) -> dict[str, Any]:
+    """What a checkpoint after `step` steps says beside its arrays, for `take_up`."""
+    schedule = schedule_of(optimizer, plan.total_steps)
+    return {**identity, **asdict(standing), "plan": plan.state(step), "schedule": schedule}
 
 
 def schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:

@@ -65,21 +65,6 @@ def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
     return None
 
 
-def flops_per_token(parameters: int, *, layers: int = 0, width: int = 0, length: int = 0) -> float:
-    """What a token costs in a training step, forward and backward: 6 x parameters + 12 x layers x width x length.
-
-    Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B, where width is heads x head
-    size. What rematerialisation computes twice is not counted: it is no use to the model.
-
-    Args:
-        parameters: of the model; of a mixture of experts, those that a token meets.
-        layers: attention layers; 0 leaves out the attention's own products.
-        width: of the model.
-        length: tokens a row.
-    """
-    return 6.0 * parameters + 12.0 * layers * width * length
-
-
 def mfu(
     tokens_per_s: float, flops_per_token: float, devices: Sequence[Device], dtype: Any = "bfloat16"
 ) -> float | None:
@@ -87,7 +72,8 @@ def mfu(
 
     Args:
         tokens_per_s: over all devices.
-        flops_per_token: as the function of that name says.
+        flops_per_token: of a training step, forward and backward. What rematerialisation computes twice is not counted:
+            it is no use to the model.
         devices: all that work, those of other processes too.
         dtype: of the matrix products.
 

@@ -92,8 +92,8 @@ class Reporter:
         self.logger.row(make_row(done, found.scalars, extra, more))
         return True
 
-    def introduce(self, sharding: NamedSharding, finished: bool) -> None:
-        """The first lines."""
+    def introduce(self, sharding: NamedSharding, notes: Sequence[str], *, finished: bool) -> None:
+        """The first lines; `notes` are the last of them."""
         mesh = sharding.mesh
         held = f"{len(mesh.local_devices or [])} of {mesh.size} {jax.devices()[0].platform} devices"
         self.logger.text(f"rank {process_index()} of {process_count()}: {held}")
@@ -101,6 +101,8 @@ class Reporter:
             self.logger.text(f"this run is finished: step {self.start_step} is restored, nothing to do")
         elif self.start_step:
             self.logger.text(f"resuming after step {self.start_step} of {self.last_step}, from its checkpoint")
+        for note in notes:
+            self.logger.text(note)
 
     def phase(self, step: int, sharding: NamedSharding) -> None:
         """A phase begins with this step, from 0."""

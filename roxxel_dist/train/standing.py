@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from math import isnan
 from typing import Any
 
+META = "meta.json"
+"""The file of a checkpoint that holds it, and all else that is no array; named here, where no jax is imported."""
+
 
 @dataclass(kw_only=True)
 class Standing:

@@ -6,7 +6,7 @@ disk before the save begins, so no checkpoint is ahead of its log, and a step wh
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from roxxel_dist.train.badstep import BadStep, Watch
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import HELD_OUT, ask
-from roxxel_dist.train.follow import schedule_of, take_up
+from roxxel_dist.train.follow import take_up, to_keep
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
 from roxxel_dist.train.log_queue import LogQueue, Tracker
@@ -118,8 +118,7 @@ class Trainer:
             self._programs.close()
             raise
         say = self.logger.text
-        flops = self.state.flops_per_token()
-        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops)
+        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
         self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._keeper = Keeper(self._folder, self.store, self.last_step, say)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
@@ -169,9 +168,7 @@ class Trainer:
         """
         with self.logger, watching_for_stop(), self._keeper:
             self._progress.say("start")
-            self._reporter.introduce(self._sharding, self.finished)
-            for note in self.notes:
-                self.logger.text(note)
+            self._reporter.introduce(self._sharding, self.notes, finished=self.finished)
             while not (self.finished or self.stopped):
                 try:
                     self._train()
@@ -190,15 +187,15 @@ class Trainer:
 
     def _train(self) -> None:
         """Steps, until the end, a request to stop, or a bad one."""
-        self._from, stream = self.step, self._stream_from(self.step)
+        self._phase, stream = -1, self._stream_from(self.step)  # whichever comes first begins
         for step in range(self.step, self.last_step):
-            self._enter(step)
+            begins = self._enter(step)
             batch = next(stream)  # read while the device works on the steps before
             if self._in_flight.make_room():
                 self._reporter.meter.finished()
             self._state, metrics = self._program(self._state, self._settings, batch)
             self._reporter.log(self._check)  # the step before: its numbers are there, the device is busy with this one
-            self._account(step, metrics)
+            self._account(step, metrics, begins)
             self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
             self._validate_log_save(step, metrics)
             self.step = step + 1
@@ -211,8 +208,7 @@ class Trainer:
         """Take up the last checkpoint, and leave the rows of the bad step out."""
         self._settle()
         self._progress.say("restore")
-        good = self._keeper.last_good()
-        options = self.options
+        good, options = self._keeper.last_good(), self.options
         if options.on_bad_step != "rewind" or good is None or self._standing.rewinds >= options.max_rewinds:
             raise bad
         self._standing = replace(Standing.of(self.store.meta(good)), rewinds=self._standing.rewinds + 1)
@@ -230,14 +226,18 @@ class Trainer:
         self.store.close()
         self._programs.close()
 
-    def _enter(self, step: int) -> None:
-        """Say which step this rank is about to do and, where one begins, which phase."""
-        self._progress.enter(step + 1, self.plan.phase(step) + 1)
+    def _enter(self, step: int) -> bool:
+        """Say which step this rank is about to do and, where one begins, which phase; returns whether one begins."""
+        phase = self.plan.phase(step)
+        self._progress.enter(step + 1, phase + 1)
         self._profiler.before(step + 1, self._state.step)
-        if self._begins_phase(step):
+        if begins := phase != self._phase:
             self._reporter.log(self._check)  # before the line that announces the next phase
             self._reporter.phase(step, self._sharding)
             self._program = self._program_of(step)
+            rows, length = self.plan.shape(step)
+            self._phase, self._tokens = phase, rows * length
+        return begins
 
     def _program_of(self, step: int) -> Any:
         """The compiled step of the phase of `step`; waits for it where it was not made ahead."""
@@ -256,35 +256,25 @@ class Trainer:
         self._in_flight.settle()
         self._reporter.meter.finished()
 
-    def _account(self, step: int, metrics: Metrics) -> None:
-        """Count the step, remember its numbers if they are due, and compile ahead."""
+    def _account(self, step: int, metrics: Metrics, begins: bool) -> None:
+        """Count the step, remember its numbers if they are due, and compile ahead when a phase has begun."""
         done = step + 1
         self._in_flight.add(metrics.scalars["loss"])
-        rows, length = self.plan.shape(step)
-        self._reporter.meter.step(rows * length)
+        self._reporter.meter.step(self._tokens)
         self._progress.finish(done)
         self._keeper.hear()
-        if self._is_due("log", done) or self._is_due("eval", done):
+        if self.options.is_due("log", done, self.last_step) or self.options.is_due("eval", done, self.last_step):
             self._reporter.put_aside(done, metrics)
-        if self._begins_phase(step):
-            following = sum(shape.steps for shape in self.plan.shapes[: self.plan.phase(step) + 1])
-            if following < self.last_step:
-                self._phases.prepare(self._stream_from(following))
+        if begins and (end := sum(shape.steps for shape in self.plan.shapes[: self._phase + 1])) < self.last_step:
+            self._phases.prepare(self._stream_from(end))
         self._reporter.show(done)
         self._profiler.after(done, metrics.scalars["loss"])
 
-    def _begins_phase(self, step: int) -> bool:
-        return step == self._from or self.plan.phase(step) != self.plan.phase(step - 1)
-
-    def _is_due(self, what: str, done: int) -> bool:
-        every = getattr(self.options, f"{what}_every")
-        return done in (1, self.last_step) or done % every == 0
-
     def _validate_log_save(self, step: int, metrics: Metrics) -> None:
         done = step + 1
-        evaluate = self._is_due("eval", done)
-        asked = self._keeper.asked(done)
-        save = asked or self.stopped or self._is_due("checkpoint", done) or self.options.is_kept(done)
+        evaluate = self.options.is_due("eval", done, self.last_step)
+        due = self.options.is_due("checkpoint", done, self.last_step) or self.store.keeps_forever(done)
+        save = self._keeper.asked(done) or self.stopped or due
         if not (evaluate or save or done == self.last_step):
             return
         self._settle()
@@ -300,8 +290,7 @@ class Trainer:
         best = "val_loss" in extra and self._standing.judge(extra["val_loss"])
         if save or best or self._standing.gave_up(self.options.patience):
             self._progress.say("save")
-            schedule = schedule_of(self._optimizer, self.plan.total_steps)
-            meta = {**self._identity, **asdict(self._standing), "plan": self.plan.state(done), "schedule": schedule}
+            meta = to_keep(done, self.plan, self._identity, self._standing, self._optimizer)
             self._keeper.save(done, self._state, meta, extra.get("val_loss"))
         self._reporter.meter.resume()
 

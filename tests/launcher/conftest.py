@@ -30,6 +30,8 @@ job["log_dir"] = Path(job["log_dir"])
 sys.exit(run(JobSpec(command=tuple(sys.argv[2:]), **job), Backend()))
 """
 LIMIT_S = 60.0
+RUN_ID = f"run_{os.getpid()}"
+"""Of this test process alone: another one's ranks are not what this one's have left."""
 
 
 def is_alive(pid: int) -> bool:
@@ -99,7 +101,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     def start(
         *command: str, stdout: int = subprocess.PIPE, environ: dict[str, str] | None = None, **job: Any
     ) -> Launch:
-        spec = {"nprocs": 2, "run_id": "a_run", "max_restarts": 0, "log_dir": str(tmp_path / "logs"), **job}
+        spec = {"nprocs": 2, "run_id": RUN_ID, "max_restarts": 0, "log_dir": str(tmp_path / "logs"), **job}
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps(spec), *command],

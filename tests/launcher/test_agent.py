@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from commands import TERMINAL, on_terminal
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.job import coordinator_port
@@ -49,7 +49,7 @@ def test_what_each_rank_sees(launch: Launch, tmp_path: Path) -> None:
         assert env["ROXXEL_COORDINATOR"] == envs[0]["ROXXEL_COORDINATOR"]
         assert env["PJRT_NPROC"] == str(max(os.cpu_count() or 1, 3))
         assert (env["ROXXEL_NUM_PROCESSES"], env["ROXXEL_ATTEMPT"], env["ROXXEL_STATUS"]) == ("3", "0", "1")
-        assert (env["ROXXEL_RUN_ID"], env["PYTHONUNBUFFERED"], env["MINE"]) == ("a_run", "1", "é")
+        assert (env["ROXXEL_RUN_ID"], env["PYTHONUNBUFFERED"], env["MINE"]) == (f"run_{os.getpid()}", "1", "é")
         assert "ROXXEL_LOCAL_DEVICES" not in env
         assert env["ROXXEL_PROGRESS"].startswith(str(tmp_path / "tmp"))
     assert re.fullmatch(r"127\.0\.0\.1:\d+", envs[0]["ROXXEL_COORDINATOR"])
@@ -92,7 +92,7 @@ def test_every_line_arrives_once_in_order_with_time_host_and_rank(launch: Launch
     assert [line.split(" | ", 1)[1] for line in shown] == EXPECTED
     for rank in (0, 1):
         header, *lines = job.log(rank).splitlines()
-        assert re.match(r"# \d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt 0, run a_run: env .*python", header)
+        assert re.match(r"# \d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt 0, run run_\d+: env .*python", header)
         start = rf"\d\d:\d\d:\d\d\.\d{{3}} {re.escape(socket.gethostname())} {rank} \| "
         assert all(re.match(start, line) for line in lines)
         assert job.lines(rank) == EXPECTED
@@ -158,18 +158,9 @@ for step in range(3, 6):
 
 
 def test_a_terminal_has_a_bar_below_the_lines(launch: Launch) -> None:
-    ours, theirs = pty.openpty()
-    job = launch("env", sys.executable, "-c", BAR, stdout=theirs, environ={"TERM": "xterm", "COLUMNS": "100"})
-    os.close(theirs)
-    data = b""
-    try:
-        while piece := os.read(ours, 4096):
-            data += piece
-    except OSError:  # how a terminal says that its last writer is gone
-        pass
-    os.close(ours)
+    words = ["env", sys.executable, "-c", BAR]
+    job, text = on_terminal(lambda theirs: launch(*words, stdout=theirs, environ=TERMINAL))
     assert job.wait()[0] == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode())
     for fact in (
         "warm [/x]",
         "5/5",

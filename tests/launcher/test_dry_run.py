@@ -13,8 +13,6 @@ SHOW = (
 OPTIONS = [
     "--nprocs",
     "2",
-    "--gpus-per-host",
-    "4",
     "--env",
     "B=two words",
     "--env",
@@ -47,7 +45,6 @@ def test_what_is_told_is_what_runs(tmp_path: Path) -> None:
     for rank in (0, 1):
         plan: dict[str, Any] = job["ranks"][rank]
         env, argv = json.loads((tmp_path / f"f.{rank}").read_text())
-        assert plan["env"]["CUDA_VISIBLE_DEVICES"] == env["CUDA_VISIBLE_DEVICES"] == ["0,1", "2,3"][rank]
         assert (env["A"], env["B"], env["MY_TOKEN"]) == ("from file", "two words", "sekrit")
         assert plan["env"] | {"MY_TOKEN": "sekrit"} == {
             name: env[name] if name not in ("ROXXEL_COORDINATOR", "ROXXEL_RUN_ID") else value
@@ -57,6 +54,16 @@ def test_what_is_told_is_what_runs(tmp_path: Path) -> None:
         assert argv == ["-c", "a b", "--api-key", "sekrit2"]
         assert plan["argv"][-4:] == [SHOW, "a b", "--api-key", "***"]
         assert plan["argv"][:4] == [sys.executable, "-u", "-m", "roxxel_dist.launcher.worker"]
-        devices = plan["env"]["CUDA_VISIBLE_DEVICES"]
-        start = f"env 'A=from file' 'B=two words' CUDA_VISIBLE_DEVICES={devices} 'MY_TOKEN=***' "
+        start = "env 'A=from file' 'B=two words' 'MY_TOKEN=***' "
         assert f"{rank} on {plan['host']}: {start}" in text.stdout
+
+
+def test_gpus_that_are_not_there_are_told_before_anything_starts(tmp_path: Path) -> None:
+    options = ["--nprocs", "2", "--gpus-per-host", "64"]
+    told = cli(*options, "--dry-run", "--json", "--", "touch", "x", cwd=tmp_path)
+    devices = [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in json.loads(told.stdout)["ranks"]]
+    assert devices == [",".join(map(str, range(32))), ",".join(map(str, range(32, 64)))]
+    result = cli(*options, "--", "touch", "x", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (69, "")
+    assert "--gpus-per-host 64, and it has " in result.stderr
+    assert list(tmp_path.iterdir()) == []

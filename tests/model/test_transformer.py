@@ -68,6 +68,13 @@ def test_loss_of_an_untrained_model_is_that_of_guessing():
     assert float(next_token_loss(build(), tokens(8, 33))) == pytest.approx(np.log(50), abs=0.1)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_of_a_token(tied):
+    model = build(weight_tying=tied)
+    multiplies = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) - (0 if tied else 50 * 32)
+    assert model.flops_per_token(20) == 6 * multiplies + 12 * 2 * 32 * 20, "two blocks of 32 channels, rows of 20"
+
+
 LENGTHS = [7, 1, 20, 12]
 
 

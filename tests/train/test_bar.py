@@ -1,10 +1,10 @@
 """The bar in a terminal of its own, and what it prints where there is none."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
+
+from commands import TERMINAL, environment, on_terminal
 
 PROGRAM = """
 import time
@@ -20,19 +20,10 @@ LINES = [f"line [/x] :smile: {step}" for step in (900, 950, 1000)]
 
 
 def test_a_bar_below_lines_that_stand_as_they_are() -> None:
-    ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=theirs, env=environ) as program:
-        os.close(theirs)
-        data = b""
-        try:
-            while piece := os.read(ours, 4096):
-                data += piece
-        except OSError:  # how a terminal says that its last writer is gone
-            pass
-    os.close(ours)
-    assert program.returncode == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode()).replace("\r", "\n")
+    words = [sys.executable, "-c", PROGRAM]
+    program, text = on_terminal(lambda theirs: subprocess.Popen(words, stdout=theirs, env=environment(**TERMINAL)))
+    assert program.wait() == 0
+    text = text.replace("\r", "\n")
     assert [line for line in text.split("\n") if line.startswith("line")] == LINES
     assert "long [/x]" in text
     assert "0/1 " not in text, "nothing is drawn before there is something to show"

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from roxxel_dist.train.hardware import flops_per_token, mfu, peak_flops, peak_memory_gb, peak_rss_bytes
+from roxxel_dist.train.hardware import mfu, peak_flops, peak_memory_gb, peak_rss_bytes
 
 KINDS = {
     "NVIDIA A100-SXM4-40GB": 312,
@@ -62,12 +62,6 @@ def test_cards_without_bfloat16(kind, tera):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_is_not_known_is_not_guessed(kind):
     assert peak_flops(kind, "bfloat16") is None
-
-
-def test_flops_of_a_token():
-    assert flops_per_token(124_000_000) == 744e6
-    # GPT-2 small: 12 layers, width 768, rows of 1,024 tokens.
-    assert flops_per_token(124_000_000, layers=12, width=768, length=1024) == 744e6 + 12 * 12 * 768 * 1024
 
 
 def test_utilisation_is_of_all_devices():

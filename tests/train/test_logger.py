@@ -2,14 +2,13 @@
 
 import csv
 import logging
-import os
-import pty
 import subprocess
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import TERMINAL, environment, on_terminal
 
 from roxxel_dist import Logger
 
@@ -98,17 +97,8 @@ def test_a_bar_on_a_terminal_alone(tmp_path, terminal):
         out = subprocess.check_output([sys.executable, "-c", BAR], cwd=tmp_path, text=True)
         assert out == "Step 300/300 | loss: 0.1250\n"
         return
-    ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen([sys.executable, "-c", BAR], stdout=theirs, env=environ, cwd=tmp_path) as program:
-        os.close(theirs)
-        data = b""
-        try:
-            while piece := os.read(ours, 4096):
-                data += piece
-        except OSError:  # how a terminal says that its last writer is gone
-            pass
-    os.close(ours)
-    assert program.returncode == 0
-    assert b"300/300 loss 0.1250" in data
-    assert b"Step 300/300 | loss: 0.1250" in data
+    options = {"cwd": tmp_path, "env": environment(**TERMINAL)}
+    program, text = on_terminal(lambda theirs: subprocess.Popen([sys.executable, "-c", BAR], stdout=theirs, **options))
+    assert program.wait() == 0
+    assert "300/300 loss 0.1250" in text
+    assert "Step 300/300 | loss: 0.1250" in text

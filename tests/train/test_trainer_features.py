@@ -152,6 +152,7 @@ def test_parameters_cut_over_eight_devices_go_on_over_four(corpus, tmp_path):
 
     first = run("cut", 8, fsdp=True, max_steps=5)
     assert first.state.params["embedding.embedding"].addressable_shards[0].data.shape == (64, 128)
+    assert first.state.flops_per_token()(16) == 6 * 512 * 128, "of all parts; this module does not say it itself"
     second = run("cut", 4, fsdp=True)
     assert second.start_step == 5
     embedding = second.state.params["embedding.embedding"]
