@@ -19,8 +19,6 @@ from roxxel_dist.launcher.leftovers import leftovers
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("SLURM_", "MEGASCALE_", "OMPI_")
 """Variables of other launchers, by their beginning: jax and its libraries would believe them."""
-SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION")
-"""In its own process, on every kind of machine: those who started us may have imported it."""
 
 Facts = dict[str, Any]
 
@@ -39,7 +37,7 @@ def gather(question: Facts) -> Facts:
         "cpus": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platforms": os.environ.get("JAX_PLATFORMS"),
-        "variables": sorted(name for name in os.environ if name.startswith(STALE) and name not in SET_BY_JAX),
+        "variables": sorted(name for name in os.environ if name.startswith(STALE)),
         "run_dir": folder(run_dir, writes=True) if run_dir is not None else None,
         "tmp": folder(os.environ.get("TMPDIR") or "/tmp", writes=False),
         "left": leftovers(question["run_id"], run_dir),

@@ -106,7 +106,7 @@ class Panel:
             for host in waiting:
                 if host in self._probes and self._probes[host].answers:
                     answers[host] = self._probes[host].answers.pop()
-        return answers
+        return {host: answers[host] for host in questions if host in answers}
 
     def _read(self, fd: int, probe: _Probe) -> None:
         if self._probes.get(probe.host) is not probe:  # lost a moment ago, in the same round

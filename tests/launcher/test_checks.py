@@ -70,8 +70,8 @@ def disk(free: int, why: str | None = None) -> dict[str, Any]:
     return {"path": "/data/runs", "free": free, "why": why}
 
 
-def rank(*, ours: bool) -> dict[str, Any]:
-    return {"pid": 4711, "run_id": "20250101_000000", "ours": ours, "seconds": 600.0}
+def rank(*, ours: bool, orphan: bool = True) -> dict[str, Any]:
+    return {"pid": 4711, "run_id": "20250101_000000", "ours": ours, "seconds": 600.0, "orphan": orphan}
 
 
 TOKENS = {"path": "d", "fingerprint": "aa"}
@@ -111,7 +111,7 @@ CASES = [
         put("h2", left=[rank(ours=True)]),
         ["h2", "this run", "20250101_000000", "10 min", "kill 4711"],
     ),
-    ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another run", "kill 4711"]),
+    ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),
     ("variables", "warning", put("h2", variables=["SLURM_JOB_ID"]), ["h2", "SLURM_JOB_ID", "unset"]),
     ("host", "warning", put("h2", machine="boot1 net"), ["h1, h2", "one machine"]),
 ]
@@ -162,6 +162,11 @@ def test_gpus_are_as_many_as_wanted() -> None:
     assert judge(gpus(1, 1, 1), Wanted(gpus_per_host=2, visible="MIG-a,MIG-b")) == []
 
 
+def test_ranks_that_somebody_watches_over_are_no_leftovers() -> None:
+    assert judge(put("h2", left=[rank(ours=False, orphan=False)])) == []
+    assert [one.level for one in judge(put("h2", left=[rank(ours=True, orphan=False)]))] == ["error"]
+
+
 def test_scripts_are_compared_where_there_is_one() -> None:
     def change(hosts: Hosts) -> None:
         for facts, script in zip(hosts.values(), ("s1", "s1", "absent"), strict=True):
@@ -177,15 +182,6 @@ def test_text_is_read_by_rank_0_alone() -> None:
     text, absent = {"path": "t.txt", "text": True}, {"path": "t.txt", "why": "no such file"}
     assert judge(with_data(h1=text, h2=absent, h3=absent)) == []
     assert [one.level for one in judge(with_data(h1=absent, h2=text, h3=text))] == ["error", "error"]
-
-
-def test_a_tpu_machine_needs_its_variables() -> None:
-    told = judge(put("h2", tpus=4, variables=["TPU_NAME", "SLURM_JOB_ID"]))
-    assert [one.text for one in told if one.check == "variables"] == [
-        "h2: SLURM_JOB_ID are set there, and jax or its libraries may believe that another launcher started them; "
-        "unset them"
-    ]
-    assert [one.hosts for one in judge(put("h2", variables=["TPU_NAME"]))] == [("h2",)]
 
 
 def test_the_launcher_has_the_code_of_its_hosts() -> None:

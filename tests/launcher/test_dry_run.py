@@ -16,8 +16,6 @@ OPTIONS = [
     "--env",
     "B=two words",
     "--env",
-    "CUDA_VISIBLE_DEVICES=0,1,2,3",
-    "--env",
     "MY_TOKEN=sekrit",
     "--env-from",
     "env",

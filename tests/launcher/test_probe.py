@@ -79,14 +79,14 @@ def test_facts_of_this_machine(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "a.py"
     script.write_text("pass\n")
     before = time.time()
-    told = start(
-        SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22", SLURM_JOB_ID="1", TPU_NAME="x", TPU_SKIP_MDS_QUERY="1", SLURMY="no"
-    ).facts(script="a.py")
+    told = start(SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22", SLURM_JOB_ID="1", MEGASCALE_X="x", SLURMY="no").facts(
+        script="a.py"
+    )
     assert before <= told["clock"] <= time.time()
     assert told["name"] == socket.gethostname()
     assert told["ssh_address"] == "10.0.0.2"
-    assert {"SLURM_JOB_ID", "TPU_NAME"} <= set(told["variables"])
-    assert not {"SLURMY", "TPU_SKIP_MDS_QUERY"} & set(told["variables"])
+    assert {"SLURM_JOB_ID", "MEGASCALE_X"} <= set(told["variables"])
+    assert "SLURMY" not in told["variables"]
     assert told["versions"]["python"] == sys.version.split()[0]
     assert {"jax", "jaxlib", "numpy", "roxxel-dist", "orbax-checkpoint"} <= set(told["versions"])
     assert told["code"] == hash_of_code()
@@ -213,6 +213,25 @@ def test_leftover_ranks(start: Start, rank: Callable[..., int], tmp_path: Path) 
     assert found == {"same id": True, "same folder": True, "default folder": False, "other": False}
     assert left(run_dir="runs/run_b") == {"same folder": False, "default folder": True, "other": False}
     assert left(run_id="outer") == {"same folder": False, "default folder": False, "other": False, "outer": True}
+
+
+def test_a_rank_whose_agent_lives_is_no_orphan(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
+    script = "import subprocess, sys; process = subprocess.Popen(sys.argv[2:]); print(process.pid); input()"
+    watched = subprocess.Popen(
+        [sys.executable, "-uc", script, "roxxel_dist.launcher.agent", sys.executable, "-c", "input()", WORKER, "x"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert watched.stdout is not None
+        inner, alone = int(watched.stdout.readline()), rank(WORKER, "x")
+        deadline, orphans = time.monotonic() + LIMIT_S, {}
+        while inner not in orphans and time.monotonic() < deadline:  # until it has become what it is to be
+            orphans = {one["pid"]: one["orphan"] for one in start().facts(compare=False)["left"]}
+        assert (orphans[inner], orphans[alone]) == (False, True)
+    finally:
+        watched.communicate(timeout=LIMIT_S)  # the end of its input, which is also that of its child
 
 
 def test_the_data_set(start: Start, corpus: Roxxel, tmp_path: Path) -> None:
