@@ -11,7 +11,7 @@ Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, Facts]
 """What each host said, in the order of the ranks."""
 
-ROOM, ENOUGH = 100 << 20, 2 << 30
+ROOM, ENOUGH = 1 << 18, 2 << 30
 """Bytes that must be free, and that should be."""
 CLOCK_S = 2.0
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")

@@ -100,7 +100,7 @@ CASES = [
     ("clock", "warning", put("h3", ahead=-5.0), ["h2", "5.2 s", "h3"]),
     ("cpus", "warning", put("h3", cpus=2), ["8 CPUs on h1, h2", "2 CPUs on h3"]),
     ("devices", "warning", put("h1", tpus=4), ["4 TPU chips on h1", "0 TPU chips on h2, h3"]),
-    ("disk", "error", put("h1", run_dir=disk(ROOM - 1)), ["h1", "/data/runs", "100.0 MiB", "--run_dir"]),
+    ("disk", "error", put("h1", run_dir=disk(ROOM - 1)), ["h1", "/data/runs", "0.2 MiB", "--run_dir"]),
     ("disk", "warning", put("h1", run_dir=disk(ENOUGH - 1)), ["h1", "/data/runs", "--run_dir"]),
     ("disk", "error", put("h1", run_dir=disk(1 << 40, "no permission")), ["h1", "/data/runs", "no permission"]),
     ("disk", "error", put("h1", tmp=disk(1 << 40, "no permission")), ["h1", "no permission", "TMPDIR"]),
@@ -199,7 +199,7 @@ def test_many_hosts_are_counted() -> None:
 
 
 def test_sizes() -> None:
-    assert [size(ROOM), size(3 << 29), size(5000 << 30)] == ["100.0 MiB", "1.5 GiB", "5,000.0 GiB"]
+    assert [size(ROOM), size(3 << 29), size(5000 << 30)] == ["0.2 MiB", "1.5 GiB", "5,000.0 GiB"]
 
 
 def job(*command: str, **more: Any) -> JobSpec:
