@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from roxxel_dist.cli_data import data_build, data_info, data_verify
+from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
@@ -196,4 +197,8 @@ COMMANDS: dict[str, Command] = {
     "save": save,
     "generate": generate,
     "launch": launch,
+    "ps": ps,
+    "logs": logs,
+    "attach": attach,
+    "stop": stop,
 }

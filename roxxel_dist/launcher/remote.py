@@ -1,0 +1,92 @@
+"""Jobs whose controller runs on another host: their entries are brought from there, and commands go on there."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+from roxxel_dist.launcher import registry
+from roxxel_dist.launcher.backends import make
+from roxxel_dist.launcher.registry import Entry
+
+PROGRAM = "roxxel_dist"
+HERE = "--here"
+"""Tells the command there that it is at its place, whatever its machine calls itself by now."""
+ASK_S = 20.0
+
+
+def relay(entry: Entry, command: str, *options: str) -> int:
+    """Run `COMMAND RUN OPTIONS` on the host of the controller, show what it says here, and return its exit code."""
+    words = (command, registry.path_of(entry).stem, *options, HERE)
+    process = _start(entry, *words)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = threading.Thread(target=_pump, args=(process.stderr, sys.stderr.buffer), daemon=True)
+    errors.start()
+    try:
+        _pump(process.stdout, sys.stdout.buffer)
+        errors.join()
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        errors.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _start(entry: Entry, *words: str) -> subprocess.Popen[bytes]:
+    assert entry.via is not None
+    assert entry.controller_host is not None
+    process = make(entry.via).start(entry.controller_host, PROGRAM, *words)
+    if process.stdin is not None:
+        process.stdin.close()
+        process.stdin = None  # or `communicate` flushes it
+    return process
+
+
+def _pump(source: IO[bytes], target: IO[bytes]) -> None:
+    while data := source.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]
+        target.write(data)
+        target.flush()
+
+
+def refresh(entries: list[Entry]) -> list[str]:
+    """Bring the entries of living jobs from their hosts, all at once; what went wrong, a line a host."""
+    asked: dict[str, tuple[Entry, subprocess.Popen[bytes]]] = {}
+    problems = []
+    for entry in entries:
+        key = json.dumps([entry.controller_host, entry.via], sort_keys=True)
+        if key not in asked:
+            asked[key] = entry, _start(entry, "ps", "--all", "--json", HERE)
+    for entry, process in asked.values():
+        values, reason = _answer(process)
+        if reason:
+            problems.append(
+                f"cannot ask {entry.controller_host} ({reason}): its jobs are shown as they were last known"
+            )
+        known = {registry.path_of(one) for one in entries}
+        for told in values:
+            with contextlib.suppress(TypeError, KeyError, OSError):
+                one = registry.from_values(told)
+                if registry.path_of(one) in known:
+                    registry.write(one)
+    return problems
+
+
+def _answer(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
+    """What the host told, or why it did not."""
+    try:
+        out, err = process.communicate(timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return [], f"no answer within {ASK_S:g} s"
+    try:
+        return json.loads(out), ""
+    except ValueError:
+        said = err.decode(errors="backslashreplace").strip().splitlines()
+        return [], said[-1] if said else f"exit code {process.returncode}"
