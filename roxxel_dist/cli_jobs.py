@@ -224,9 +224,10 @@ def stop(words: list[str]) -> int:
 
 def _find(name: str, here: bool) -> "Entry":
     """The job meant. Raises ValueError where there is none, or where it can only be asked on another machine."""
-    from roxxel_dist.launcher import registry
+    from roxxel_dist.launcher.find import find
+    from roxxel_dist.launcher.registry import entries
 
-    entry = registry.find(name, registry.entries())
+    entry = find(name, entries())
     if not (here or entry.is_here or _is_away(entry, here)):
         raise ValueError(f"the launcher of run {entry.run_id} runs on {entry.controller.host}: ask there")
     return entry

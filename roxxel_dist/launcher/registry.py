@@ -6,7 +6,6 @@ killed writes nothing more; that it is gone is told by its process, never by the
 
 import contextlib
 import dataclasses
-import difflib
 import errno
 import json
 import os
@@ -27,6 +26,7 @@ from roxxel_dist.launcher.variables import masked_words
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
 """`lost` is never written: a controller that is gone without having said `ended`."""
 KEPT_S = 7 * 24 * 3600.0
+UNHEARD_S = 60 * 24 * 3600.0
 WRITE_S = 1.0
 
 
@@ -141,8 +141,10 @@ def read(path: Path) -> Entry | None:
     return entry if entry is None or entry.is_over else dataclasses.replace(entry, state="lost")
 
 
-def from_values(values: dict[str, Any]) -> Entry:
+def from_values(values: Any) -> Entry:
     """The entry that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
+    if not isinstance(values, dict):
+        raise TypeError(f"no entry of a job: {values!r}")
     known = {field.name for field in dataclasses.fields(Entry)}
     fields = {name: value for name, value in values.items() if name in known}
     return Entry(**{**fields, "hosts": tuple(values["hosts"]), "controller": Process(**values["controller"])})
@@ -187,50 +189,16 @@ def write(entry: Entry, *, new_only: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def find(name: str, among: list[Entry]) -> Entry:
-    """The job that a person means: a run id, the beginning of one, or a run directory (its newest job).
-
-    Raises:
-        ValueError: no job, or several; names the nearest one, or those that there are.
-    """
-    if not among:
-        raise ValueError(f"there is no run {name!r}: no job of this user is known here")
-    directory = os.path.realpath(name) if name else ""
-    ways: list[Callable[[Entry], bool]] = [
-        lambda entry: name in (entry.run_id, path_of(entry).stem),
-        lambda entry: os.path.realpath(entry.run_dir) == directory,
-        lambda entry: entry.run_id.startswith(name),
-    ]
-    for number, means in enumerate(ways):
-        found = [entry for entry in among if name and means(entry)]
-        if len(found) > 1 and number == 1:
-            return found[-1]
-        if len(found) > 1:
-            raise ValueError(f"{len(found)} runs are called {name}: say which by its run directory:{_list(found)}")
-        if found:
-            return found[0]
-    if not name:
-        raise ValueError(f"say which run:{_list(among)}")
-    near = difflib.get_close_matches(name, [entry.run_id for entry in among], n=1, cutoff=0.5)
-    raise ValueError(
-        f"there is no run {name!r}: " + (f"did you mean {near[0]}?" if near else f"they are{_list(among)}")
-    )
-
-
-def _list(among: list[Entry], most: int = 10) -> str:
-    lines = [f"\n  {entry.run_id}  {entry.state:<10}  {entry.run_dir}" for entry in reversed(among)]
-    more = f"\n  and {len(lines) - most} more; `roxxel-dist ps --all` lists them" if len(lines) > most else ""
-    return "".join(lines[:most]) + more
-
-
-def sweep(older_than: float) -> None:
-    """Take away what was left by jobs that were over before that time."""
+def sweep(now: float) -> None:
+    """Take away what is left of jobs that were over a week ago, and of those elsewhere of which nothing was heard."""
     for path in folder().glob("*"):
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < older_than:
-                entry = read(path) if path.suffix == ".json" else None
-                if entry is None or entry.is_over or not entry.is_here:
-                    path.unlink()
+            age = now - path.stat().st_mtime
+            if age < KEPT_S:
+                continue
+            entry = read(path) if path.suffix == ".json" else None
+            if entry is None or entry.is_over or (not entry.is_here and age > UNHEARD_S):
+                path.unlink()
 
 
 class Register:
@@ -272,7 +240,7 @@ class Register:
     def __enter__(self) -> "Register":
         with self._safely():
             write(self._entry)
-            sweep(time.time() - KEPT_S)
+            sweep(time.time())
         return self
 
     def __exit__(
