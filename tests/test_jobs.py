@@ -274,16 +274,45 @@ def test_a_killed_launcher_is_lost_and_hangup_is_nothing_to_it(desk: Desk) -> No
     assert desk.run("logs", run)[1].endswith("0 | up 0\n")
 
 
+STEPS = """
+import os, signal, time
+from pathlib import Path
+from roxxel_dist.cluster.progress import Progress
+attempt = int(os.environ["ROXXEL_ATTEMPT"])
+Progress.from_env(0).enter(12 + attempt)
+if attempt == 0:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path("up.0").touch()
+time.sleep(1000)
+"""
+
+
+def test_the_list_tells_attempt_and_step(desk: Desk) -> None:
+    words = ["--", "env", sys.executable, "-c", STEPS]
+    assert desk.run("launch", "local", "--detach", *words)[0] == 0
+    wait_for(lambda: desk.job()["step"] == 12, LIMIT_S, "the first step")
+    assert desk.job()["attempt"] == 0
+    desk.up()
+    wait_for(lambda: desk.job()["step"] == 13, LIMIT_S, "the next step")
+    assert (desk.job()["attempt"], desk.job()["state"]) == (1, "running")
+    assert desk.run("ps")[1].splitlines()[1].split()[4:6] == ["1", "13"]
+    assert desk.run("stop", desk.job()["run_id"], "--kill")[0] == 1
+    assert desk.job()["step"] == 13
+
+
 def test_what_cannot_start_says_so_and_leaves_nothing(desk: Desk) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         code, out, err = desk.run("launch", "local", "--detach", "--port", port, "--", "bash", "-c", WAIT)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"roxxel-dist: --port {port}: cannot be used")
+    assert (code, out) == (69, "")
+    assert str(port) in err
+    assert err.splitlines()[-1].startswith("roxxel-dist: not started: see above")
     assert not (desk.folder / "runs").exists()
-    assert desk.jobs() == []
+    assert desk.job()["code"] == 69
+    assert desk.run("ps")[1] == ""
 
 
 def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:
@@ -294,7 +323,7 @@ def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:
     process.stdin.write(spec("a", "touch", "was-here"))
     process.stdin.close()
     assert process.wait(LIMIT_S) == 0
-    wait_for(lambda: (desk.folder / "logs" / "launcher.log").exists(), LIMIT_S, "the log of the launcher")
+    wait_for((desk.folder / "logs" / "launcher.log").exists, LIMIT_S, "the log of the launcher")
     assert desk.over()["code"] == 1
     assert "nobody waits for this job" in (desk.folder / "logs" / "launcher.log").read_text()
     assert not (desk.folder / "was-here").exists()

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_USAGE
+from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.job import JobSpec
@@ -42,11 +42,14 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
         OSError: the backend could not be started.
     """
     host = backend.hosts[0]
-    spec = {"job": _plain(job), "backend": backend.describe(), "host": host}
+    spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
     process = backend.start(host, MODULE)
     try:
         out, err = process.communicate(json.dumps(spec).encode() + b"\n")
-    finally:  # Ctrl-C: a controller that cannot answer starts nothing
+    except BaseException:  # Ctrl-C: a controller that cannot answer starts nothing
+        process.terminate()
+        raise
+    finally:
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -59,13 +62,19 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
         reason = said or f"its controller ended with {process.returncode} and said nothing"
         raise NotStarted(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}") from None
     if "entry" not in answer:
-        raise NotStarted(answer["code"], said)
+        raise NotStarted(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
     if said:
         print(said, file=sys.stderr, flush=True)
     entry = registry.from_values(answer["entry"])
     with contextlib.suppress(OSError):  # the job runs; it is only not listed here
         registry.write(entry, new_only=True)
     return entry
+
+
+def _hint(code: int, backend: Backend, host: str) -> list[str]:
+    if code != EXIT_PREFLIGHT or backend.describe()["kind"] == "local":
+        return []
+    return [f"roxxel-dist: this was asked from {host}: with --detach it must reach every host, itself too, by ssh"]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -114,7 +123,11 @@ class _Caller:
 
 
 def _control(spec: dict[str, Any], caller: _Caller) -> int:
-    job, backend = _job(spec["job"]), make(spec["backend"])
+    try:
+        job, backend = _job(spec["job"]), make(spec["backend"])
+    except ValueError as error:  # such as a file of --ssh-config that is not here
+        print(f"roxxel-dist: on {spec['host']}, where the launcher would run: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
     reach = {"controller_host": spec["host"], "via": spec["backend"]} if spec["backend"]["kind"] != "local" else {}
     try:
         return run(job, backend, Register(job, backend, started=caller.started, **reach))

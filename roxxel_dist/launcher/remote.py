@@ -15,6 +15,8 @@ PROGRAM = "roxxel_dist"
 HERE = "--here"
 """Tells the command there that it is at its place, whatever its machine calls itself by now."""
 ASK_S = 20.0
+NO_WAY = 255
+"""How ssh ends when it cannot reach the host, or is cut off from it."""
 
 
 def relay(entry: Entry, command: str, *options: str) -> int:
@@ -28,7 +30,7 @@ def relay(entry: Entry, command: str, *options: str) -> int:
     try:
         _pump(process.stdout, sys.stdout.buffer)
         errors.join()
-        return process.wait()
+        code = process.wait()
     finally:
         if process.poll() is None:
             process.terminate()
@@ -36,6 +38,10 @@ def relay(entry: Entry, command: str, *options: str) -> int:
         errors.join()
         process.stdout.close()
         process.stderr.close()
+    if code == NO_WAY:
+        where = f"cannot ask {entry.controller_host}, where its launcher is: the job may well go on"
+        print(f"roxxel-dist: run {entry.run_id}: {where}", file=sys.stderr, flush=True)
+    return code
 
 
 def _start(entry: Entry, *words: str) -> subprocess.Popen[bytes]:
