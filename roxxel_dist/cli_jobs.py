@@ -147,7 +147,8 @@ def _log(entry: "Entry", rank: int | None) -> "Path":
 def _no_log(entry: "Entry", log: "Path") -> str:
     there = sorted(path.name for path in log.parent.glob("*.log")) if log.parent.is_dir() else []
     others = f"; there are {', '.join(there)} in {log.parent}" if there else ""
-    return f"{log} is not there: nothing was printed" + ("" if entry.is_over else " yet") + others
+    why = "nothing was printed, or the command was refused" if entry.is_over else "nothing was printed yet"
+    return f"{log} is not there: {why}{others}"
 
 
 def _show(entry: "Entry", log: "Path", lines: int, *, follow: bool) -> "Entry":

@@ -24,7 +24,7 @@ from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.variables import masked_words
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
-"""`lost` is never written: a controller that is gone without having said `ended`."""
+"""`lost`: a controller that is gone without having said `ended`. It never says so itself."""
 KEPT_S = 7 * 24 * 3600.0
 UNHEARD_S = 60 * 24 * 3600.0
 WRITE_S = 1.0

@@ -1,11 +1,12 @@
 """Jobs whose controller runs on another host: their entries are brought from there, and commands go on there."""
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
 import threading
-from typing import IO, Any
+from typing import IO
 
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
@@ -62,37 +63,47 @@ def _pump(source: IO[bytes], target: IO[bytes]) -> None:
 
 def refresh(entries: list[Entry]) -> list[str]:
     """Bring the entries of living jobs from their hosts, all at once; what went wrong, a line a host."""
-    asked: dict[str, tuple[Entry, subprocess.Popen[bytes]]] = {}
-    problems = []
+    jobs: dict[str, list[Entry]] = {}
     for entry in entries:
-        key = json.dumps([entry.controller_host, entry.via], sort_keys=True)
-        if key not in asked:
-            asked[key] = entry, _start(entry, "ps", "--all", "--json", HERE)
-    for entry, process in asked.values():
-        values, reason = _answer(process)
-        if reason:
-            problems.append(
-                f"cannot ask {entry.controller_host} ({reason}): its jobs are shown as they were last known"
-            )
-        known = {registry.path_of(one) for one in entries}
-        for told in values:
-            with contextlib.suppress(TypeError, KeyError, OSError):
-                one = registry.from_values(told)
-                if registry.path_of(one) in known:
-                    registry.write(one)
+        jobs.setdefault(json.dumps([entry.controller_host, entry.via], sort_keys=True), []).append(entry)
+    asked: list[tuple[list[Entry], subprocess.Popen[bytes]]] = []
+    problems = []
+    for group in jobs.values():
+        try:
+            asked.append((group, _start(group[0], "ps", "--all", "--json", HERE)))
+        except (ValueError, OSError) as error:  # its ssh configuration is gone, for instance
+            problems.append(_problem(group, str(error)))
+    for group, process in asked:
+        told, reason = _answer(process)
+        if told is None:
+            problems.append(_problem(group, reason))
+        else:
+            _keep(group, told)
     return problems
 
 
-def _answer(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
+def _keep(group: list[Entry], told: list[Entry]) -> None:
+    """Write what a host told of these jobs. One that it does not know any more was over long ago."""
+    news = {registry.path_of(entry): entry for entry in told}
+    for entry in group:
+        with contextlib.suppress(OSError):
+            registry.write(news.get(registry.path_of(entry)) or dataclasses.replace(entry, state="lost"))
+
+
+def _problem(group: list[Entry], reason: str) -> str:
+    return f"cannot ask {group[0].controller_host} ({reason}): its jobs are shown as they were last known"
+
+
+def _answer(process: subprocess.Popen[bytes]) -> tuple[list[Entry] | None, str]:
     """What the host told, or why it did not."""
     try:
         out, err = process.communicate(timeout=ASK_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return [], f"no answer within {ASK_S:g} s"
+        return None, f"no answer within {ASK_S:g} s"
     try:
-        return json.loads(out), ""
-    except ValueError:
+        return [registry.from_values(values) for values in json.loads(out)], ""
+    except (ValueError, TypeError, KeyError):
         said = err.decode(errors="backslashreplace").strip().splitlines()
-        return [], said[-1] if said else f"exit code {process.returncode}"
+        return None, said[-1] if said else f"exit code {process.returncode}"

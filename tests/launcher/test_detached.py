@@ -86,11 +86,22 @@ def test_a_job_on_hosts_is_looked_after_from_elsewhere(
     assert (attached.returncode, f"run {run} goes on" in err.decode()) == (130, True)
     until(lambda: not any(" attach " in words for words in words_on(hosts, "h1")), "the end of what was attached")
 
+    (copy,) = tmp_path.glob("state/**/*.json")
+    before = copy.read_text()
     stopped = desk.run("stop", run)
     assert stopped.returncode == 0
     assert stopped.stderr.endswith("with 42 (stopped, every rank saved)\n")
     assert desk.run("attach", run).returncode == 42
     assert (desk.job()["state"], desk.job()["code"]) == ("ended", 42)
+    (entry,) = hosts.home("h1").glob(".local/state/**/*.json")
+    entry.unlink()
+    assert desk.job()["state"] == "ended", "who is over is not asked about any more"
+    copy.write_text(before)
+    assert desk.job()["state"] == "lost", "it is not known there any more"
+    hosts.ssh_config.rename(tmp_path / "moved")
+    copy.write_text(before)
+    listed = desk.run("ps")
+    assert (listed.returncode, run in listed.stdout, "no such file" in listed.stderr) == (0, True, True)
     until(lambda: not hosts.processes("h1") and not hosts.processes("h2"), "the end of all")
 
 
