@@ -122,11 +122,18 @@ def test_a_launcher_out_of_reach_is_said(cluster: Callable[[int], Cluster], tmp_
     desk = Desk(hosts, tmp_path)
     run = desk.launch("--hosts", "h1").stdout.strip()
     until(lambda: list(tmp_path.glob("up.*")), "the rank")
-    hosts.cut("h1")
+    attached = desk.open("attach", run)
+    assert attached.stdout is not None
+    while b"has 16" not in attached.stdout.readline():
+        assert attached.poll() is None
+    hosts.drop("h1")
     stops = desk.open("stop", run)
     listed = desk.run("ps")
     assert (listed.returncode, listed.stdout.splitlines()[1].split()[0]) == (0, run)
     assert "cannot ask h1 (ssh: connect to host" in listed.stderr
     _, err = stops.communicate(timeout=60)
     assert stops.returncode == 255
-    assert err.decode().endswith(f"run {run}: cannot ask h1, where its launcher is: the job may well go on\n")
+    last = f"run {run}: cannot ask h1, where its launcher is: the job may well go on\n"
+    assert err.decode().endswith(last)
+    _, err = attached.communicate(timeout=60)
+    assert (attached.returncode, err.decode().endswith(last)) == (255, True), "it does not wait for ever"
