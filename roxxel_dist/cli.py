@@ -12,6 +12,7 @@ import tyro
 
 from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
+from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
@@ -197,4 +198,8 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "launch": launch,
     "doctor": doctor,
+    "ps": ps,
+    "logs": logs,
+    "attach": attach,
+    "stop": stop,
 }
