@@ -28,7 +28,7 @@ class JobArgs:
     env_from: str | None = None
     """A file with a K=V a line, for every rank; --env wins over it."""
     port: int | None = None
-    """Port on which the processes find each other; a free one where not given, and after a restart."""
+    """Port on which the processes find each other, and one more at each restart; free ones where not given."""
     max_restarts: int = 3
     """Restarts after infrastructure failures (a rank killed, an agent lost, a hang); preemptions are free. 0: none."""
     step_timeout: float | None = None
