@@ -16,8 +16,6 @@ PROGRAM = "roxxel_dist"
 HERE = "--here"
 """Tells the command there that it is at its place, whatever its machine calls itself by now."""
 ASK_S = 20.0
-ALIVE = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
-"""Nobody else would notice a cut link: a job may say nothing for hours."""
 NO_WAY = 255
 """How ssh ends when it cannot reach the host, or is cut off from it."""
 
@@ -28,7 +26,6 @@ def relay(entry: Entry, command: str, *options: str) -> int:
     assert entry.controller_host is not None
     words = (command, registry.path_of(entry).stem, *options, HERE)
     argv = make(entry.via).argv(entry.controller_host, PROGRAM, *words)
-    argv[1:1] = ALIVE if argv[0] == "ssh" else []
     # In this process group: a terminal that is closed ends both.
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
