@@ -281,7 +281,8 @@ from roxxel_dist.cluster.progress import Progress
 attempt = int(os.environ["ROXXEL_ATTEMPT"])
 Progress.from_env(0).enter(12 + attempt)
 if attempt == 0:
-    time.sleep(1)
+    while not Path("go").exists():
+        time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 Path("up.0").touch()
 time.sleep(1000)
@@ -293,6 +294,7 @@ def test_the_list_tells_attempt_and_step(desk: Desk) -> None:
     assert desk.run("launch", "local", "--detach", *words)[0] == 0
     wait_for(lambda: desk.job()["step"] == 12, LIMIT_S, "the first step")
     assert desk.job()["attempt"] == 0
+    (desk.folder / "go").touch()
     desk.up()
     wait_for(lambda: desk.job()["step"] == 13, LIMIT_S, "the next step")
     assert (desk.job()["attempt"], desk.job()["state"]) == (1, "running")
