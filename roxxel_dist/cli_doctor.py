@@ -81,28 +81,23 @@ def _backend(args: DoctorArgs) -> "Backend":
         from roxxel_dist.launcher.backends.local import LocalBackend
 
         return LocalBackend()
-    from roxxel_dist.launcher.backends.ssh import SshBackend, read_hostfile
+    from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
 
-    if args.hosts is not None and args.hostfile is not None:
-        raise ValueError(f"--hosts {args.hosts} and --hostfile {args.hostfile}: give one of the two")
-    names = [name.strip() for name in (args.hosts or "").split(",") if name.strip()]
-    hosts = names if args.hostfile is None else read_hostfile(args.hostfile)[0]
+    hosts, _ = hosts_of(args.hosts, args.hostfile)
     return SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
 
 
 def _as_text(ready: "Ready", hosts: int) -> str:
     """A line a finding; then the count."""
+    from roxxel_dist.launcher.report import count
+
     rows = [(one.level, one.check, one.text) for one in ready.findings]
     rows += [("error", "host", f"{host}: {why}") for host, why in ready.unreachable.items()]
     width = max(len(check) for _, check, _ in rows)
     lines = [f"{level:<8} {check:<{width}}  {text}" for level, check, text in rows]
     levels = [level for level, _, _ in rows]
-    total = ", ".join(_count(levels.count(level), level) for level in ("error", "warning"))
-    return "\n".join([*lines, f"{_count(hosts, 'host')}: {total}"])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    total = ", ".join(count(levels.count(level), level) for level in ("error", "warning"))
+    return "\n".join([*lines, f"{count(hosts, 'host')}: {total}"])
 
 
 def _as_json(ready: "Ready") -> str:

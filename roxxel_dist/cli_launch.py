@@ -101,34 +101,26 @@ def launch_local(words: list[str]) -> int:
     with usage_errors():
         from roxxel_dist.launcher.backends.local import LocalBackend
 
-        return _launch(args, args.nprocs, command, LocalBackend())
+        backend = LocalBackend()
+        job = _job(args, args.nprocs, command, backend)
+    return _launch(args, job, backend)
 
 
 def launch_ssh(words: list[str]) -> int:
     """Start ranks on hosts that ssh reaches."""
     args, command = _parse(SshArgs, words, "ssh", "--hosts a,b")
     with usage_errors():
-        from roxxel_dist.launcher.backends.ssh import SshBackend
+        from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
 
         hosts, slots = hosts_of(args.hosts, args.hostfile)
-        procs = args.procs_per_host or slots or 1
-        if args.procs_per_host is not None and args.procs_per_host < 1:
-            raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")
+        procs = slots or 1 if args.procs_per_host is None else args.procs_per_host
+        if procs < 1:
+            raise ValueError(f"--procs-per-host {procs}: must be at least 1")
         if args.min_hosts is not None and args.min_hosts > len(hosts):
             raise ValueError(f"--min-hosts {args.min_hosts}: there are {len(hosts)} hosts; use at most {len(hosts)}")
         backend = SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
-        return _launch(args, procs * len(hosts), command, backend)
-
-
-def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | None]:
-    """The hosts of `--hosts` or `--hostfile`, and the slots of each by the file. Raises ValueError for both or none."""
-    from roxxel_dist.launcher.backends.ssh import read_hostfile
-
-    if (hosts is None) == (hostfile is None):
-        raise ValueError("give --hosts a,b,c or --hostfile FILE" + (", not both" if hosts is not None else ""))
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    return [host.strip() for host in (hosts or "").split(",") if host.strip()], None
+        job = _job(args, procs * len(hosts), command, backend)
+    return _launch(args, job, backend)
 
 
 A = TypeVar("A")
@@ -142,20 +134,17 @@ def _parse(kind: type[A], words: list[str], name: str, example: str) -> tuple[A,
     return parse(kind, words[:cut], f"launch {name}", underscores=False), words[cut + 1 :]
 
 
-def _launch(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> int:
-    """Start a job of `nprocs` ranks, or tell what would be started."""
-    if args.json and not args.dry_run:
-        raise ValueError("--json tells what would run: give it with --dry-run")
-    if command[:1] == ["train"]:
-        parse_train(command[1:])  # a slip is told at once, before any process starts
-    job = _job(args, nprocs, command)
+def _launch(args: JobArgs, job: "JobSpec", backend: "Backend") -> int:
+    """Start a job, or tell what would be started."""
     if args.dry_run:
         from roxxel_dist.launcher.dry_run import as_json, as_text
 
-        print(as_json(job, backend) if args.json else as_text(job, backend))
+        with usage_errors():  # the port may be in use
+            print(as_json(job, backend) if args.json else as_text(job, backend))
         return 0
     if args.detach:
-        return _detach(job, backend)
+        with usage_errors():
+            return _detach(job, backend)
     from roxxel_dist.launcher.supervisor import run
 
     return run(job, backend)
@@ -176,13 +165,19 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
     return 0
 
 
-def _job(args: JobArgs, nprocs: int, command: list[str]) -> "JobSpec":
-    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id
+def _job(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
+    """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
+    from roxxel_dist.launcher import registry
+    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements
     from roxxel_dist.launcher.variables import assignments, read_env_file
 
+    if args.json and not args.dry_run:
+        raise ValueError("--json tells what would run: give it with --dry-run")
+    if command[:1] == ["train"]:
+        parse_train(command[1:])
     fields = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs"}
-    run_id = new_run_id()
-    return JobSpec(
+    run_id = new_run_id(registry.knows)
+    job = JobSpec(
         command=tuple(command),
         nprocs=nprocs,
         run_id=run_id,
@@ -190,3 +185,5 @@ def _job(args: JobArgs, nprocs: int, command: list[str]) -> "JobSpec":
         env={**(read_env_file(args.env_from) if args.env_from else {}), **assignments(args.env, os.environ)},
         **{name: value for name, value in dataclasses.asdict(args).items() if name in fields},
     )
+    placements(job, backend.hosts, "", backend.environment)  # the GPUs of a host must divide
+    return job

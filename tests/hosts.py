@@ -198,6 +198,7 @@ class Cluster:
         self._configure(name)
         machine = self._machines[name]
         before = machine.count_said(LISTENS)
+        machine.wait_listens_to(signal.SIGHUP)  # sshd speaks before it does, and would die of it
         machine.holder.send_signal(signal.SIGHUP)
         machine.wait_said(LISTENS, before + 1)
 

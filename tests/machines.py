@@ -120,6 +120,14 @@ class Machine:
                 raise RuntimeError(f"{self.name} does not say {line!r}: {self.log.read_text()}")
             time.sleep(0.005)
 
+    def wait_listens_to(self, number: int) -> None:
+        """Wait until what the machine runs catches a signal."""
+        status, end = Path("/proc", str(self.holder.pid), "status"), time.monotonic() + LIMIT_S
+        while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{self.name} does not catch signal {number}")
+            time.sleep(0.005)
+
     def count_said(self, line: str) -> int:
         """How often what the machine runs has said a line."""
         return self.log.read_text().count(line) if self.log.exists() else 0

@@ -48,7 +48,7 @@ def test_a_host_that_is_not_there(tmp_path):
 MISTAKES = [
     (["--port", 0], "--port 0: must be within 1 and 65535"),
     (["--gpus-per-host", 0], "--gpus-per-host 0: must be at least 1"),
-    (["--hosts", "a", "--hostfile", "b"], "give one of the two"),
+    (["--hosts", "a", "--hostfile", "b"], "give --hosts a,b,c or --hostfile FILE, not both"),
     (["--hosts", "a,-oProxyCommand=x"], "cannot be a host"),
     (["--hosts", ","], "no hosts"),
     (["--hostfile", "nowhere"], "--hostfile nowhere: cannot be read"),

@@ -11,13 +11,13 @@ EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
-EXIT_PREFLIGHT = 69
-"""The hosts are not fit for the job; nothing was started."""
 EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
 EXIT_PREFLIGHT = 69
 """The hosts are not fit, and nothing was started."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
+WAITED = "the program had ended, and other ranks had not after the time that --exit-timeout gives"
+"""What a worker says when it leaves with `EXIT_HANG`."""
 ORDERLY = (0, EXIT_DRAINED)
 """Codes that are no failure."""

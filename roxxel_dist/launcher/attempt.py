@@ -17,13 +17,14 @@ from roxxel_dist.launcher.hang import Hang, Watch
 from roxxel_dist.launcher.job import JobSpec, Placement
 from roxxel_dist.launcher.link import Backend, Link
 from roxxel_dist.launcher.links import Links
-from roxxel_dist.launcher.logs import Logs, Screen
+from roxxel_dist.launcher.logs import Logs
 from roxxel_dist.launcher.outcome import USAGE_S, Exit, Lost, Outcome
 from roxxel_dist.launcher.registry import Register
-from roxxel_dist.launcher.report import say, write_lines
+from roxxel_dist.launcher.screen import Screen
 from roxxel_dist.launcher.signals import Signals
 
 LOOK_S = 0.25
+QUIET_S = 2.0
 
 
 class Attempt:
@@ -41,6 +42,7 @@ class Attempt:
         self._deadline: float | None = None
         self._late = False
         self._lost: Lost | None = None
+        self._failed = 0.0
         self._watch = Watch(job.step_timeout)
         self._look_at = 0.0
         self._dump: Dump | None = None
@@ -68,7 +70,9 @@ class Attempt:
             requested=self._requested,
             late=self._late,
             lost=self._lost,
+            failed=self._failed,
             hang=self._hang,
+            hang_host=next((link.host for link in self._links.all if self._hang and self._hang.rank in link.ranks), ""),
             reached=self._reached,
         )
 
@@ -92,10 +96,14 @@ class Attempt:
             self._look_at = now + LOOK_S
             self._entry.update(step=self._reached)
             hang = self._watch.overdue(now)
-            if hang is not None and self._hang is None and not self._is_ending():
+            if hang is not None and self._hang is None and not self._is_ending() and self._is_heard(hang.rank, now):
                 living = sum(not link.done for link in self._links.all)
                 self._dump = Dump(hang=hang, until=now + DUMP_S, hosts_left=living)
                 self._links.order({"type": "dump"})
+
+    def _is_heard(self, rank: int, now: float) -> bool:
+        """Whether its host speaks: else nothing is known of its ranks, and the limit of the host decides."""
+        return all(now - link.heard < QUIET_S for link in self._links.all if rank in link.ranks)
 
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
@@ -120,7 +128,7 @@ class Attempt:
                 self._watch.forget(rank)
             self._kill()
         elif isinstance(event, str):
-            write_lines([f"{link.host}: {event}"])
+            self._screen.write([f"{link.host}: {event}"])
         else:
             self._on_message(link, event)
 
@@ -151,6 +159,8 @@ class Attempt:
 
     def _on_exit(self, end: Exit) -> None:
         self._exits.append(end)
+        if end.code not in ORDERLY and not end.culled:
+            self._failed = self._failed or time.monotonic()
         self._watch.forget(end.rank)
         self._reached = max(self._reached, end.step)
         if end.code not in ORDERLY:
@@ -164,15 +174,12 @@ class Attempt:
             self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
-        if number == signal.SIGTSTP:
-            say("Ctrl-Z is not followed: hosts that hear nothing from here for 10 s end their ranks")
-            return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self._requested is not None:
-            say(f"{name} again: killing the ranks")
+            self._screen.say(f"{name} again: killing the ranks")
             self._kill()
             return
-        say(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
+        self._screen.say(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
         self._requested = number
         self._entry.update(state="stopping")
         self._deadline = None

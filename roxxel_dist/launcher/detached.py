@@ -23,6 +23,8 @@ from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.registry import Entry, Register
 from roxxel_dist.launcher.supervisor import run
 
+START_S = 300.0
+"""For the connection and the preflight of all hosts."""
 MODULE = "roxxel_dist.launcher.detached"
 
 
@@ -45,7 +47,10 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
     spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
     process = backend.start(host, MODULE)
     try:
-        out, err = process.communicate(json.dumps(spec).encode() + b"\n")
+        out, err = process.communicate(json.dumps(spec).encode() + b"\n", timeout=START_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise NotStarted(EXIT_FAILED, f"roxxel-dist: {host} did not start the job within {START_S:g} s") from None
     except BaseException:  # Ctrl-C: a controller that cannot answer starts nothing
         process.terminate()
         raise
@@ -93,6 +98,10 @@ def _job(values: dict[str, Any]) -> JobSpec:
     return JobSpec(**{**values, "command": tuple(values["command"]), "log_dir": Path(values["log_dir"])})
 
 
+class NobodyWaitsError(Exception):
+    """Who asked for the job is gone."""
+
+
 class _Caller:
     """The command that asked for the job: it has our stdout and stderr until it is answered."""
 
@@ -104,12 +113,16 @@ class _Caller:
         """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
         log = os.open(entry.launcher_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.write(log, f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {entry.run_id}: {entry.one_line}\n".encode())
+        head = f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {entry.run_id}: {entry.one_line}\n"
+        os.write(log, head.encode(errors="backslashreplace"))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log, stream.fileno())
         os.close(log)
-        self._answer({"entry": dataclasses.asdict(entry)})
+        try:
+            self._answer({"entry": dataclasses.asdict(entry)})
+        except BrokenPipeError:
+            raise NobodyWaitsError from None
 
     def ended(self, code: int) -> None:
         """The job is over; if that was before it started, nobody knows yet."""
@@ -131,12 +144,9 @@ def _control(spec: dict[str, Any], caller: _Caller) -> int:
     reach = {"controller_host": spec["host"], "via": spec["backend"]} if spec["backend"]["kind"] != "local" else {}
     try:
         return run(job, backend, Register(job, backend, started=caller.started, **reach))
-    except BrokenPipeError:
+    except NobodyWaitsError:
         print("roxxel-dist: nobody waits for this job to start any more, so it does not", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    except (ValueError, OSError) as error:
-        print(f"roxxel-dist: {error}", file=sys.stderr, flush=True)
-        return EXIT_USAGE
 
 
 def main() -> None:

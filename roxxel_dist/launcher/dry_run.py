@@ -8,7 +8,8 @@ from typing import Any
 
 from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.job import JobSpec, coordinator_port, placements, worker_argv
-from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.link import Backend, agent_words
+from roxxel_dist.launcher.report import count
 from roxxel_dist.launcher.variables import masked, masked_words, shell_line
 
 
@@ -18,7 +19,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
     Raises ValueError as a launch would: a port in use, GPUs that do not divide.
     """
     coordinator = _coordinator(job, backend)
-    words = worker_argv(masked_words(job.command))
+    words = worker_argv(masked_words(job.command), backend.python)
     return {
         "run_id": job.run_id,
         "log_dir": str(job.log_dir),
@@ -29,7 +30,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
         "grace": job.grace,
         "exit_timeout": job.exit_timeout,
         "set_by_the_agent": [ENV],
-        "agents": {host: backend.argv(host, "roxxel_dist.launcher.agent") for host in backend.hosts},
+        "agents": {host: backend.argv(host, *agent_words(backend)) for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
             for place in placements(job, backend.hosts, coordinator, backend.environment)
@@ -55,7 +56,7 @@ def as_text(job: JobSpec, backend: Backend) -> str:
     hosts = len({rank["host"] for rank in told["ranks"]})
     limit = "adaptive" if job.step_timeout is None else f"{job.step_timeout:g} s"
     lines = [
-        f"run {job.run_id}: {_count(job.nprocs, 'rank')} on {_count(hosts, 'host')}, logs in {job.log_dir}",
+        f"run {job.run_id}: {count(job.nprocs, 'rank')} on {count(hosts, 'host')}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
         *(f"agent on {host}: {shlex.join(words)}" for host, words in told["agents"].items()),
         f"in {told['working_directory']}, beside the host's variables and {ENV} (a temporary file):",
@@ -66,7 +67,3 @@ def as_text(job: JobSpec, backend: Backend) -> str:
 
 def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{one['rank']} on {one['host']}: {shell_line(one['env'], one['argv'])}" for one in ranks]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -35,7 +35,6 @@ def gather(question: Facts) -> Facts:
         "gpus": _gpus(),
         "tpus": len(_devices("/dev", r"accel\d+")),
         "cpus": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platforms": os.environ.get("JAX_PLATFORMS"),
         "variables": sorted(name for name in os.environ if name.startswith(STALE)),
         "run_dir": folder(run_dir, writes=True) if run_dir is not None else None,

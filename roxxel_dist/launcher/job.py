@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,8 +70,9 @@ class JobSpec:
             raise ValueError(
                 f"--devices-per-proc {self.devices_per_proc}: must be at least 1; leave it out to use all devices"
             )
-        if self.port is not None and not 1 <= self.port <= 65535:
-            raise ValueError(f"--port {self.port}: must be within 1 and 65535; leave --port out to take a free one")
+        last = 65535 - self.max_restarts  # each restart takes the next one
+        if self.port is not None and not 1 <= self.port <= last:
+            raise ValueError(f"--port {self.port}: must be within 1 and {last}; leave --port out to take a free one")
         if self.gpus_per_host is not None:
             _check_gpus(self.gpus_per_host, self.devices_per_proc)
         if self.min_hosts is not None and self.min_hosts < 1:
@@ -179,18 +180,18 @@ def placements(
     return placed
 
 
-def worker_argv(command: Sequence[str]) -> list[str]:
+def worker_argv(command: Sequence[str], python: str = sys.executable) -> list[str]:
     """The words that start one rank."""
-    return [sys.executable, "-u", "-m", "roxxel_dist.launcher.worker", *command]
+    return [python, "-u", "-m", "roxxel_dist.launcher.worker", *command]
 
 
-def new_run_id() -> str:
-    """YYYYMMDD_HHMMSS, with _2, _3, … where `runs/` has that one or another launcher took it this second, anywhere."""
+def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
+    """YYYYMMDD_HHMMSS, with _2, _3, … where that is in `runs/`, `is_taken`, or another launcher's of this second."""
     base = time.strftime("%Y%m%d_%H%M%S")
     number = 1
     while True:
         run_id = base if number == 1 else f"{base}_{number}"
-        if not Path("runs", f"run_{run_id}").exists() and _claim(run_id):
+        if not Path("runs", f"run_{run_id}").exists() and not is_taken(run_id) and _claim(run_id):
             return run_id
         number += 1
 
@@ -213,13 +214,18 @@ def _claim(run_id: str) -> bool:
 
 def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:
     """`X/logs` for `train … --run_dir X` (the last one counts), otherwise `runs/run_<run_id>/logs`."""
-    run_dir = Path("runs", f"run_{run_id}")
-    if command[:1] == ("train",):
-        for word, following in zip(command, (*command[1:], ""), strict=True):
-            flag, equals, value = word.partition("=")
-            if flag in ("--run_dir", "--run-dir") and (value or following):
-                run_dir = Path(value if equals else following)
-    return run_dir / "logs"
+    run_dir = flag(command, "run_dir") if command[:1] == ("train",) else None
+    return Path(run_dir or Path("runs", f"run_{run_id}")) / "logs"
+
+
+def flag(words: Sequence[str], name: str) -> str | None:
+    """The value of a flag, however it is spelled; the last one counts."""
+    found = None
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        key, equals, value = word.partition("=")
+        if key in (f"--{name}", f"--{name.replace('_', '-')}"):
+            found = value if equals else following
+    return found
 
 
 def coordinator_port(port: int | None) -> int:

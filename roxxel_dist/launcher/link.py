@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
@@ -43,6 +42,11 @@ class Backend(Protocol):
         """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
         ...
 
+    @property
+    def python(self) -> str:
+        """The interpreter on the hosts."""
+        ...
+
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs on this machine."""
         ...
@@ -54,6 +58,12 @@ class Backend(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """Plain values, from which `backends.make` makes an equal one."""
         ...
+
+
+def agent_words(backend: Backend) -> tuple[str, ...]:
+    """The module of the agent and its arguments, for `Backend.start`."""
+    leash = () if backend.leash_s is None else (f"{backend.leash_s:g}",)
+    return ("roxxel_dist.launcher.agent", *leash)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -140,12 +150,13 @@ class Link:
 
 
 class Beat:
-    """Tells agents, from a thread, that their controller lives: its loop may wait for a terminal that nobody reads."""
+    """Tells agents, from a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = list(links)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while not self._end.wait(BEAT_S):
@@ -153,12 +164,7 @@ class Beat:
                 if not link.done and not link.waiting:
                     link.send({"type": "alive"})
 
-    def __enter__(self) -> "Beat":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
+        """Say nothing any more."""
         self._end.set()
         self._thread.join()

@@ -6,10 +6,11 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 
+from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.launcher.channel import Message
 from roxxel_dist.launcher.hang import STILL_S
 from roxxel_dist.launcher.job import JobSpec, Placement
-from roxxel_dist.launcher.link import AGENT_END_S, Backend, Beat, Link
+from roxxel_dist.launcher.link import AGENT_END_S, Backend, Beat, Link, agent_words
 from roxxel_dist.launcher.outcome import Lost, how
 
 CHUNK = 1 << 20
@@ -19,7 +20,6 @@ START_S = 60.0
 """How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
 KILL_S = 10.0
 """How long killed ranks may take to be gone."""
-EXIT_NOT_STARTED = 69
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
@@ -36,14 +36,14 @@ class Links:
         self._wake = wake
         self._select = selectors.DefaultSelector()
         self._select.register(wake, selectors.EVENT_READ)
+        self._beat: Beat | None = None
         self._kill_by: float | None = None
         self._looked = time.monotonic()
 
     def start(self, job: JobSpec, backend: Backend, placed: Sequence[Placement]) -> None:
         """Start an agent on each host, and have it start its ranks."""
-        leash = () if backend.leash_s is None else (f"{backend.leash_s:g}",)
         for place in placed:
-            process = backend.start(place.host, "roxxel_dist.launcher.agent", *leash)
+            process = backend.start(place.host, *agent_words(backend))
             link = Link(host=place.host, ranks=list(place.ranks), process=process)
             self.all.append(link)
             self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
@@ -51,7 +51,6 @@ class Links:
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.nprocs})
         self._beat = Beat(self.all)
-        self._beat.__enter__()
 
     @property
     def done(self) -> bool:
@@ -94,14 +93,20 @@ class Links:
 
     def _read(self, link: Link) -> Iterator[Message | Lost]:
         data = os.read(link.fd, CHUNK)
-        link.heard = time.monotonic()
         if not data:
             self._select.unregister(link.fd)
             if not link.done:
                 yield self._gone(link)
             return
+        link.heard = time.monotonic()
         link.ready = True
-        for message in link.decoder.feed(data):
+        try:
+            messages = link.decoder.feed(data)
+        except ValueError as error:
+            link.process.kill()
+            yield self._lose(link, f"host {link.host}: {error}; it was left, and its ranks are killed")
+            return
+        for message in messages:
             if message["type"] == "done":
                 link.done = True
             yield message
@@ -114,6 +119,8 @@ class Links:
 
     def _gone(self, link: Link) -> Lost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
+        link.done = True
+        self.order({"type": "kill", "after": 0}, within=0)  # the others, before anybody waits for an ssh that lingers
         try:
             code = link.process.wait(AGENT_END_S)
         except subprocess.TimeoutExpired:
@@ -123,7 +130,7 @@ class Links:
         reason = f": {link.said[-1]}" if link.said else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
-            return self._lose(link, text, EXIT_NOT_STARTED)
+            return self._lose(link, text, EXIT_PREFLIGHT)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
         return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST)
 
@@ -141,13 +148,15 @@ class Links:
         for fd in (link.fd, link.error_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
-        return Lost(host=link.host, code=code, text=text)
+        return Lost(host=link.host, code=code, text=text, heard=link.heard)
 
     def _silent(self, now: float) -> Iterator[tuple[Link, Lost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
         if now - self._looked > STILL_S:  # the launcher stood still itself, and has not listened
             for link in self.all:
                 link.heard += now - self._looked
+            if self._kill_by is not None:
+                self._kill_by += now - self._looked
         self._looked = now
         for link in self.all:
             if link.done:
@@ -158,7 +167,7 @@ class Links:
                 text = (
                     f"host {link.host} has said nothing for {limit:g} s (its link is cut, or it is overloaded or stuck)"
                 )
-                yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_NOT_STARTED)
+                yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
                 text = f"host {link.host}: of the ranks {ranks}, not all are gone {KILL_S:g} s after they were killed"
@@ -166,8 +175,8 @@ class Links:
 
     def close(self) -> None:
         """End every agent, and with it what ranks it has."""
-        if self.all:
-            self._beat.__exit__(None, None, None)
+        if self._beat is not None:
+            self._beat.end()
         self._select.close()
         for link in self.all:
             link.hang_up()

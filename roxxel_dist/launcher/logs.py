@@ -1,24 +1,21 @@
-"""The lines of the ranks: cut from their bytes, kept in one file a rank, shown on the screen."""
+"""The lines of the ranks: cut from their bytes, and kept in one file a rank."""
 
 import json
 import os
 import shlex
-import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from roxxel_dist.cluster.contract import STATUS_MARK
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.variables import masked_words
 
-if TYPE_CHECKING:
-    from roxxel_dist.train.bar import Bar
-
 LONGEST = 8 << 20
+REFUSAL = "roxxel-dist: "
 CHATTER = ("[Gloo] Rank ",)
 """How lines begin that a library prints without being asked: kept in the log, not shown."""
 TAIL_LINES = 40
@@ -94,7 +91,8 @@ def _record(text: str) -> dict[str, Any] | None:
 class Logs:
     """One file a rank under `job.log_dir`, made with its first line, and the last lines of each in memory."""
 
-    def __init__(self, job: JobSpec, attempt: int = 0) -> None:
+    def __init__(self, job: JobSpec, say: Callable[[str], None], attempt: int = 0) -> None:
+        self._say = say
         self._folder = Path(job.log_dir)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
@@ -105,6 +103,12 @@ class Logs:
         self._new = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._tails: dict[int, deque[str]] = {}
         self._broken = False
+        self._words_of_others = False
+
+    @property
+    def hold_refusals_alone(self) -> bool:
+        """Whether nothing was said but why the command cannot be done: then a slip of the user has left nothing."""
+        return bool(self._tails) and not self._words_of_others
 
     def path(self, rank: int) -> Path:
         """Where the lines of a rank are."""
@@ -116,26 +120,25 @@ class Logs:
 
     def write(self, rank: int, host: str, when: float, lines: list[str]) -> None:
         """Append lines that arrived at `when` (seconds since 1970)."""
+        self._words_of_others |= not all(line.startswith((REFUSAL, *CHATTER)) for line in lines)
         tail = self._tails.setdefault(rank, deque(maxlen=TAIL_LINES))
         tail.extend(line[:TAIL_COLUMNS] for line in lines[-TAIL_LINES:])
-        if self._broken:
-            return
         clock = time.strftime("%H:%M:%S", time.localtime(when))
         prefix = f"{clock}.{int(when * 1000) % 1000:03d} {host} {rank} | "
         try:
             file = self._files.get(rank) or self._open(rank)
             file.write(prefix + f"\n{prefix}".join(lines) + "\n")
             file.flush()
-        except OSError as error:  # a full disk must not end the job
-            self._broken = True
-            print(
-                f"roxxel-dist: cannot write {self.path(rank)} ({error.strerror}): no logs from here on", file=sys.stderr
-            )
+        except OSError as error:  # a full disk must not end the job, and may have room again
+            _close(self._files.pop(rank, None))
+            if not self._broken:
+                self._broken = True
+                self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from here on")
 
     def _open(self, rank: int) -> TextIO:
         path = self.path(rank)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._sizes[path] = path.stat().st_size if path.exists() else 0
+        self._sizes.setdefault(path, path.stat().st_size if path.exists() else 0)
         self._files[rank] = file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         file.write(self._header)
         return file
@@ -153,67 +156,11 @@ class Logs:
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
-            file.close()
+            _close(file)
         self._files.clear()
 
 
-def silence(stream: TextIO) -> None:
-    """Send what is buffered, and all that follows, nowhere: its reader is gone, and it would fail again at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-
-
-class Screen:
-    """What a person sees: the lines of rank 0 (or of all ranks), above a live bar where stdout is a terminal."""
-
-    def __init__(self, *, all_ranks: bool) -> None:
-        self._all = all_ranks
-        self._bar: Bar | None = None
-        self._gone = False
-
-    def shows(self, rank: int) -> bool:
-        """Whether the lines of this rank are shown."""
-        return self._all or rank == 0
-
-    def lines(self, rank: int, when: float, lines: list[str]) -> None:
-        """Show lines of a rank."""
-        lines = [line for line in lines if not line.startswith(CHATTER)]
-        if not self.shows(rank) or not lines:
-            return
-        prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "
-        self._print(prefix + f"\n{prefix}".join(lines))
-
-    def status(self, rank: int, record: dict[str, Any]) -> None:
-        """Move the bar by a record of rank 0."""
-        if rank != 0 or self._gone or not sys.stdout.isatty():
-            return
-        if self._bar is None:
-            from roxxel_dist.train.bar import Bar
-
-            self._bar = Bar()
-        self._bar.update(record)
-
-    def _print(self, text: str) -> None:
-        if self._gone:
-            return
-        try:
-            if self._bar is not None:
-                self._bar.print(text)
-                return
-            encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-            sys.stdout.flush()
-        except OSError:  # the terminal or the pipe is gone; the logs go on
-            self._gone = True
-            silence(sys.stdout)
-
-    def __enter__(self) -> "Screen":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+def _close(file: TextIO | None) -> None:
+    if file is not None:
+        with suppress(OSError):  # what it still held found no room, and was told to be missing
+            file.close()

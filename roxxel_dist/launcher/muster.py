@@ -1,6 +1,5 @@
 """Before each attempt: which hosts are there, whether they are fit for the job, and which of them work."""
 
-import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from roxxel_dist.launcher.crew import Crew, crew, micro_batches
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.preflight import Interrupted, Ready, look
-from roxxel_dist.launcher.report import say
+from roxxel_dist.launcher.screen import Screen
 from roxxel_dist.launcher.signals import Signals
 
 AGAIN_S = 2.0
@@ -17,6 +16,14 @@ AGAIN_S = 2.0
 
 class NotReadyError(Exception):
     """The hosts, or too many of them, cannot take the job. The message is for people, a line a reason."""
+
+
+class StoppedError(Exception):
+    """Somebody asked the launcher to stop; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,76 +38,84 @@ class Mustered:
 class Muster:
     """Looks at the hosts of a job before each of its attempts.
 
-    The first time everything must be as it should. Later a host may be out of reach for `job.host_timeout` seconds
-    before the job goes on without it, if it may.
+    The first time everything must be as it should. Later a host may be out of reach, or not fit, for `job.host_timeout`
+    seconds before the job goes on without it, if it may.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend, signals: Signals) -> None:
+    def __init__(self, job: JobSpec, backend: Backend, signals: Signals, screen: Screen) -> None:
         self._job = job
         self._backend = backend
         self._signals = signals
-        self._told: set[str] = set()
+        self._screen = screen
+        self._warned: set[str] = set()
 
     def ready(self, attempt: int) -> Mustered:
         """Those who start this attempt.
 
         Raises:
             NotReadyError: there are too few.
-            Interrupted: a signal came in the meantime; it is still in `signals`.
+            StoppedError: somebody asked the launcher to stop.
         """
-        job, hosts = self._job, tuple(self._backend.hosts)
-        until = time.monotonic() + (job.host_timeout if attempt else 0)
+        hosts = tuple(self._backend.hosts)
+        everybody = chosen = Crew(hosts=hosts, job=self._job)
+        present, told = hosts, set[str]()
+        until = time.monotonic() + (self._job.host_timeout if attempt else 0)
         while True:
-            seen = look(job, self._backend, hosts, port=_port(job, attempt), wake=self._signals.fd)
-            self._warn(seen)
-            over = time.monotonic() >= until
-            problems = [finding.text for finding in seen.findings if finding.level == "error"]
-            present = [host for host in hosts if host not in seen.unreachable]
-            if not problems and (not seen.unreachable or (over and attempt and self._enough(present))):
-                return self._start_with(present, seen, attempt)
-            problems += _unreachable(seen)
-            if over:
+            seen = self._look(chosen, attempt)
+            if seen.fit:
+                return Mustered(crew=chosen, coordinator=_endpoint(seen))
+            problems = _problems(seen)
+            if time.monotonic() < until:
+                self._tell(problems, told)
+                self._pause()
+                continue
+            present = tuple(host for host in present if host not in _unfit(seen))
+            if not attempt or len(present) == len(chosen.hosts) or not self._are_enough(present):
                 raise NotReadyError("\n".join(problems))
-            self._tell(problems)
-            if select.select([self._signals.fd], [], [], AGAIN_S)[0]:
-                raise Interrupted
+            self._tell(problems, told)
+            chosen = crew(everybody.job, hosts, present, micro_batches(self._job.command))
+            self._tell([chosen.note], told)
 
-    def _enough(self, present: Sequence[str]) -> bool:
+    def _look(self, chosen: Crew, attempt: int) -> Ready:
+        # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
+        port = None if self._job.port is None else min(self._job.port + attempt, 65535)
+        while True:
+            try:
+                seen = look(chosen.job, self._backend, chosen.hosts, port=port, wake=self._signals.fd)
+            except Interrupted:
+                if numbers := self._signals.take():
+                    raise StoppedError(numbers[0]) from None
+            else:
+                warnings = [finding.text for finding in seen.findings if finding.level == "warning"]
+                self._tell(warnings, self._warned, "warning: ")
+                return seen
+
+    def _are_enough(self, present: Sequence[str]) -> bool:
         least = self._job.min_hosts
         return least is not None and len(present) >= least
 
-    def _start_with(self, present: Sequence[str], seen: Ready, attempt: int) -> Mustered:
-        hosts = tuple(self._backend.hosts)
-        if len(present) == len(hosts):
-            return Mustered(crew=Crew(hosts=hosts, job=self._job), coordinator=_endpoint(seen))
-        chosen = crew(self._job, hosts, present, micro_batches(self._job.command))
-        self._tell([chosen.note])
-        if hosts[0] in present and len(chosen.hosts) == len(present):
-            return Mustered(crew=chosen, coordinator=_endpoint(seen))
-        seen = look(chosen.job, self._backend, chosen.hosts, port=_port(self._job, attempt), wake=self._signals.fd)
-        if seen.unreachable:
-            raise NotReadyError("\n".join(_unreachable(seen)))
-        return Mustered(crew=chosen, coordinator=_endpoint(seen))
+    def _pause(self) -> None:
+        if numbers := self._signals.wait(AGAIN_S):
+            raise StoppedError(numbers[0])
 
-    def _warn(self, seen: Ready) -> None:
-        self._tell([finding.text for finding in seen.findings if finding.level == "warning"], "warning: ")
-
-    def _tell(self, lines: Sequence[str], prefix: str = "") -> None:
+    def _tell(self, lines: Sequence[str], told: set[str], prefix: str = "") -> None:
         """Each thing once."""
         for line in lines:
-            if line not in self._told:
-                self._told.add(line)
-                say(prefix + line)
+            if line not in told:
+                told.add(line)
+                self._screen.say(prefix + line)
+
+
+def _problems(seen: Ready) -> list[str]:
+    errors = [finding.text for finding in seen.findings if finding.level == "error"]
+    return errors + [f"host {host} cannot be used: {why}" for host, why in seen.unreachable.items()]
+
+
+def _unfit(seen: Ready) -> set[str]:
+    """The hosts that alone are to blame for something."""
+    single = [finding.hosts for finding in seen.findings if finding.level == "error" and len(finding.hosts) == 1]
+    return {host for (host,) in single} | set(seen.unreachable)
 
 
 def _endpoint(seen: Ready) -> str:
     return f"[{seen.address}]:{seen.port}" if ":" in seen.address else f"{seen.address}:{seen.port}"
-
-
-def _unreachable(seen: Ready) -> list[str]:
-    return [f"host {host} cannot be used: {why}" for host, why in seen.unreachable.items()]
-
-
-def _port(job: JobSpec, attempt: int) -> int | None:
-    """Each attempt has a port of its own: a rank of the last one may live on behind a cut link."""
-    return None if job.port is None else job.port + attempt

@@ -41,6 +41,8 @@ class Lost:
     """The exit code of a job that ends by it."""
     text: str
     """What happened, for people."""
+    heard: float = 0.0
+    """When it said something last, by the launcher's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +57,12 @@ class Outcome:
     """Ranks were killed because they stayed after another had ended with 0."""
     lost: Lost | None = None
     """The first agent that was lost before its ranks had ended."""
+    failed: float = 0.0
+    """When the first failure of a rank was heard of, by the launcher's clock."""
     hang: Hang | None = None
     """A rank did not go on within its limit; all were killed."""
+    hang_host: str = ""
+    """Where that rank ran."""
     reached: int = 0
     """The largest step that any rank had entered."""
 
@@ -66,7 +72,7 @@ def first_failure(outcome: Outcome) -> Exit | None:
 
     The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
     crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a host that
-    was lost, whose ranks are nowhere to be seen.
+    was silent already by then, and is lost.
     """
     failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled]
     if not failures:
@@ -76,7 +82,7 @@ def first_failure(outcome: Outcome) -> Exit | None:
         return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
     if first.code == EXIT_USAGE:
         return first
-    if outcome.lost is not None and first.code > 0:
+    if outcome.lost is not None and first.code > 0 and outcome.lost.heard <= outcome.failed:
         return None
     return next((end for end in failures if end.code < 0 and -end.code not in FOLLOWING), first)
 

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.channel import encode
 from roxxel_dist.launcher.link import Backend
 
 PROBE = "roxxel_dist.launcher.probe"
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 END_S = 2.0
 CHUNK = 1 << 16
 KEPT = 1 << 13
@@ -197,6 +197,8 @@ def _why_it_ended(probe: _Probe) -> str:
             probe.errors = (probe.errors + data)[-KEPT:]
     lines = [line.strip() for line in probe.errors.decode(errors="replace").splitlines() if line.strip()]
     why = lines[-1] if lines else "nothing was said"
-    if "No module named" in why or "not found" in why or "No such file" in why:
+    if "cd:" in why:
+        why += "; name a working directory that is there with --directory"
+    elif "No module named" in why or "not found" in why or "No such file" in why:
         why += "; install roxxel-dist there, or name the Python that has it with --python"
     return f"{why} (code {code})"

@@ -168,6 +168,13 @@ def entries() -> list[Entry]:
     return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.begun)
 
 
+def knows(run_id: str) -> bool:
+    """Whether a job of this user had, or has, this run id."""
+    with contextlib.suppress(OSError):
+        return any(folder().glob(f"{run_id}.*.json"))
+    return False
+
+
 def path_of(entry: Entry) -> Path:
     """The file of an entry. Two jobs can have one run id: it is unique among those of one working directory alone."""
     return folder() / f"{entry.run_id}.{entry.controller.host}.{entry.controller.pid}.json"

@@ -1,12 +1,11 @@
 """What a person reads when an attempt is over: who, where, why, and where to read more."""
 
-import sys
 from collections.abc import Sequence
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
 from roxxel_dist.launcher.hang import hang_report
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.logs import Logs, silence
+from roxxel_dist.launcher.logs import Logs
 from roxxel_dist.launcher.outcome import Exit, Outcome, exit_code, failure_report, first_failure, how, late_report
 
 STACK_LINES = 60
@@ -23,23 +22,25 @@ def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) 
         return _said("stopped on request; every rank saved and left")
     if outcome.hang is not None and code == EXIT_HANG:
         return _hung(outcome, logs, stack)
-    return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome)
+    return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome, logs)
 
 
 def _failed(job: JobSpec, outcome: Outcome, failure: Exit, logs: Logs) -> list[str]:
     tail = logs.tail(failure.rank)
-    if failure.code == EXIT_USAGE:
+    if failure.code == EXIT_USAGE and logs.hold_refusals_alone:
         shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
         return [] if shown else tail
-    if failure.code == EXIT_HANG and any(end.culled for end in outcome.exits):
+    if failure.code == EXIT_HANG and any(WAITED in line for line in tail[-1:]):
         return _said(late_report(outcome, job.exit_timeout))
     return failure_report(failure, tail, logs.path(failure.rank))
 
 
-def _ended(job: JobSpec, outcome: Outcome) -> list[str]:
+def _ended(job: JobSpec, outcome: Outcome, logs: Logs) -> list[str]:
     """Where no rank failed by itself."""
     if outcome.lost is not None:
-        return _said(outcome.lost.text)
+        others = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled][:1]
+        words = [line for end in others for line in failure_report(end, logs.tail(end.rank), logs.path(end.rank))]
+        return [*words, *_said(outcome.lost.text)]
     if outcome.late:
         return _said(late_report(outcome, job.exit_timeout))
     return _said(f"stopped on request ({how(-(outcome.requested or 0))}) before the ranks had saved")
@@ -48,8 +49,7 @@ def _ended(job: JobSpec, outcome: Outcome) -> list[str]:
 def _hung(outcome: Outcome, logs: Logs, stack: Sequence[str]) -> list[str]:
     assert outcome.hang is not None
     rank = outcome.hang.rank
-    host = next((end.host for end in outcome.exits if end.rank == rank), "?")
-    lines = _said(hang_report(outcome.hang, host))
+    lines = _said(hang_report(outcome.hang, outcome.hang_host))
     if not stack:
         return lines + _said(f"rank {rank} gave no stack (stopped, or no Python); the logs have those of the others")
     head = _said(f"stack of rank {rank}; its log is {logs.path(rank)}; the logs have the stacks of the others too:")
@@ -60,16 +60,6 @@ def _said(text: str) -> list[str]:
     return [f"roxxel-dist: {text}"]
 
 
-def say(text: str) -> None:
-    """A line of the launcher itself, for people."""
-    write_lines([f"roxxel-dist: {text}"])
-
-
-def write_lines(lines: Sequence[str]) -> None:
-    """Lines for people, on stderr."""
-    if not lines:
-        return
-    try:
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
-    except OSError:  # a terminal that was closed must not keep the ranks from saving
-        silence(sys.stderr)
+def count(number: int, what: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -100,11 +100,12 @@ def decide(attempts: Sequence[Ended], max_restarts: int) -> Decision:
     if now.cause is Cause.PREEMPTED:
         return _after_preemption(attempts)
     failures = [one for one in attempts if one.cause is Cause.INFRASTRUCTURE]
-    if now.counts and max(one.reached for one in attempts) < 1:
+    by_rank = now.rank is not None  # not by a host or an agent that was lost: such things happen at any time
+    if now.counts and by_rank and max(one.reached for one in attempts) < 1:
         why = "not started again: no rank has come to step 1, and would not the next time"
         return Decision(again=False, code=now.code, why=why)
     before = [(one.rank, one.step) for one in failures[:-1]]
-    if now.counts and now.rank is not None and (now.rank, now.step) in before:
+    if now.counts and by_rank and (now.rank, now.step) in before:
         why = f"not started again: rank {now.rank} has failed in step {now.step} before, so it would again"
         return Decision(again=False, code=now.code, why=why)
     if len(failures) > max_restarts:

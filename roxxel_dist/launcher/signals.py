@@ -1,7 +1,10 @@
 """Signals to the launcher as bytes in a pipe, so that its loop can wait for them beside everything else."""
 
 import os
+import select
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
@@ -9,10 +12,12 @@ class Signals:
     """SIGINT, SIGTERM and SIGHUP as bytes in a pipe (`fd`) instead of exceptions, while the context is open.
 
     Args:
+        say: shows a line to a person.
         stays: take SIGTSTP (Ctrl-Z) too, for a launcher that must not stand still.
     """
 
-    def __init__(self, *, stays: bool = False) -> None:
+    def __init__(self, say: Callable[[str], None], *, stays: bool = False) -> None:
+        self._say = say
         self._stays = stays
 
     def __enter__(self) -> "Signals":
@@ -38,11 +43,22 @@ class Signals:
         os.close(self._writes)
 
     def take(self) -> list[int]:
-        """The signals that came since the last call."""
+        """The requests that came since the last call."""
         try:
-            return list(os.read(self.fd, 64))
+            numbers = list(os.read(self.fd, 64))
         except BlockingIOError:
             return []
+        if signal.SIGTSTP in numbers:
+            self._say("Ctrl-Z is not followed: hosts that hear nothing from here for 10 s end their ranks")
+        return [number for number in numbers if number != signal.SIGTSTP]
+
+    def wait(self, seconds: float) -> list[int]:
+        """The requests that come within so many seconds, as soon as there is one."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self.fd], [], [], left)[0] and (numbers := self.take()):
+                return numbers
+        return self.take()
 
     @staticmethod
     def _noted(number: int, frame: FrameType | None) -> None:

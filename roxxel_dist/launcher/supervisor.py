@@ -1,6 +1,5 @@
 """The controller: attempts at a job until one ends it, and the job's exit code."""
 
-import select
 import signal
 import time
 from collections.abc import Sequence
@@ -10,12 +9,12 @@ from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAG
 from roxxel_dist.launcher.attempt import Attempt
 from roxxel_dist.launcher.job import JobSpec, placements
 from roxxel_dist.launcher.link import Backend
-from roxxel_dist.launcher.logs import Logs, Screen
-from roxxel_dist.launcher.muster import Muster, Mustered, NotReadyError
-from roxxel_dist.launcher.preflight import Interrupted
+from roxxel_dist.launcher.logs import Logs
+from roxxel_dist.launcher.muster import Muster, Mustered, NotReadyError, StoppedError
 from roxxel_dist.launcher.registry import Register
-from roxxel_dist.launcher.report import report_of, say, write_lines
+from roxxel_dist.launcher.report import report_of
 from roxxel_dist.launcher.restart import Cause, Ended, decide, ended
+from roxxel_dist.launcher.screen import Screen
 from roxxel_dist.launcher.signals import Signals
 
 
@@ -28,62 +27,62 @@ class _Told:
 
 
 def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int:
-    """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job.
-
-    Raises ValueError, before anything was started, where the GPUs of a host do not divide among its processes.
-    """
-    placements(job, backend.hosts, "", backend.environment)  # only to raise
+    """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job."""
     with register or Register(job, backend) as entry:
         return entry.end(_supervise(job, backend, entry))
 
 
 def _supervise(job: JobSpec, backend: Backend, entry: Register) -> int:
     told: list[_Told] = []
-    with Signals(stays=backend.leash_s is not None) as signals, Screen(all_ranks=job.all_ranks) as screen:
-        muster = Muster(job, backend, signals)
+    with (
+        Screen(all_ranks=job.all_ranks) as screen,
+        Signals(screen.say, stays=backend.leash_s is not None) as signals,
+    ):
+        muster = Muster(job, backend, signals, screen)
         while True:
             try:
                 ready = muster.ready(len(told))
-            except Interrupted:
-                return _stopped(signals.take()[0], told)
+            except StoppedError as request:
+                return _stopped(request.number, told, screen)
             except NotReadyError as problem:
-                return _not_ready(problem, told)
+                return _not_ready(problem, told, screen)
             told.append(_attempt(ready, backend, len(told), signals, screen, entry))
             decision = decide([one.ended for one in told], job.max_restarts)
-            write_lines(told[-1].report)
+            screen.write(told[-1].report)
             if decision.why:
-                say(decision.why)
+                screen.say(decision.why)
             if not decision.again:
                 if len(told) > 1:
-                    _tell_first_cause(told)
+                    _tell_first_cause(told, screen)
                 return decision.code
             entry.update(state="restarting")
-            if select.select([signals.fd], [], [], decision.wait)[0]:
-                return _stopped(signals.take()[0], told)
+            if numbers := signals.wait(decision.wait):
+                return _stopped(numbers[0], told, screen)
 
 
-def _stopped(number: int, told: Sequence[_Told]) -> int:
+def _stopped(number: int, told: Sequence[_Told], screen: Screen) -> int:
     """The code of a job that a signal ended while no rank ran."""
-    say(f"{signal.Signals(number).name}: not started{' again' * bool(told)}")
+    screen.say(f"{signal.Signals(number).name}: not started{' again' * bool(told)}")
     return EXIT_DRAINED if told and told[-1].ended.code == EXIT_DRAINED else 128 + number
 
 
-def _not_ready(problem: NotReadyError, told: Sequence[_Told]) -> int:
+def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Screen) -> int:
     """The code of a job whose hosts were not ready; says why, and what had ended it before."""
-    write_lines([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
-    say(f"not started{' again' * bool(told)}: see above; `roxxel-dist doctor` looks at everything")
+    screen.write([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
+    screen.say(f"not started{' again' * bool(told)}: see above; `roxxel-dist doctor` looks at everything")
     if told:
-        _tell_first_cause(told)
+        _tell_first_cause(told, screen)
     return EXIT_PREFLIGHT
 
 
 def _attempt(
     ready: Mustered, backend: Backend, number: int, signals: Signals, screen: Screen, entry: Register
 ) -> _Told:
+    screen.flush()  # a detached launcher lets go of its terminal here
     entry.update(state="running", attempt=number)
     job = ready.crew.job
     placed = placements(job, ready.crew.hosts, ready.coordinator, backend.environment, number)
-    logs = Logs(job, number)
+    logs = Logs(job, screen.say, number)
     begun = time.monotonic()
     attempt = Attempt(job, logs, screen, signals, entry)
     try:
@@ -93,15 +92,15 @@ def _attempt(
     entry.update(step=outcome.reached)
     now = ended(outcome, seconds=time.monotonic() - begun, counts=job.command[0] == "train")
     report = report_of(job, outcome, logs, attempt.stack)
-    if now.code == EXIT_USAGE and number == 0:
+    if now.code == EXIT_USAGE and number == 0 and outcome.reached == 0 and logs.hold_refusals_alone:
         logs.remove()
     return _Told(ended=now, report=report)
 
 
-def _tell_first_cause(told: Sequence[_Told]) -> None:
+def _tell_first_cause(told: Sequence[_Told], screen: Screen) -> None:
     """After restarts in vain: what it was that went wrong first."""
     failures = [one for one in told if one.ended.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
     if len(failures) < 2 or failures[-1] is not told[-1] or not failures[0].report:
         return
-    say(f"the first cause, of {len(told)} attempts:")
-    write_lines(failures[0].report)
+    screen.say(f"the first cause, of {len(told)} attempts:")
+    screen.write(failures[0].report)

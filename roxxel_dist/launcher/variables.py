@@ -5,9 +5,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 """A variable whose name holds one of these is not shown."""
 MASK = "***"
+ENDS = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
+INSIDE = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=('[^']*'|\"[^\"]*\"|[^\s;&|]+)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -67,23 +69,28 @@ def masked(variables: Mapping[str, str]) -> dict[str, str]:
 def masked_words(words: Sequence[str]) -> list[str]:
     """A command line without the values of secret flags (`--api-key X`, `--api-key=X`) and variables (`API_KEY=X`).
 
-    Of a flag a whole part of its name must match, so that `--tokenizer bpe` is shown.
+    Of a flag a part of its name must end so, so that `--tokenizer bpe` is shown. Assignments in the text of a word, as
+    in that of a shell, are found too.
     """
     shown: list[str] = []
     hide = False
     for word in words:
         name, equals, _ = word.partition("=")
         flag = word.startswith("-")
-        parts = {part.upper() for part in re.split(r"[-_.]", name)}
-        secret = bool(parts & {*SECRETS, "APIKEY"}) if flag else bool(equals) and _is_secret_variable(name)
-        if hide and not flag:
+        parts = re.split(r"[-_.]", name.upper())
+        secret = any(map(ENDS.search, parts)) if flag else bool(equals) and _is_secret_variable(name)
+        if hide and not word.startswith("--"):
             shown.append(MASK)
         elif secret and equals:
             shown.append(f"{name}={MASK}")
         else:
-            shown.append(word)
+            shown.append(word if flag else INSIDE.sub(_masked_inside, word))
         hide = flag and secret and not equals
     return shown
+
+
+def _masked_inside(found: re.Match[str]) -> str:
+    return f"{found[1]}={MASK}" if is_secret(found[1]) else found[0]
 
 
 def _is_secret_variable(name: str) -> bool:

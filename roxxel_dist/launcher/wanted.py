@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.launcher.job import JobSpec, log_dir_for
+from roxxel_dist.launcher.job import JobSpec, flag, log_dir_for
 from roxxel_dist.launcher.worker import PYTHON, _options
 
 
@@ -61,16 +61,6 @@ def wanted_by_hand(command: Sequence[str], *, run_dir: str | None, data_path: st
         script=script_of(command),
         gpus_per_host=gpus,
     )
-
-
-def flag(words: Sequence[str], name: str) -> str | None:
-    """The value of a flag, however it is spelled; the last one counts."""
-    found = None
-    for word, following in zip(words, [*words[1:], None], strict=True):
-        key, equals, value = word.partition("=")
-        if key in (f"--{name}", f"--{name.replace('_', '-')}"):
-            found = value if equals else following
-    return found
 
 
 def _resumes(command: Sequence[str]) -> bool:

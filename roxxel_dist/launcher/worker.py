@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_TIMEOUT_ENV, ORDERLY
+from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_TIMEOUT_ENV, ORDERLY, WAITED
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
@@ -141,9 +141,14 @@ def _run(program: Callable[[], None]) -> None:
 def _limit_the_wait() -> None:
     """From now on this rank only waits for the others, in jax's shutdown; when the limit is over, it leaves."""
     if limit := float(os.environ.get(EXIT_TIMEOUT_ENV) or 0):
-        timer = threading.Timer(limit, lambda: _leave(EXIT_HANG))
+        timer = threading.Timer(limit, _give_up)
         timer.daemon = True
         timer.start()
+
+
+def _give_up() -> NoReturn:
+    _say(WAITED)
+    _leave(EXIT_HANG)
 
 
 def _exit_code(end: SystemExit) -> int:

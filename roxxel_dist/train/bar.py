@@ -3,7 +3,7 @@
 import math
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 
 class Bar:
@@ -12,11 +12,12 @@ class Bar:
     A record: step, total, start (ints), phase (str), loss, tokens_per_s, eta_s (floats or None).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: TextIO | None = None) -> None:
+        """Draw on `file`; by default on stdout, and have what others print appear above it."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._console = Console(markup=False, emoji=False, highlight=False)
+        self._console = Console(file=file, markup=False, emoji=False, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -24,6 +25,8 @@ class Bar:
             TextColumn("{task.fields[facts]}", markup=False),
             console=self._console,
             expand=True,
+            redirect_stdout=file is None,
+            redirect_stderr=file is None,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("", total=1, facts="")

@@ -126,24 +126,14 @@ def test_a_flood_arrives_whole_and_takes_no_memory(launch: Launch) -> None:
     assert set(lines) == {"x" * 99}
 
 
-def test_a_reader_that_does_not_read_blocks_ranks_but_not_their_end(launch: Launch, alive: Alive, until: Until) -> None:
-    job = launch("env", "yes", nprocs=2, all_ranks=True)  # nobody reads the launcher's stdout
-
-    def logged() -> int:
-        return sum(log.stat().st_size for log in job.folder.glob("logs/*"))
-
-    until(lambda: logged() > 10_000, "lines")
-    agent = psutil.Process(job.family()["agent"][0])
-    seen: list[tuple[int, int]] = []
-
-    def still() -> bool:  # the agent reads nothing more
-        seen.append((logged(), psutil.Process(job.process.pid).io_counters().read_chars))
-        return len(seen) > 20 and len(set(seen[-20:])) == 1
-
-    until(still, "everything to stand still")
-    assert agent.memory_info().rss < 100 << 20
+def test_a_reader_that_does_not_read_is_waited_for_by_nobody(launch: Launch, alive: Alive, until: Until) -> None:
+    script = "seq 200000; touch said.$ROXXEL_PROCESS_ID; sleep 1000"
+    job = launch("bash", "-c", script, nprocs=2, all_ranks=True)  # nobody reads the launcher's stdout
+    job.marks("said.*", 2)
+    until(lambda: all(job.log(rank).endswith("| 200000\n") for rank in (0, 1)), "the logs")
     family = job.family()["all"]
-    os.kill(job.process.pid, signal.SIGKILL)
+    os.kill(min(pid for pid in family if psutil.Process(pid).name() == "sleep"), signal.SIGKILL)
+    assert job.process.wait(60) == 137
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 

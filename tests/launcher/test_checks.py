@@ -27,7 +27,6 @@ def healthy(number: int) -> dict[str, Any]:
         "gpus": 0,
         "tpus": 0,
         "cpus": 8,
-        "memory": 1 << 34,
         "platforms": None,
         "variables": [],
         "run_dir": {"path": "/runs", "free": 1 << 40, "why": None},

@@ -232,7 +232,7 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.rox").write_bytes(b"no shard")
     hosts.resolve("h2", own="127.0.1.1")
-    hosts.tmpfs("h3", tmp_path / "runs", "9m")
+    hosts.tmpfs("h3", tmp_path / "runs", "128k")
     hosts.bind("h2", tmp_path / "other" / "a.rox", tmp_path / "corpus_00001.rox")
     hosts.set_env("h3", SLURM_JOB_ID="7")
     hosts.run(["ip", "route", "add", "blackhole", hosts.address("h1")], on="h2")
@@ -254,7 +254,7 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     }
     assert "127.0.1.1" in found["name"]["text"]
     assert f"{hosts.address('h2')} h2" in found["name"]["text"]
-    assert "9.0 MiB" in found["disk"]["text"]
+    assert "0.1 MiB" in found["disk"]["text"]
     assert f"kill {leftover.pid}" in found["leftovers"]["text"]
     assert wrong(told, "warning")["variables"]["hosts"] == ["h3"]
 

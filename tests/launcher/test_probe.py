@@ -91,7 +91,6 @@ def test_facts_of_this_machine(start: Start, tmp_path: Path) -> None:
     assert {"jax", "jaxlib", "numpy", "roxxel-dist", "orbax-checkpoint"} <= set(told["versions"])
     assert told["code"] == hash_of_code()
     assert told["cpus"] == len(os.sched_getaffinity(0))
-    assert told["memory"] > 1 << 20
     assert isinstance(told["tpus"], int)
     assert told["data"] is None
     assert told["run_dir"] is None

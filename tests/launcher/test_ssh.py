@@ -201,6 +201,23 @@ def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], 
     until(lambda: not three.left(), "everything to be gone")
 
 
+def test_a_host_that_is_not_fit_any_more_is_left_out(ssh: Callable[[int], Ssh]) -> None:
+    three = ssh(3)
+    script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "
+    script += "[ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"
+    options = ["--min-hosts", 2, "--host-timeout", 0, "--devices-per-proc", 1]
+    launch = three.start(*options, "--", "bash", "-c", script, ranks=3)
+    three.hosts.resolve("h3", own="127.0.1.1")
+    launch.send_signal(signal.SIGTSTP)
+    os.kill(three.pid("h2", "bash -c"), signal.SIGKILL)
+    out, err = launch.communicate(timeout=60)
+    assert launch.returncode == 0, err
+    assert b"attempt 1 of 2\n" in out
+    assert b"its own name 'h3' resolves to 127.0.1.1" in err
+    assert b"going on without h3: 2 of 3 devices" in err
+    assert b"Ctrl-Z is not followed" in err
+
+
 def test_a_job_that_needs_every_host_waits_for_the_lost_one(ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT; [ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"

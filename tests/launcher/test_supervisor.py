@@ -209,7 +209,7 @@ CONFIG_ERROR = """
 import os, sys, time
 time.sleep(0.3 * (os.environ["ROXXEL_PROCESS_ID"] == os.environ["LATE"]))
 if os.environ["ROXXEL_PROCESS_ID"] in os.environ["SAYS"]:
-    print("dim 7 is odd: use 8", file=sys.stderr)
+    print("roxxel-dist: dim 7 is odd: use 8", file=sys.stderr)
 sys.exit(2)
 """
 
@@ -225,6 +225,23 @@ def test_a_configuration_error_is_said_once_and_leaves_nothing(
     assert (out + err).count("dim 7 is odd: use 8\n") == 1
     assert "failed first" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp"]
+
+
+def test_a_code_of_2_is_a_failure_like_others_where_a_program_has_spoken(launch: Launch) -> None:
+    job = launch("bash", "-c", "echo hours of work; [ $ROXXEL_PROCESS_ID = 0 ] || exit 2; sleep 1000")
+    code, _, err = job.wait()
+    assert code == 2
+    assert "rank 1 failed first: exit code 2" in err
+    assert err.splitlines()[-1] == "hours of work"
+    assert job.lines(0) == job.lines(1) == ["hours of work"]
+    code, _, err = launch("bash", "-c", "exit 2", log_dir=str(job.folder / "silent")).wait()
+    assert (code, "exit code 2" in err) == (2, True)
+
+
+def test_a_code_of_124_is_no_hang_where_nobody_waited(launch: Launch) -> None:
+    code, _, err = launch("bash", "-c", "[ $ROXXEL_PROCESS_ID = 1 ] || exit 124; sleep 1000").wait()
+    assert code == 124
+    assert "rank 0 failed first: exit code 124" in err
 
 
 def test_a_failure_on_one_host_ends_the_others(launch: Launch, alive: Alive) -> None:

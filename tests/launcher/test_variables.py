@@ -67,5 +67,26 @@ def test_secrets_in_a_command_are_not_shown(words: str, shown: str) -> None:
     assert masked_words(words.split()) == shown.split()
 
 
+def test_secrets_within_the_text_of_a_word_and_in_other_spellings() -> None:
+    words = [
+        "bash",
+        "-c",
+        "export HF_TOKEN=geheim; A=1 b",
+        "--authtoken=geheim",
+        "--api-key",
+        "-geheim",
+        "--passwd",
+        "x",
+    ]
+    shown = ["bash", "-c", "export HF_TOKEN=***; A=1 b", "--authtoken=***", "--api-key", "***", "--passwd", "***"]
+    assert masked_words(words) == shown
+    assert masked_words(["--tokenizer", "bpe", "--api-key", "--verbose"]) == [
+        "--tokenizer",
+        "bpe",
+        "--api-key",
+        "--verbose",
+    ]
+
+
 def test_a_line_for_a_shell() -> None:
     assert shell_line({"B": "x y", "A_KEY": "s"}, ["p", "a b", "$c"]) == "env 'A_KEY=***' 'B=x y' p 'a b' '$c'"

@@ -14,6 +14,7 @@ class LocalBackend:
     address: str | None = "127.0.0.1"
     """Loopback: nothing outside this machine can reach the job."""
     leash_s: float | None = None
+    python: str = sys.executable
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -27,7 +28,7 @@ class LocalBackend:
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs."""
-        return [sys.executable, "-u", "-m", module, *words]
+        return [self.python, "-u", "-m", module, *words]
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on this machine."""

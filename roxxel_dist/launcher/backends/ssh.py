@@ -65,6 +65,11 @@ class SshBackend:
         return self._hosts
 
     @property
+    def python(self) -> str:
+        """The interpreter on the hosts."""
+        return self._python
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """Nothing of the launcher's own goes there by itself."""
         return {}
@@ -142,3 +147,15 @@ def read_hostfile(path: str | Path) -> tuple[list[str], int | None]:
     if len(slots) > 1:
         raise ValueError(f"--hostfile {path}: every host must have the same slots=N, or none; use --procs-per-host")
     return hosts, slots.pop() if slots else None
+
+
+def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | None]:
+    """The hosts of `--hosts a,b` or of `--hostfile`, and the slots of each by the file.
+
+    Raises ValueError where both or none are given, or the file cannot be used.
+    """
+    if (hosts is None) == (hostfile is None):
+        raise ValueError("give --hosts a,b,c or --hostfile FILE" + (", not both" if hosts is not None else ""))
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return [host.strip() for host in (hosts or "").split(",") if host.strip()], None

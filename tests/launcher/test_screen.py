@@ -1,0 +1,52 @@
+"""What is shown, and that nobody waits for who looks."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.launcher import screen as screen_file
+from roxxel_dist.launcher.screen import Screen
+
+
+def test_the_screen_shows_rank_0_or_all(capfd: pytest.CaptureFixture[str]) -> None:
+    for everybody in (False, True):
+        with Screen(all_ranks=everybody) as screen:
+            screen.lines(0, 0.0, ["[/x] a", "[Gloo] Rank 0 is connected", "b"])
+            screen.lines(1, 0.0, ["c"])
+            screen.status(0, {"step": 1, "total": 2, "start": 0})
+            screen.say("the launcher")
+        out, err = capfd.readouterr()
+        shown = [line.split(" ", 1)[1] for line in out.splitlines()]
+        assert shown == ["0 | [/x] a", "0 | b", *(["1 | c"] if everybody else [])]
+        assert err == "roxxel-dist: the launcher\n"
+
+
+def test_who_does_not_look_is_not_waited_for_and_is_told_what_was_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reads, writes = os.pipe()
+    monkeypatch.setattr(screen_file, "MOST", 100_000)
+    with open(writes, "w") as out, (tmp_path / "err").open("w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        seen: list[bytes] = []
+        reader = threading.Thread(target=lambda: seen.extend(iter(lambda: os.read(reads, 1 << 16), b"")))
+        with Screen(all_ranks=False) as screen:
+            for _ in range(1000):
+                screen.lines(0, time.time(), ["x" * 1000])
+            reader.start()  # only now does somebody look
+            screen.flush()
+            screen.lines(0, time.time(), ["on again"])
+    reader.join(60)
+    os.close(reads)
+    shown = b"".join(seen)
+    assert shown.endswith(b"on again\n")
+    told = (tmp_path / "err").read_text().splitlines()
+    left_out = sum(int(line.split()[1]) for line in told)
+    assert left_out > 500
+    assert left_out + shown.count(b"x\n") == 1000
+    assert "lines were too many for this terminal" in told[0]
