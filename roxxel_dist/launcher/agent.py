@@ -20,10 +20,11 @@ from pathlib import Path
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
-from roxxel_dist.launcher.guard import Guard, is_ending, kill_sessions
+from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import Lines, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
+from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
 
 CHUNK = 1 << 16
@@ -72,6 +73,8 @@ class Agent:
         self._paused = False
         self._writable = False
         self._ended = False
+        self.why = ""
+        """Why it ended before its ranks, if nobody asked it to."""
 
     def serve(self) -> None:
         """Follow orders until there is nobody left to give them."""
@@ -154,7 +157,7 @@ class Agent:
     def _report(self) -> None:
         """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
         self._report_at = time.monotonic() + REPORT_S
-        self._guard.beat()
+        self._beat()
         moved = []
         records = progress.read(self._progress) if self._ranks else []
         for rank in self._alive():
@@ -163,6 +166,13 @@ class Agent:
                 rank.told = record
                 moved.append((rank.number, asdict(record)))
         self._outbox.send({"type": "progress", "records": moved})
+
+    def _beat(self) -> None:
+        try:
+            self._guard.beat()
+        except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
+            self.why = "its guard was killed (is memory short on this host?)"
+            self._ended = True
 
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
@@ -287,11 +297,14 @@ def main() -> None:
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
-    guard = Guard(folder, closes=(sys.stdin.fileno(),), leash_s=leash_s)
+    guard = Guard(folder, holds=(channel,), leash_s=leash_s)
     try:
-        Agent(sys.stdin.fileno(), channel, guard, folder, leash_s).serve()
+        agent = Agent(sys.stdin.fileno(), channel, guard, folder, leash_s)
+        agent.serve()
     finally:
         guard.close()
+    if agent.why:
+        sys.exit(agent.why)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whole jobs: their codes, their last words, and that nothing is left of them."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -171,7 +172,12 @@ def test_what_a_shell_left_behind_may_finish_saving(launch: Launch, tmp_path: Pa
     assert [path.read_text() for path in job.marks("saved.*", 2)] == ["saved\n"] * 2
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent"])
+def named(pids: list[int], pattern: str) -> list[int]:
+    """Those that `pkill -f` would take."""
+    return [pid for pid in pids if re.search(pattern, " ".join(psutil.Process(pid).cmdline()))]
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "agent by its name"])
 def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
 ) -> None:
@@ -182,7 +188,14 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
     assert len(family["all"]) == 2 + 2 * 4
     assert len(family["guard"]) == 1
     assert all(map(alive, family["all"]))
-    os.kill(job.process.pid if victim == "launcher" else family["agent"][0], signal.SIGKILL)
+    victims = {
+        "launcher": [job.process.pid],
+        "agent": family["agent"],
+        "agent by its name": named(family["all"], "roxxel_dist.launcher.agent"),
+    }
+    assert set(family["agent"]) <= set(named(family["all"], "roxxel_dist.launcher.agent"))
+    for pid in victims[victim]:
+        os.kill(pid, signal.SIGKILL)
     code, _, err = job.wait()
     until(lambda: not any(map(alive, family["all"])), "all processes to be gone")
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -191,6 +204,27 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
     else:
         assert code == 137
         assert "ended before its ranks (signal SIGKILL)" in err
+
+
+def test_without_its_guard_an_agent_ends(launch: Launch, alive: Alive, until: Until, tmp_path: Path) -> None:
+    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true")
+    job.marks("ready.*", 2)
+    family = job.family()
+    os.kill(family["guard"][0], signal.SIGKILL)
+    code, _, err = job.wait()
+    assert code == 137
+    assert "ended before its ranks (exit code 1): its guard was killed" in err
+    assert not any(map(alive, family["all"]))
+
+
+def test_agent_and_guard_killed_at_once_leave_no_rank(launch: Launch, alive: Alive, until: Until) -> None:
+    job = launch("bash", "-c", "touch ready.$ROXXEL_PROCESS_ID; exec sleep 1000")
+    job.marks("ready.*", 2)
+    family = job.family()
+    for pid in (*family["guard"], *family["agent"]):
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait()[0] == 137
+    until(lambda: not any(map(alive, family["all"])), "all ranks to be gone")
 
 
 def test_signals_to_the_agent_do_nothing(launch: Launch, alive: Alive) -> None:
