@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import Lines, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
-from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
+from roxxel_dist.launcher.reaper import is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
 
 CHUNK = 1 << 16
@@ -147,12 +148,12 @@ class Agent:
             self._outbox.send({"type": "started", "rank": started.number, "pid": process.pid})
 
     def _stop(self, grace: float) -> None:
-        """Ask every process of every rank to save and leave. After `grace` seconds they are killed."""
+        """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""
         self._draining = True
         self._kill_at = time.monotonic() + grace
-        for rank in self._ranks:
-            if rank.code is None:
-                os.killpg(rank.process.pid, signal.SIGTERM)
+        for pid in members(rank.process.pid for rank in self._alive()):  # who is started by a handler is not asked
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
 
     def _report(self) -> None:
         """Tell how far the ranks are that have moved; and that this agent lives, where none has."""

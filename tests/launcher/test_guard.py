@@ -10,7 +10,7 @@ from typing import Any
 
 from roxxel_dist.launcher.reaper import kill_sessions
 
-# Stands for an agent: a guard, a rank behind a shell and `timeout` (its own process group), and a child of a rank that it forgets.
+# Stands for an agent: a guard, a rank behind a shell and `timeout` (its own process group), and one that it forgets.
 AGENT = """
 import os, subprocess, sys, time
 from pathlib import Path

@@ -177,6 +177,17 @@ def named(pids: list[int], pattern: str) -> list[int]:
     return [pid for pid in pids if re.search(pattern, " ".join(psutil.Process(pid).cmdline()))]
 
 
+def test_every_process_of_a_rank_is_asked_once(launch: Launch) -> None:
+    """Also in a process group of its own, where the shell's does not reach; what a handler starts is left alone."""
+    inner = "trap 'echo asked >> asked.$ROXXEL_PROCESS_ID; bash -c \"sleep 0.3; echo saved\"; exit 42' TERM; " + READY
+    job = launch("bash", "-c", 'set -m; trap : TERM; bash -c "$1"; exit $?', "bash", inner)
+    job.marks("ready.*", 2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait()[0] == 42
+    assert [path.read_text() for path in job.marks("asked.*", 2)] == ["asked\n"] * 2
+    assert job.lines(0)[-1] == job.lines(1)[-1] == "saved"
+
+
 @pytest.mark.parametrize("victim", ["launcher", "agent", "agent by its name"])
 def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
