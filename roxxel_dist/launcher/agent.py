@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import Lines, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
-from roxxel_dist.launcher.reaper import is_ending, kill_sessions, members
+from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
 
 CHUNK = 1 << 16
@@ -128,6 +129,7 @@ class Agent:
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT}
         for rank in order["ranks"]:
             env = {**base, **rank["env"], progress.ENV: str(self._progress)}
+            env[KEY_ENV] = self._guard.key(rank["rank"])
             reads, writes = os.pipe()
             os.set_blocking(reads, False)
             process = subprocess.Popen(
@@ -196,10 +198,14 @@ class Agent:
         self._sweep(rest)
 
     def _sweep(self, ranks: list[Rank]) -> None:
-        kill_sessions(rank.process.pid for rank in ranks if not rank.swept)
+        self._end([rank for rank in ranks if not rank.swept])
         for rank in ranks:
             rank.swept = True
             self._settle(rank)
+
+    def _end(self, ranks: Sequence[Rank]) -> None:
+        """Kill all that these ranks have started."""
+        kill_sessions((rank.process.pid for rank in ranks), (self._guard.key(rank.number) for rank in ranks))
 
     def _on_exits(self, exited: list[Rank]) -> None:
         for rank in exited:
@@ -259,7 +265,7 @@ class Agent:
             return
         rank.settled = True
         if not rank.swept:
-            kill_sessions([rank.process.pid])
+            self._end([rank])
         rank.process.wait()
         self._guard.forget(rank.process.pid)
         if all(other.settled for other in self._ranks):

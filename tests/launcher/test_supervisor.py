@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,39 @@ def test_what_a_shell_left_behind_may_finish_saving(launch: Launch, tmp_path: Pa
     job.process.send_signal(signal.SIGTERM)
     assert job.wait()[0] == 143, "the shell died of the signal, and says so"
     assert [path.read_text() for path in job.marks("saved.*", 2)] == ["saved\n"] * 2
+
+
+DAEMON = """
+export PID=pid.$ROXXEL_PROCESS_ID
+setsid bash -c 'echo $$ > tmp.$PID; mv tmp.$PID $PID; exec sleep 1000' &
+until [ -s pid.0 ] && [ -s pid.1 ]; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("exit 0", 0), ("[ $ROXXEL_PROCESS_ID = 0 ] && exit 7; sleep 1000", 7), ("kill -9 $PPID; sleep 1000", 137)],
+    ids=["done", "failure", "agent killed"],
+)
+def test_what_has_left_the_session_of_a_rank_is_killed_too(end: str, code: int, launch: Launch, alive: Alive) -> None:
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "ROXXEL_RANK_KEY": "0"}) as stranger:
+        job = launch("bash", "-c", DAEMON + end)
+        got, _, err = job.wait()
+        assert got == code, err
+        left = [int(path.read_text()) for path in job.marks("pid.?", 2)]
+        assert not any(map(alive, left))
+        assert alive(stranger.pid)
+        stranger.kill()
+
+
+def test_what_leaves_a_rank_lives_as_long_as_the_rank(launch: Launch, alive: Alive, until: Until) -> None:
+    job = launch("bash", "-c", DAEMON + "[ $ROXXEL_PROCESS_ID = 0 ] || until [ -e on ]; do sleep 0.02; done")
+    first, second = (int(path.read_text()) for path in job.marks("pid.?", 2))
+    until(lambda: not alive(first), "what rank 0 left to be gone")
+    assert alive(second)
+    (job.folder / "on").touch()
+    assert job.wait()[0] == 0
+    assert not alive(second)
 
 
 def named(pids: list[int], pattern: str) -> list[int]:
