@@ -60,7 +60,9 @@ class Agent:
         self._orders = orders
         self._outbox = Outbox(channel)
         self._guard = guard
-        self._progress = folder / "progress"
+        self._progress_file = folder / "progress"
+        self._progress = -1
+        self._total = 0
         self._inbox = Decoder()
         self._ranks: list[Rank] = []
         self._poll = select.epoll()
@@ -101,6 +103,8 @@ class Agent:
             self._send()
         self._kill()
         self._poll.close()
+        if self._progress >= 0:
+            os.close(self._progress)
 
     def _wait_s(self) -> float:
         if not self._paused and any(rank.swept and rank.output >= 0 for rank in self._ranks):
@@ -125,10 +129,11 @@ class Agent:
                 self._dump()
 
     def _start(self, order: Message) -> None:
-        progress.create(self._progress, order["total"])
+        self._total = order["total"]
+        self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT}
         for rank in order["ranks"]:
-            env = {**base, **rank["env"], progress.ENV: str(self._progress)}
+            env = {**base, **rank["env"], progress.ENV: str(self._progress_file)}
             env[KEY_ENV] = self._guard.key(rank["rank"])
             reads, writes = os.pipe()
             os.set_blocking(reads, False)
@@ -162,13 +167,16 @@ class Agent:
         self._report_at = time.monotonic() + REPORT_S
         self._beat()
         moved = []
-        records = progress.read(self._progress) if self._ranks else []
+        records = self._records()
         for rank in self._alive():
             record = records[rank.number]
             if record != rank.told:
                 rank.told = record
                 moved.append((rank.number, asdict(record)))
         self._outbox.send({"type": "progress", "records": moved})
+
+    def _records(self) -> list[progress.Record]:
+        return progress.read(self._progress, self._total) if self._total else []
 
     def _beat(self) -> None:
         try:
@@ -179,7 +187,7 @@ class Agent:
 
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
-        records = progress.read(self._progress)
+        records = self._records()
         asked = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.process.pid)) for rank in self._alive()]
         self._outbox.send({"type": "dumped", "ranks": asked})
 
@@ -219,7 +227,7 @@ class Agent:
                     "pid": rank.process.pid,
                     "code": rank.code,
                     "culled": rank.culled,
-                    "step": progress.read(self._progress)[rank.number].entered,
+                    "step": self._records()[rank.number].entered,
                 }
             )
         if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
