@@ -15,7 +15,7 @@ from pathlib import Path
 
 RECORD = struct.Struct("<qqdqqq")  # entered, done, time of the last change, phase, activity, pid
 ENV = "ROXXEL_PROGRESS"
-ACTIVITIES = ("", "start", "compile", "restore", "step", "eval", "save")
+ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save")
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 

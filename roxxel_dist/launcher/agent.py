@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
@@ -24,8 +24,9 @@ from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
 from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
-from roxxel_dist.launcher.logs import Lines, take_status
+from roxxel_dist.launcher.logs import take_status
 from roxxel_dist.launcher.outcome import USAGE_S
+from roxxel_dist.launcher.rank import Rank, exit_code
 from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
 
@@ -37,22 +38,6 @@ REPORT_S = 0.5
 """How often the controller hears how far the ranks are."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Rank:
-    """One process of the job and all that it started (its session)."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    output: int
-    lines: Lines = field(default_factory=Lines)
-    code: int | None = None  # negative: a signal
-    culled: bool = False  # killed by this agent, and not on its way out before
-    swept: bool = False  # its session is dead; what the pipe still holds is all there will be
-    settled: bool = False
-    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
-
-
 class Agent:
     """The loop of one host."""
 
@@ -61,8 +46,7 @@ class Agent:
         self._outbox = Outbox(channel)
         self._guard = guard
         self._progress_file = folder / "progress"
-        self._progress = -1
-        self._total = 0
+        self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._inbox = Decoder()
         self._ranks: list[Rank] = []
         self._poll = select.epoll()
@@ -77,8 +61,7 @@ class Agent:
         self._paused = False
         self._writable = False
         self._ended = False
-        self.why = ""
-        """Why it ended before its ranks, if nobody asked it to."""
+        self.why = ""  # it ended before its ranks, and nobody asked it to
 
     def serve(self) -> None:
         """Follow orders until there is nobody left to give them."""
@@ -103,8 +86,6 @@ class Agent:
             self._send()
         self._kill()
         self._poll.close()
-        if self._progress >= 0:
-            os.close(self._progress)
 
     def _wait_s(self) -> float:
         if not self._paused and any(rank.swept and rank.output >= 0 for rank in self._ranks):
@@ -219,7 +200,7 @@ class Agent:
         for rank in exited:
             self._poll.unregister(rank.pidfd)
             os.close(rank.pidfd)
-            rank.code = _exit_code(rank.process.pid)
+            rank.code = exit_code(rank.process.pid)
             self._outbox.send(
                 {
                     "type": "exit",
@@ -294,14 +275,6 @@ class Agent:
                     self._poll.unregister(fd)
                 else:
                     self._poll.register(fd, select.EPOLLIN)
-
-
-def _exit_code(pid: int) -> int:
-    """How a process ended, without reaping it; a signal is negative."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    if end is None:
-        raise RuntimeError(f"process {pid} was said to have ended and has not")
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_TIMEOUT_ENV, ORDERLY
+from roxxel_dist.cluster.progress import Progress
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
@@ -63,7 +64,7 @@ def _options(words: list[str]) -> list[str]:
 
 def _subcommand(word: str, rest: list[str]) -> None:
     if word == "train":
-        _initialize()
+        _initialize(then="start")  # to the first word of the trainer
     sys.argv = ["roxxel-dist", word, *rest]
     runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
 
@@ -92,10 +93,15 @@ def _module(name: str, rest: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _initialize() -> None:
+def _initialize(then: str = "") -> None:
+    """Join the others, and tell so. What comes `then` has no limit by default: perhaps it never tells its steps."""
+    progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
+    progress.say("start")
     from roxxel_dist.cluster.process import initialize
 
+    progress.say("join")
     initialize()
+    progress.say(then)
 
 
 def _replace(command: list[str]) -> NoReturn:

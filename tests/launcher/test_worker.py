@@ -3,11 +3,15 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from roxxel_dist.cluster import progress
 
 WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", "*", "-m"]
 SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
@@ -36,6 +40,34 @@ def test_a_module_with_options_of_the_interpreter(tmp_path: Path) -> None:
     argv, path, name = json.loads(done.stdout)
     assert argv == [str(tmp_path / "show.py"), *WORDS]
     assert (path, name) == (str(tmp_path), "__main__")
+
+
+@pytest.mark.parametrize("command", [["show.py"], ["python", "-m", "show"], ["train", "--run_dir", "r"]])
+def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str], tmp_path: Path) -> None:
+    """It says that it joins the others (who are not there), and a program begins without a limit."""
+    (tmp_path / "show.py").write_text("print('begun')")
+    fd = progress.create(tmp_path / "progress", 2)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        place = {"COORDINATOR": f"127.0.0.1:{nobody.getsockname()[1]}", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
+        environ = {**os.environ, **{f"ROXXEL_{name}": value for name, value in place.items()}}
+        environ["ROXXEL_PROGRESS"] = str(tmp_path / "progress")
+        program = [sys.executable, "-m", "roxxel_dist.launcher.worker", *command]
+        with subprocess.Popen(program, cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL) as rank:
+            end, said = time.monotonic() + 60, [""]
+            while said[-1] != "join" and time.monotonic() < end:
+                record = progress.read(fd, 2)[1]
+                said += [record.activity] if record.activity != said[-1] else []
+                assert record.pid in (0, rank.pid)
+                assert rank.poll() is None
+            rank.kill()
+    assert said == ["", "start", "join"]
+    alone = {**os.environ, "ROXXEL_PROGRESS": str(tmp_path / "progress")}
+    program[3:] = command
+    subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, timeout=60, check=False)
+    last = progress.read(fd, 2)[0]
+    assert (last.activity, last.pid > 0) == ("start" if command[0] == "train" else "", True)
+    os.close(fd)
 
 
 def test_any_other_program_gets_its_words(tmp_path: Path) -> None:
