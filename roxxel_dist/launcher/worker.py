@@ -6,7 +6,9 @@ program replaces this process and finds the contract in its environment.
 
 import faulthandler
 import os
+import re
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -31,12 +33,31 @@ def main(command: list[str]) -> None:
     word, *rest = command
     if word in SUBCOMMANDS:
         _run(lambda: _subcommand(word, rest))
-    elif word in PYTHON:
+    elif _is_this_python(word):
         _python(rest)
     elif word.endswith(".py"):
         _python(command)
     else:
+        if _is_called_python(word) and shutil.which(word):
+            _say(f"{word} is not the launcher's Python ({sys.executable}): jax.distributed is not set up for it")
         _replace(command)
+
+
+def _is_called_python(word: str) -> bool:
+    return re.fullmatch(r"python[0-9.]*", os.path.basename(word)) is not None
+
+
+def _is_this_python(word: str) -> bool:
+    """Whether a word means this interpreter: its plain names, its own path, or that of its virtual environment."""
+    if word in PYTHON or not _is_called_python(word):
+        return word in PYTHON
+    path = shutil.which(word)
+    if path is None:
+        return False
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    if os.path.exists(os.path.join(folder, "pyvenv.cfg")):
+        return os.path.realpath(folder) == os.path.realpath(sys.prefix)
+    return os.path.realpath(path) == os.path.realpath(sys.executable)
 
 
 def _python(words: list[str]) -> None:

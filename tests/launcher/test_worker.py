@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,28 @@ def test_a_module_with_options_of_the_interpreter(tmp_path: Path) -> None:
     argv, path, name = json.loads(done.stdout)
     assert argv == [str(tmp_path / "show.py"), *WORDS]
     assert (path, name) == (str(tmp_path), "__main__")
+
+
+def test_every_path_of_this_python_is_this_python(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import sys; print(__name__, 'roxxel_dist.cluster.process' in sys.modules)")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3.99").symlink_to(sys.executable)
+    own = os.path.realpath(sys.executable)
+    relative = os.path.relpath(sys.executable, tmp_path)
+    for word in ("python", sys.executable, own, relative, "bin/python3.99"):
+        done = worker(word, "show.py", cwd=tmp_path)
+        assert (done.stdout, done.stderr) == ("__main__ True\n", ""), word
+
+
+def test_another_python_is_run_as_it_is_and_told(tmp_path: Path) -> None:
+    """A virtual environment of the same interpreter has other packages."""
+    (tmp_path / "show.py").write_text("import sys; print(sys.prefix, 'roxxel_dist.cluster.process' in sys.modules)")
+    venv.create(tmp_path / "v", symlinks=True)
+    done = worker("v/bin/python", "show.py", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path / 'v'} False\n"
+    assert done.stderr.startswith("roxxel-dist: v/bin/python is not the launcher's Python (")
+    assert done.stderr.count("\n") == 1
+    assert worker("python4.5", "show.py", cwd=tmp_path).returncode == 127
 
 
 @pytest.mark.parametrize("command", [["show.py"], ["python", "-m", "show"], ["train", "--run_dir", "r"]])
