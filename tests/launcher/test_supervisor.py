@@ -186,14 +186,16 @@ until [ -s pid.0 ] && [ -s pid.1 ]; do sleep 0.02; done
     ids=["done", "failure", "agent killed"],
 )
 def test_what_has_left_the_session_of_a_rank_is_killed_too(end: str, code: int, launch: Launch, alive: Alive) -> None:
-    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "ROXXEL_RANK_KEY": "0"}) as stranger:
+    stranger = subprocess.Popen(["sleep", "1000"], env={**os.environ, "ROXXEL_RANK_KEY": "0"})
+    try:
         job = launch("bash", "-c", DAEMON + end)
         got, _, err = job.wait()
         assert got == code, err
-        left = [int(path.read_text()) for path in job.marks("pid.?", 2)]
-        assert not any(map(alive, left))
+        assert not any(alive(int(path.read_text())) for path in job.marks("pid.?", 2))
         assert alive(stranger.pid)
+    finally:
         stranger.kill()
+        stranger.wait()
 
 
 def test_what_leaves_a_rank_lives_as_long_as_the_rank(launch: Launch, alive: Alive, until: Until) -> None:
