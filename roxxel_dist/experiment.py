@@ -20,8 +20,10 @@ from roxxel_dist.cluster.process import (
     is_primary,
     make_deterministic,
     pin_threads,
+    process_index,
     what_decides_bits,
 )
+from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import RECORD, UsageError, load_yaml, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
@@ -126,7 +128,10 @@ class Experiment:
         if is_tokens(data_path):
             return Roxxel(data_path)
         kind, size = self.config.tokenizer_type, self.config.vocab_size
+        progress = Progress.from_env(process_index())
+        progress.say("")  # a launcher's limit for the start is not meant for a large text
         _on_primary("corpus", lambda: build([data_path], run / DATA, tokenizer=kind, vocab_size=size).close())
+        progress.say("start")
         return Roxxel(run / DATA)
 
     def _know_vocabulary(self, data: Roxxel) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 RECORD = struct.Struct("<qqdqqq")  # entered, done, time of the last change, phase, activity, pid
 ENV = "ROXXEL_PROGRESS"
-ACTIVITIES = ("", "start", "compile", "restore", "step", "eval", "save")
+ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save")
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 
@@ -37,17 +37,16 @@ class Record:
     """The process that writes; 0 where none has written."""
 
 
-def create(path: str | Path, ranks: int) -> None:
-    """Write a file of `ranks` empty records."""
+def create(path: str | Path, ranks: int) -> int:
+    """Write a file of `ranks` empty records, and return a descriptor for `read`, which outlives the file's name."""
     Path(path).write_bytes(bytes(RECORD.size * ranks))
+    return os.open(path, os.O_RDONLY)
 
 
-def read(path: str | Path) -> list[Record]:
-    """The record of every rank; an empty list where there is no file."""
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        return []
+def read(fd: int, ranks: int) -> list[Record]:
+    """The records of so many ranks; empty ones where somebody has made the file short."""
+    size = RECORD.size * ranks
+    data = os.pread(fd, size, 0).ljust(size, b"\0")
     return [
         Record(entered=entered, done=done, time=when, phase=phase, activity=_activity(number), pid=pid)
         for entered, done, when, phase, number, pid in RECORD.iter_unpack(data)
@@ -71,11 +70,16 @@ class Progress:
                 self._map = mmap.mmap(fd, 0)
             finally:
                 os.close(fd)
+            if len(self._map) < self._offset + RECORD.size:
+                raise ValueError(f"{path} has no record for rank {rank}: it is not the file of this job")
 
     @classmethod
     def from_env(cls, rank: int) -> "Progress":
-        """The record named by ROXXEL_PROGRESS, if any."""
-        return cls(os.environ.get(ENV), rank)
+        """The record named by ROXXEL_PROGRESS, if any. Where somebody has emptied the temporary folder, none."""
+        try:
+            return cls(os.environ.get(ENV), rank)
+        except (OSError, ValueError):
+            return cls(None, rank)
 
     def enter(self, step: int, phase: int = 0) -> None:
         """This rank starts `step` (its done-count stays). From now on the launcher's step limit counts."""

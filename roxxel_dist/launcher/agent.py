@@ -14,16 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
-from roxxel_dist.launcher.guard import Guard, is_ending, kill_sessions
+from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
-from roxxel_dist.launcher.logs import Lines, take_status
+from roxxel_dist.launcher.logs import take_status
 from roxxel_dist.launcher.outcome import USAGE_S
+from roxxel_dist.launcher.rank import Rank, exit_code
+from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
 
 CHUNK = 1 << 16
@@ -34,22 +38,6 @@ REPORT_S = 0.5
 """How often the controller hears how far the ranks are."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Rank:
-    """One process of the job and all that it started (its session)."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    output: int
-    lines: Lines = field(default_factory=Lines)
-    code: int | None = None  # negative: a signal
-    culled: bool = False  # killed by this agent, and not on its way out before
-    swept: bool = False  # its session is dead; what the pipe still holds is all there will be
-    settled: bool = False
-    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
-
-
 class Agent:
     """The loop of one host."""
 
@@ -57,7 +45,8 @@ class Agent:
         self._orders = orders
         self._outbox = Outbox(channel)
         self._guard = guard
-        self._progress = folder / "progress"
+        self._progress_file = folder / "progress"
+        self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._inbox = Decoder()
         self._ranks: list[Rank] = []
         self._poll = select.epoll()
@@ -72,6 +61,7 @@ class Agent:
         self._paused = False
         self._writable = False
         self._ended = False
+        self.why = ""  # it ended before its ranks, and nobody asked it to
 
     def serve(self) -> None:
         """Follow orders until there is nobody left to give them."""
@@ -120,10 +110,12 @@ class Agent:
                 self._dump()
 
     def _start(self, order: Message) -> None:
-        progress.create(self._progress, order["total"])
+        self._total = order["total"]
+        self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT}
         for rank in order["ranks"]:
-            env = {**base, **rank["env"], progress.ENV: str(self._progress)}
+            env = {**base, **rank["env"], progress.ENV: str(self._progress_file)}
+            env[KEY_ENV] = self._guard.key(rank["rank"])
             reads, writes = os.pipe()
             os.set_blocking(reads, False)
             process = subprocess.Popen(
@@ -144,19 +136,19 @@ class Agent:
             self._outbox.send({"type": "started", "rank": started.number, "pid": process.pid})
 
     def _stop(self, grace: float) -> None:
-        """Ask every process of every rank to save and leave. After `grace` seconds they are killed."""
+        """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""
         self._draining = True
         self._kill_at = time.monotonic() + grace
-        for rank in self._ranks:
-            if rank.code is None:
-                os.killpg(rank.process.pid, signal.SIGTERM)
+        for pid in members(rank.process.pid for rank in self._alive()):  # who is started by a handler is not asked
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
 
     def _report(self) -> None:
         """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
         self._report_at = time.monotonic() + REPORT_S
-        self._guard.beat()
+        self._beat()
         moved = []
-        records = progress.read(self._progress) if self._ranks else []
+        records = self._records()
         for rank in self._alive():
             record = records[rank.number]
             if record != rank.told:
@@ -164,9 +156,19 @@ class Agent:
                 moved.append((rank.number, asdict(record)))
         self._outbox.send({"type": "progress", "records": moved})
 
+    def _records(self) -> list[progress.Record]:
+        return progress.read(self._progress, self._total) if self._total else []
+
+    def _beat(self) -> None:
+        try:
+            self._guard.beat()
+        except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
+            self.why = "its guard was killed (is memory short on this host?)"
+            self._ended = True
+
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
-        records = progress.read(self._progress)
+        records = self._records()
         asked = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.process.pid)) for rank in self._alive()]
         self._outbox.send({"type": "dumped", "ranks": asked})
 
@@ -185,16 +187,20 @@ class Agent:
         self._sweep(rest)
 
     def _sweep(self, ranks: list[Rank]) -> None:
-        kill_sessions(rank.process.pid for rank in ranks if not rank.swept)
+        self._end([rank for rank in ranks if not rank.swept])
         for rank in ranks:
             rank.swept = True
             self._settle(rank)
+
+    def _end(self, ranks: Sequence[Rank]) -> None:
+        """Kill all that these ranks have started."""
+        kill_sessions((rank.process.pid for rank in ranks), (self._guard.key(rank.number) for rank in ranks))
 
     def _on_exits(self, exited: list[Rank]) -> None:
         for rank in exited:
             self._poll.unregister(rank.pidfd)
             os.close(rank.pidfd)
-            rank.code = _exit_code(rank.process.pid)
+            rank.code = exit_code(rank.process.pid)
             self._outbox.send(
                 {
                     "type": "exit",
@@ -202,7 +208,7 @@ class Agent:
                     "pid": rank.process.pid,
                     "code": rank.code,
                     "culled": rank.culled,
-                    "step": progress.read(self._progress)[rank.number].entered,
+                    "step": self._records()[rank.number].entered,
                 }
             )
         if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
@@ -248,7 +254,7 @@ class Agent:
             return
         rank.settled = True
         if not rank.swept:
-            kill_sessions([rank.process.pid])
+            self._end([rank])
         rank.process.wait()
         self._guard.forget(rank.process.pid)
         if all(other.settled for other in self._ranks):
@@ -271,14 +277,6 @@ class Agent:
                     self._poll.register(fd, select.EPOLLIN)
 
 
-def _exit_code(pid: int) -> int:
-    """How a process ended, without reaping it; a signal is negative."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    if end is None:
-        raise RuntimeError(f"process {pid} was said to have ended and has not")
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-
-
 def main() -> None:
     """Serve the controller at the other end of stdin and stdout: `agent [LEASH]`, in seconds (`Backend.leash_s`)."""
     leash_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
@@ -287,11 +285,14 @@ def main() -> None:
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
-    guard = Guard(folder, closes=(sys.stdin.fileno(),), leash_s=leash_s)
+    guard = Guard(folder, holds=(channel,), leash_s=leash_s)
     try:
-        Agent(sys.stdin.fileno(), channel, guard, folder, leash_s).serve()
+        agent = Agent(sys.stdin.fileno(), channel, guard, folder, leash_s)
+        agent.serve()
     finally:
         guard.close()
+    if agent.why:
+        sys.exit(agent.why)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.cluster.progress import Record
 
-LIMITS_S: Mapping[str, float] = {"start": 1800, "compile": 3600, "restore": 1800, "eval": 3600, "save": 1800}
-"""Seconds that each activity may take that is no step."""
+LIMITS_S: Mapping[str, float] = {
+    "start": 1800,
+    "join": 280,
+    "compile": 3600,
+    "restore": 1800,
+    "eval": 3600,
+    "save": 1800,
+}
+"""Seconds that each activity may take that is no step. Of "join" less than `cluster.process.INIT_TIMEOUT_S`: then jax
+aborts the ranks that wait, and they would be blamed."""
 UNKNOWN_S = 3600.0
 """A step's limit while the usual time of a step of this phase is not known: the first one may compile."""
 LEAST_S = 60.0
@@ -38,6 +46,8 @@ class Hang:
     limit: float
     tied: int = 1
     """How many ranks were in the same step, and none behind: with more than one, who is to blame is a guess."""
+    absent: bool = False
+    """Others wait for it in `jax.distributed.initialize`, where it has not come yet."""
 
 
 @dataclass
@@ -94,13 +104,14 @@ class Watch:
             for seen in self._seen.values():
                 seen.since += now - self._looked
         self._looked = now
-        last = self._last()
+        absent = self._absent(now)
+        last = absent or self._last()
         ages = {rank: now - self._seen[rank].since for rank in last}
         limits = {rank: self.limit(self._seen[rank].record) for rank in last}
-        if not last or any(ages[rank] <= limits[rank] for rank in last):
+        if not last or (not absent and any(ages[rank] <= limits[rank] for rank in last)):
             return None
         rank = min(last, key=lambda rank: (-ages[rank], rank))
-        return self._hang(rank, ages[rank], len(last))
+        return self._hang(rank, ages[rank], len(last), absent=bool(absent))
 
     def blame(self, hang: Hang, *, stopped: Collection[int], silent: Collection[int], now: float) -> Hang:
         """The hang with the rank that is to blame, when the stacks have been asked for.
@@ -111,21 +122,27 @@ class Watch:
             silent: ranks that did not answer.
             now: as for `overdue`.
         """
-        last = self._last()
+        last = self._absent(now) or self._last()
         if hang.rank not in last:
             return hang
         for some in ([rank for rank in self._seen if rank in stopped], [rank for rank in last if rank in silent]):
             if some and (len(some) < len(self._seen)):
                 rank = min(some, key=lambda rank: (self._seen[rank].record.entered, rank))
-                return self._hang(rank, now - self._seen[rank].since, 1)
+                return self._hang(rank, now - self._seen[rank].since, 1, absent=hang.absent)
         return hang
+
+    def _absent(self, now: float) -> list[int]:
+        """The ranks that have not come to where another has joined in vain for its whole time."""
+        last = {rank: self._seen[rank] for rank in self._last()}
+        late = any(one.record.activity == "join" and now - one.since > LIMITS_S["join"] for one in last.values())
+        return [rank for rank, one in last.items() if late and one.record.activity != "join"]
 
     def _last(self) -> list[int]:
         """The ranks that have entered the fewest steps; none where one of all has not said anything yet."""
         fewest = min((seen.record.entered for seen in self._seen.values()), default=0)
         return [rank for rank, seen in self._seen.items() if seen.record.entered == fewest]
 
-    def _hang(self, rank: int, seconds: float, tied: int) -> Hang:
+    def _hang(self, rank: int, seconds: float, tied: int, *, absent: bool = False) -> Hang:
         record = self._seen[rank].record
         return Hang(
             rank=rank,
@@ -133,8 +150,9 @@ class Watch:
             phase=record.phase,
             activity=record.activity,
             seconds=seconds,
-            limit=self.limit(record),
+            limit=LIMITS_S["join"] if absent else self.limit(record),
             tied=tied,
+            absent=absent,
         )
 
 
@@ -143,7 +161,11 @@ def hang_report(hang: Hang, host: str) -> str:
     where = f"in step {hang.step}" if hang.activity == "step" else f"busy with {hang.activity!r} after step {hang.step}"
     phase = f", phase {hang.phase}" if hang.phase else ""
     guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
-    flag = "--step-timeout sets it" if hang.activity == "step" else f"that of {hang.activity!r}"
+    if hang.absent:
+        where = "it has not come to jax.distributed.initialize, where others wait for it"
+    flag = (
+        "--step-timeout sets it" if hang.activity == "step" else f"that of {'join' if hang.absent else hang.activity!r}"
+    )
     return (
         f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
         f"(limit {hang.limit:.0f} s; {flag}){guess}"

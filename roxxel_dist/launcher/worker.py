@@ -6,7 +6,9 @@ program replaces this process and finds the contract in its environment.
 
 import faulthandler
 import os
+import re
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -16,6 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_TIMEOUT_ENV, ORDERLY, WAITED
+from roxxel_dist.cluster.progress import Progress
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
@@ -30,12 +33,31 @@ def main(command: list[str]) -> None:
     word, *rest = command
     if word in SUBCOMMANDS:
         _run(lambda: _subcommand(word, rest))
-    elif word in PYTHON:
+    elif _is_this_python(word):
         _python(rest)
     elif word.endswith(".py"):
         _python(command)
     else:
+        if _is_called_python(word) and shutil.which(word):
+            _say(f"{word} is not the launcher's Python ({sys.executable}): jax.distributed is not set up for it")
         _replace(command)
+
+
+def _is_called_python(word: str) -> bool:
+    return re.fullmatch(r"python[0-9.]*", os.path.basename(word)) is not None
+
+
+def _is_this_python(word: str) -> bool:
+    """Whether a word means this interpreter: its plain names, its own path, or that of its virtual environment."""
+    if word in PYTHON or not _is_called_python(word):
+        return word in PYTHON
+    path = shutil.which(word)
+    if path is None:
+        return False
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    if os.path.exists(os.path.join(folder, "pyvenv.cfg")):
+        return os.path.realpath(folder) == os.path.realpath(sys.prefix)
+    return os.path.realpath(path) == os.path.realpath(sys.executable)
 
 
 def _python(words: list[str]) -> None:
@@ -63,7 +85,7 @@ def _options(words: list[str]) -> list[str]:
 
 def _subcommand(word: str, rest: list[str]) -> None:
     if word == "train":
-        _initialize()
+        _initialize(then="start")  # to the first word of the trainer
     sys.argv = ["roxxel-dist", word, *rest]
     runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
 
@@ -92,10 +114,15 @@ def _module(name: str, rest: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _initialize() -> None:
+def _initialize(then: str = "") -> None:
+    """Join the others, and tell so. What comes `then` has no limit by default: perhaps it never tells its steps."""
+    progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
+    progress.say("start")
     from roxxel_dist.cluster.process import initialize
 
+    progress.say("join")
     initialize()
+    progress.say(then)
 
 
 def _replace(command: list[str]) -> NoReturn:

@@ -125,23 +125,41 @@ def test_what_decides_bits_is_kept_and_compared(monkeypatch, tmp_path):
 
 def test_progress_is_seen_by_others(tmp_path):
     path = tmp_path / "progress"
-    assert read(path) == []
-    create(path, 2)
+    fd = create(path, 2)
     writer = Progress(str(path), 1)
     writer.enter(5, phase=2)
     writer.finish(5)
     writer.enter(6, phase=2)
-    first, second = read(path)
+    first, second = read(fd, 2)
     assert (first.entered, first.done) == (0, 0)
     assert (second.entered, second.done, second.phase, second.activity) == (6, 5, 2, "step")
     assert (first.activity, first.pid, second.pid) == ("", 0, os.getpid())
     with writer.doing("save"):
-        assert read(path)[1].activity == "save"
-    assert (read(path)[1].activity, read(path)[1].entered) == ("step", 6)
+        assert read(fd, 2)[1].activity == "save"
+    assert (read(fd, 2)[1].activity, read(fd, 2)[1].entered) == ("step", 6)
     writer.say("")
-    assert read(path)[1].activity == ""
+    assert read(fd, 2)[1].activity == ""
     with pytest.raises(ValueError, match="activity 'sleep': must be one of '', 'start'"):
         writer.say("sleep")
     assert second.time > 0
+    os.close(fd)
     Progress(None, 0).enter(1)  # nobody launched this process
     assert jax.process_count() == 1
+
+
+def test_progress_outlives_its_file(tmp_path, monkeypatch):
+    """Somebody empties the temporary folder."""
+    path = tmp_path / "progress"
+    fd = create(path, 2)
+    writer = Progress(str(path), 1)
+    monkeypatch.setenv("ROXXEL_PROGRESS", str(path))
+    path.unlink()
+    writer.enter(3)
+    Progress.from_env(0).enter(7)
+    assert [one.entered for one in read(fd, 2)] == [0, 3]
+    os.close(fd)
+    for length in (0, 48):
+        path.write_bytes(bytes(length))
+        Progress.from_env(1).enter(7)
+        with path.open("rb") as file:
+            assert [one.entered for one in read(file.fileno(), 2)] == [0, 0]

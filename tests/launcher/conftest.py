@@ -70,9 +70,9 @@ class Launch:
         return [line.split(" | ", 1)[1] for line in self.log(rank).splitlines()[1:]]
 
     def family(self) -> dict[str, list[int]]:
-        """The launcher's agent, the agent's guard (the child that execs nothing), and everything below."""
+        """The launcher's agent, the agent's guard, and everything below."""
         agent = psutil.Process(self.process.pid).children()[0]
-        guard = [child.pid for child in agent.children() if child.cmdline() == agent.cmdline()]
+        guard = [child.pid for child in agent.children() if any("reaper.py" in word for word in child.cmdline())]
         everything = [agent.pid, *(child.pid for child in agent.children(recursive=True))]
         return {"agent": [agent.pid], "guard": guard, "all": everything}
 

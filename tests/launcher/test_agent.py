@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from commands import TERMINAL, on_terminal
 
 from roxxel_dist.cluster import progress
@@ -56,6 +57,29 @@ def test_what_each_rank_sees(launch: Launch, tmp_path: Path) -> None:
     assert all(fact["session"] and fact["stdin"] == "" and fact["cwd"] == str(tmp_path) for fact in facts)
     assert [fact["progress"] for fact in facts] == [3 * progress.RECORD.size] * 3
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+CLEANED = """
+import os, time
+from pathlib import Path
+from roxxel_dist.cluster.progress import Progress
+rank, file = int(os.environ["ROXXEL_PROCESS_ID"]), Path(os.environ["ROXXEL_PROGRESS"])
+if rank == 1:
+    Progress.from_env(rank).enter(4)
+    file.write_bytes(b"") if os.environ["HOW"] == "short" else file.unlink()
+while file.exists() and file.stat().st_size:
+    time.sleep(0.01)
+Progress.from_env(rank).say("")
+time.sleep(1.5)
+raise SystemExit(rank * 5)
+"""
+
+
+@pytest.mark.parametrize(("how", "step"), [("gone", ", in step 4"), ("short", "")])
+def test_an_emptied_temporary_folder_does_not_end_the_job(how: str, step: str, launch: Launch) -> None:
+    code, _, err = launch("env", sys.executable, "-c", CLEANED, env={"HOW": how}).wait()
+    assert code == 5
+    assert f"rank 1 failed first: exit code 5{step} (host" in err
 
 
 def test_simulated_devices_are_cpu_devices(launch: Launch, tmp_path: Path) -> None:

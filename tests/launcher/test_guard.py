@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.guard import kill_sessions
+from roxxel_dist.launcher.reaper import kill_sessions
 
-# Stands for an agent: a guard, a rank behind a shell and `timeout` (its own process group), and a rank that it forgets.
+# Stands for an agent: a guard, a rank behind a shell and `timeout` (its own process group), and one that it forgets.
 AGENT = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -20,8 +20,8 @@ guard = Guard(folder)
 def start(*command):
     return subprocess.Popen(command, start_new_session=True, preexec_fn=guard.watch, stdout=subprocess.PIPE)
 rank = start("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & echo $!; wait'; true")
-forgotten = start("sleep", "1000"); guard.forget(forgotten.pid)
-print(guard.pid, rank.pid, int(rank.stdout.readline()), forgotten.pid, flush=True)
+forgotten = start("bash", "-c", "sleep 1000 & echo $!; wait"); guard.forget(forgotten.pid)
+print(guard.pid, rank.pid, int(rank.stdout.readline()), int(forgotten.stdout.readline()), flush=True)
 time.sleep(1000)
 """
 

@@ -132,6 +132,21 @@ def test_a_stopped_rank_is_named_first_then_one_that_is_behind_and_does_not_answ
     assert one.blame(hang, stopped={0, 1, 2}, silent=(), **asked) == hang
 
 
+def test_a_rank_that_does_not_come_to_join_the_others_is_named() -> None:
+    """Whether it has said nothing at all or hangs in its imports; jax would abort those that wait for it."""
+    waits, starts, silent = at(0, "join"), at(0, "start"), Record()
+    for absent in (starts, silent):
+        one = watch(waits, absent, waits)
+        hang = looked(one, LIMITS_S["join"] + 1)
+        assert (hang.rank, hang.step, hang.limit, hang.tied) == (1, 0, LIMITS_S["join"], 1)
+        assert one.blame(hang, stopped=(), silent={0}, now=290.0) == hang, "a rank that waits is not to blame"
+        assert one.blame(hang, stopped={1}, silent={0}, now=290.0).rank == 1
+        assert "rank 1 on host h is stuck: it has not come to jax.distributed.initialize" in hang_report(hang, "h")
+    assert looked(watch(starts, silent), LIMITS_S["join"] + 1) is None
+    hang = looked(watch(waits, waits), LIMITS_S["join"] + 1)
+    assert (hang.rank, hang.tied, hang.activity) == (0, 2, "join")
+
+
 def test_the_report_names_all() -> None:
     hang = looked(watch(at(6), at(5, phase=2)), 11)
     assert hang_report(hang, "node") == (

@@ -129,7 +129,7 @@ def test_the_thread_count_of_an_outer_launch_does_not_leak() -> None:
 def test_the_contract_names_all_that_the_launcher_sets() -> None:
     job = JobSpec(**{**GOOD, "devices_per_proc": 1})
     own = {name for name in rank_environment(job, 0, "c", {}) if name.startswith("ROXXEL_")}
-    assert own | {"ROXXEL_PROGRESS"} == set(CONTRACT)
+    assert own | {"ROXXEL_PROGRESS", "ROXXEL_RANK_KEY"} == set(CONTRACT)
 
 
 @pytest.mark.parametrize(

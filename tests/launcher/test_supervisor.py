@@ -1,8 +1,10 @@
 """Whole jobs: their codes, their last words, and that nothing is left of them."""
 
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -171,7 +173,58 @@ def test_what_a_shell_left_behind_may_finish_saving(launch: Launch, tmp_path: Pa
     assert [path.read_text() for path in job.marks("saved.*", 2)] == ["saved\n"] * 2
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent"])
+DAEMON = """
+export PID=pid.$ROXXEL_PROCESS_ID
+setsid bash -c 'echo $$ > tmp.$PID; mv tmp.$PID $PID; exec sleep 1000' &
+until [ -s pid.0 ] && [ -s pid.1 ]; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("exit 0", 0), ("[ $ROXXEL_PROCESS_ID = 0 ] && exit 7; sleep 1000", 7), ("kill -9 $PPID; sleep 1000", 137)],
+    ids=["done", "failure", "agent killed"],
+)
+def test_what_has_left_the_session_of_a_rank_is_killed_too(end: str, code: int, launch: Launch, alive: Alive) -> None:
+    stranger = subprocess.Popen(["sleep", "1000"], env={**os.environ, "ROXXEL_RANK_KEY": "0"})
+    try:
+        job = launch("bash", "-c", DAEMON + end)
+        got, _, err = job.wait()
+        assert got == code, err
+        assert not any(alive(int(path.read_text())) for path in job.marks("pid.?", 2))
+        assert alive(stranger.pid)
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_what_leaves_a_rank_lives_as_long_as_the_rank(launch: Launch, alive: Alive, until: Until) -> None:
+    job = launch("bash", "-c", DAEMON + "[ $ROXXEL_PROCESS_ID = 0 ] || until [ -e on ]; do sleep 0.02; done")
+    first, second = (int(path.read_text()) for path in job.marks("pid.?", 2))
+    until(lambda: not alive(first), "what rank 0 left to be gone")
+    assert alive(second)
+    (job.folder / "on").touch()
+    assert job.wait()[0] == 0
+    assert not alive(second)
+
+
+def named(pids: list[int], pattern: str) -> list[int]:
+    """Those that `pkill -f` would take."""
+    return [pid for pid in pids if re.search(pattern, " ".join(psutil.Process(pid).cmdline()))]
+
+
+def test_every_process_of_a_rank_is_asked_once(launch: Launch) -> None:
+    """Also in a process group of its own, where the shell's does not reach; what a handler starts is left alone."""
+    inner = "trap 'echo asked >> asked.$ROXXEL_PROCESS_ID; bash -c \"sleep 0.3; echo saved\"; exit 42' TERM; " + READY
+    job = launch("bash", "-c", 'set -m; trap : TERM; bash -c "$1"; exit $?', "bash", inner)
+    job.marks("ready.*", 2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait()[0] == 42
+    assert [path.read_text() for path in job.marks("asked.*", 2)] == ["asked\n"] * 2
+    assert job.lines(0)[-1] == job.lines(1)[-1] == "saved"
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "agent by its name"])
 def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
 ) -> None:
@@ -182,7 +235,14 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
     assert len(family["all"]) == 2 + 2 * 4
     assert len(family["guard"]) == 1
     assert all(map(alive, family["all"]))
-    os.kill(job.process.pid if victim == "launcher" else family["agent"][0], signal.SIGKILL)
+    victims = {
+        "launcher": [job.process.pid],
+        "agent": family["agent"],
+        "agent by its name": named(family["all"], "roxxel_dist.launcher.agent"),
+    }
+    assert set(family["agent"]) <= set(named(family["all"], "roxxel_dist.launcher.agent"))
+    for pid in victims[victim]:
+        os.kill(pid, signal.SIGKILL)
     code, _, err = job.wait()
     until(lambda: not any(map(alive, family["all"])), "all processes to be gone")
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -191,6 +251,27 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
     else:
         assert code == 137
         assert "ended before its ranks (signal SIGKILL)" in err
+
+
+def test_without_its_guard_an_agent_ends(launch: Launch, alive: Alive, until: Until, tmp_path: Path) -> None:
+    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true")
+    job.marks("ready.*", 2)
+    family = job.family()
+    os.kill(family["guard"][0], signal.SIGKILL)
+    code, _, err = job.wait()
+    assert code == 137
+    assert "ended before its ranks (exit code 1): its guard was killed" in err
+    assert not any(map(alive, family["all"]))
+
+
+def test_agent_and_guard_killed_at_once_leave_no_rank(launch: Launch, alive: Alive, until: Until) -> None:
+    job = launch("bash", "-c", "touch ready.$ROXXEL_PROCESS_ID; exec sleep 1000")
+    job.marks("ready.*", 2)
+    family = job.family()
+    for pid in (*family["guard"], *family["agent"]):
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait()[0] == 137
+    until(lambda: not any(map(alive, family["all"])), "all ranks to be gone")
 
 
 def test_signals_to_the_agent_do_nothing(launch: Launch, alive: Alive) -> None:

@@ -3,11 +3,16 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+import venv
 from pathlib import Path
 
 import pytest
+
+from roxxel_dist.cluster import progress
 
 WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", "*", "-m"]
 SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
@@ -36,6 +41,56 @@ def test_a_module_with_options_of_the_interpreter(tmp_path: Path) -> None:
     argv, path, name = json.loads(done.stdout)
     assert argv == [str(tmp_path / "show.py"), *WORDS]
     assert (path, name) == (str(tmp_path), "__main__")
+
+
+def test_every_path_of_this_python_is_this_python(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import sys; print(__name__, 'roxxel_dist.cluster.process' in sys.modules)")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3.99").symlink_to(sys.executable)
+    own = os.path.realpath(sys.executable)
+    relative = os.path.relpath(sys.executable, tmp_path)
+    for word in ("python", sys.executable, own, relative, "bin/python3.99"):
+        done = worker(word, "show.py", cwd=tmp_path)
+        assert (done.stdout, done.stderr) == ("__main__ True\n", ""), word
+
+
+def test_another_python_is_run_as_it_is_and_told(tmp_path: Path) -> None:
+    """A virtual environment of the same interpreter has other packages."""
+    (tmp_path / "show.py").write_text("import sys; print(sys.prefix, 'roxxel_dist.cluster.process' in sys.modules)")
+    venv.create(tmp_path / "v", symlinks=True)
+    done = worker("v/bin/python", "show.py", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path / 'v'} False\n"
+    assert done.stderr.startswith("roxxel-dist: v/bin/python is not the launcher's Python (")
+    assert done.stderr.count("\n") == 1
+    assert worker("python4.5", "show.py", cwd=tmp_path).returncode == 127
+
+
+@pytest.mark.parametrize("command", [["show.py"], ["python", "-m", "show"], ["train", "--run_dir", "r"]])
+def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str], tmp_path: Path) -> None:
+    """It says that it joins the others (who are not there), and a program begins without a limit."""
+    (tmp_path / "show.py").write_text("print('begun')")
+    fd = progress.create(tmp_path / "progress", 2)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        place = {"COORDINATOR": f"127.0.0.1:{nobody.getsockname()[1]}", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
+        environ = {**os.environ, **{f"ROXXEL_{name}": value for name, value in place.items()}}
+        environ["ROXXEL_PROGRESS"] = str(tmp_path / "progress")
+        program = [sys.executable, "-m", "roxxel_dist.launcher.worker", *command]
+        with subprocess.Popen(program, cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL) as rank:
+            end, said = time.monotonic() + 60, [""]
+            while said[-1] != "join" and time.monotonic() < end:
+                record = progress.read(fd, 2)[1]
+                said += [record.activity] if record.activity != said[-1] else []
+                assert record.pid in (0, rank.pid)
+                assert rank.poll() is None
+            rank.kill()
+    assert said == ["", "start", "join"]
+    alone = {**os.environ, "ROXXEL_PROGRESS": str(tmp_path / "progress")}
+    program[3:] = command
+    subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, timeout=60, check=False)
+    last = progress.read(fd, 2)[0]
+    assert (last.activity, last.pid > 0) == ("start" if command[0] == "train" else "", True)
+    os.close(fd)
 
 
 def test_any_other_program_gets_its_words(tmp_path: Path) -> None:
