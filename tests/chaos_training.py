@@ -19,8 +19,8 @@ STEP_LIMIT_S = 8.0
 UNLIKE = {"ms_per_step", "tokens_per_s", "ram_gb"}
 """Of a row: what differs between two runs of the same."""
 CONFIG = """
-dim: 32
-num_blocks: 2
+dim: 16
+num_blocks: 1
 kv_heads: 1
 head_size: 8
 max_context: 64
