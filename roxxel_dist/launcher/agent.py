@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -68,10 +69,7 @@ class Agent:
         self._report_at = 0.0
         self._leash_s = leash_s
         self._heard = time.monotonic()
-        self._draining = False
-        self._paused = False
-        self._writable = False
-        self._ended = False
+        self._draining = self._paused = self._writable = self._ended = False
 
     def serve(self) -> None:
         """Follow orders until there is nobody left to give them."""
@@ -92,6 +90,8 @@ class Agent:
                 self._report()
             if now - self._heard > self._leash_s:  # a link that is cut, or a controller that is
                 self._ended = True
+                with suppress(OSError):  # the reader of this may be what is gone
+                    print(f"it heard nothing from the launcher for {self._leash_s:g} s", file=sys.stderr, flush=True)
             self._read_rests()
             self._send()
         self._kill()
