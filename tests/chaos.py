@@ -19,22 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chaos_faults import LINKS, STEPS_A_FAULT, Fault, choose
 from chaos_training import Training, activity, last_state, prepare
 from hosts import CONTROLLER, Cluster
 
-KINDS = (
-    "kill rank",
-    "stop rank",
-    "exception",
-    "cut link",
-    "drop link",
-    "kill agent",
-    "stop agent",
-    "kill launcher",
-    "SIGTERM",
-)
-LINKS = ("cut link", "drop link")
-STEPS_A_FAULT = 20
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
 GONE_S, LEASH_S = 5.0, 20.0
@@ -45,40 +33,8 @@ CODES = {"exception": {1}, "kill launcher": {-9}, "SIGTERM": {42, 143, 137}}
 137: a rank or an agent that was killed while the others saved.
 """
 UNREADY = 69
-GIVEN_UP = "roxxel-dist: not started again: "
+GIVEN_UP = ("roxxel-dist: not started again: no rank", "roxxel-dist: not started again: rank")
 POLL_S = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One fault, and when it comes after the one before."""
-
-    kind: str
-    host: str
-    steps: int
-    """So many new steps later,"""
-    seconds: float
-    """or so many seconds, whichever is first; infinite for most."""
-    lasts: float
-    """Seconds, of a link."""
-
-
-def choose(seed: int, count: int, hosts: Sequence[str], kinds: Sequence[str] = KINDS) -> list[Fault]:
-    """The faults that belong to a seed: each kind as often as any other, in another order each time."""
-    chance = random.Random(seed)
-    faults: list[Fault] = []
-    while len(faults) < count:
-        for kind in chance.sample(kinds, len(kinds)):
-            soon = chance.random() < 0.4
-            fault = Fault(
-                kind=kind,
-                host=chance.choice(hosts),
-                steps=chance.randint(2, STEPS_A_FAULT // 2),
-                seconds=chance.uniform(0, 10) if soon else float("inf"),
-                lasts=chance.uniform(1, 14),
-            )
-            faults.append(fault)
-    return faults[:count]
 
 
 @dataclass(kw_only=True)
@@ -98,7 +54,7 @@ class Summary:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
         codes = ", ".join(f"{code} ({count})" for code, count in sorted(self.codes.items()))
         return (
-            f"{sum(self.faults.values())} faults ({kinds}) in {self.seconds:.0f} s; {self.attempts} attempts; "
+            f"{sum(self.faults.values())} faults ({kinds}) in {self.seconds:.0f} s; {self.attempts} attempts resumed it; "
             f"{self.codes.total()} launches, which ended with {codes}; {self.steps} steps, at least {self.redone} of "
             f"them done again; no process left {self.gone_s:.2f} s after a launcher's end, and {self.leash_s:.2f} s "
             "where a host was cut off or an agent stopped. Every row and the last state are as if nothing had been."
@@ -206,11 +162,8 @@ class Chaos:
         else:
             self.summary.gone_s = max(self.summary.gone_s, gone_s)
         self._note(f"the launch ended with {code}; {gone_s:.2f} s later nothing of it is left; {self._check_rows()}")
-        fine = code in self._codes | {0}
-        if code == UNREADY:
-            fine = time.monotonic() < self._unreachable_until + gone_s
-        elif self._given_up:
-            fine = True
+        fine = code in self._codes | {0} or self._given_up
+        fine = fine or (code == UNREADY and time.monotonic() < self._unreachable_until + gone_s)
         assert fine, f"no fault explains the code {code}\n{self._tail()}"
         self._codes, self._given_up = set(), False
 
