@@ -54,9 +54,9 @@ class Summary:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
         codes = ", ".join(f"{code} ({count})" for code, count in sorted(self.codes.items()))
         return (
-            f"{sum(self.faults.values())} faults ({kinds}) in {self.seconds:.0f} s; {self.attempts} attempts resumed it; "
-            f"{self.codes.total()} launches, which ended with {codes}; {self.steps} steps, at least {self.redone} of "
-            f"them done again; no process left {self.gone_s:.2f} s after a launcher's end, and {self.leash_s:.2f} s "
+            f"{sum(self.faults.values())} faults ({kinds}) in {self.seconds:.0f} s; {self.codes.total()} launches, "
+            f"which ended with {codes}; {self.steps} steps, resumed {self.attempts} times, and at least {self.redone} "
+            f"of them done again; no process left {self.gone_s:.2f} s after a launcher's end, and {self.leash_s:.2f} s "
             "where a host was cut off or an agent stopped. Every row and the last state are as if nothing had been."
         )
 
