@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from chaos import chaos
 from chaos_faults import KINDS, choose
 from hosts import Cluster
@@ -17,6 +18,7 @@ def test_a_seed_chooses_the_same_faults_each_time_and_every_kind_of_them() -> No
     assert sorted(fault.kind for fault in chosen) == sorted([*KINDS, *KINDS])
 
 
+@pytest.mark.timeout(900)
 def test_a_training_under_faults_is_the_undisturbed_one(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
     hosts = cluster(3)
     summary = chaos(hosts, tmp_path, choose(1, len(SHORT), hosts.names, SHORT))
