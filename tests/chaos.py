@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_faults import LINKS, STEPS_A_FAULT, Fault, choose
-from chaos_training import Training, activity, last_state, prepare
+from chaos_training import Training, activity, catches, last_state, prepare
 from hosts import CONTROLLER, Cluster
 
 STALL_S = 240.0
@@ -122,6 +122,8 @@ class Chaos:
             "SIGTERM": (lambda _: [self._process.pid], signal.SIGTERM),
         }[fault.kind]
         for pid in whom(fault.host):
+            if fault.kind == "exception" and not catches(pid, number):
+                continue  # it has just begun
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
                 if fault.kind == "stop rank" and activity(pid) != "step":
@@ -223,9 +225,15 @@ def undisturbed(hosts: Cluster, work: Path) -> Training:
     return training
 
 
-def chaos(hosts: Cluster, work: Path, faults: Sequence[Fault], say: Callable[[str], None] = print) -> Summary:
+def chaos(
+    hosts: Cluster,
+    work: Path,
+    faults: Sequence[Fault],
+    steps: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Summary:
     """Train twice, once under these faults. Raises AssertionError for whatever differs, hangs or is left behind."""
-    steps = STEPS_A_FAULT * (len(faults) + 1)
+    steps = steps or STEPS_A_FAULT * (len(faults) + 1)
     prepare(work, hosts, steps)
     say(f"an undisturbed run of {steps} steps on {len(hosts.names)} hosts")
     peaceful = undisturbed(hosts, work)
@@ -251,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=30, help="how many")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="chooses faults and moments")
+    parser.add_argument("--steps", type=int, help="of the training; a busy machine gets by with fewer")
     parser.add_argument("--folder", type=Path, help="an empty folder to be kept; by default a temporary one")
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.faults} faults", flush=True)
@@ -258,7 +267,7 @@ def main() -> None:
         work = args.folder.absolute() if args.folder else Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         faults = choose(args.seed, args.faults, hosts.names)
-        print(chaos(hosts, work, faults, lambda text: print(text, flush=True)))
+        print(chaos(hosts, work, faults, args.steps, lambda text: print(text, flush=True)))
 
 
 if __name__ == "__main__":

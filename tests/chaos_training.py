@@ -140,6 +140,14 @@ def activity(rank: int) -> str:
     return ""
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+    return False
+
+
 def last_state(folder: Path, step: int) -> dict[str, bytes]:
     """All that the checkpoint of a step holds, by name: parameters, optimizer, random numbers."""
     import jax
