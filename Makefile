@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 
-.PHONY: demo test test-all bench-data bench-train bench-gpu lint format clean
+.PHONY: demo test test-all bench-data bench-train bench-gpu chaos lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -31,6 +31,9 @@ bench-train: $(VENV)/demo-installed ## what the training loop costs over the bar
 
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py
+
+chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: as root
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .

@@ -57,10 +57,7 @@ class Agent:
         self._report_at = 0.0
         self._leash_s = leash_s
         self._heard = time.monotonic()
-        self._draining = False
-        self._paused = False
-        self._writable = False
-        self._ended = False
+        self._draining = self._paused = self._writable = self._ended = False
         self.why = ""  # it ended before its ranks, and nobody asked it to
 
     def serve(self) -> None:
@@ -82,6 +79,7 @@ class Agent:
                 self._report()
             if now - self._heard > self._leash_s:  # a link that is cut, or a controller that is
                 self._ended = True
+                self.why = f"it heard nothing from the launcher for {self._leash_s:g} s"
             self._read_rests()
             self._send()
         self._kill()

@@ -18,7 +18,8 @@ LONGEST = 8 << 20
 REFUSAL = "roxxel-dist: "
 CHATTER = ("[Gloo] Rank ",)
 """How lines begin that a library prints without being asked: kept in the log, not shown."""
-TAIL_LINES = 40
+TAIL_LINES = 200
+"""Of a rank: enough for a long traceback from its first line on."""
 TAIL_COLUMNS = 2000
 
 
@@ -115,7 +116,7 @@ class Logs:
         return self._folder / f"rank-{rank}.log"
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines of a rank, at most 40."""
+        """The last lines of a rank, at most `TAIL_LINES`."""
         return list(self._tails.get(rank, ()))
 
     def write(self, rank: int, host: str, when: float, lines: list[str]) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from roxxel_dist.cluster.process import barrier
+
+COMPILE_LIMIT_S = 3600.0
+
 
 class Programs:
     """Compiles in one background thread, one program after another, each once.
@@ -37,6 +41,16 @@ class Programs:
     def get(self, key: Hashable) -> Any:
         """The program, once it is compiled."""
         return self._found[key].result()
+
+    def get_together(self, key: Hashable) -> Any:
+        """The program, once every rank has it, so that all come to its first collective at about the same time.
+
+        Some compile for a minute longer than others, who find it in their cache, and on CPU (Gloo) the first collective
+        of a process fails where another one is more than 30 s late. Every rank makes the same calls.
+        """
+        program = self.get(key)
+        barrier("compiled", COMPILE_LIMIT_S)
+        return program
 
     def ready(self, key: Hashable) -> bool:
         """Whether `get` would return at once."""

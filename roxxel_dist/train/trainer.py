@@ -240,16 +240,16 @@ class Trainer:
         return begins
 
     def _program_of(self, step: int) -> Any:
-        """The compiled step of the phase of `step`; waits for it where it was not made ahead."""
-        key = self._phases.prepare(self._stream_from(step))
-        if not self._programs.ready(key):
+        """The compiled step of the phase of `step`, once every rank has it; waits where it was not made ahead."""
+        key, begun = self._phases.prepare(self._stream_from(step)), time.perf_counter()
+        if waits := not self._programs.ready(key):
             self._settle()
-            begun = time.perf_counter()
-            with self._progress.doing("compile"):
-                self._programs.get(key)
+        with self._progress.doing("compile"):
+            program = self._programs.get_together(key)
+        if waits:
             self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
             self._reporter.meter.forget()
-        return self._programs.get(key)
+        return program
 
     def _settle(self) -> None:
         """Until the devices have done all that they were given."""

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -215,3 +216,13 @@ def test_a_script_that_knows_nothing_of_us_computes_together(launch: Launch, tmp
     assert code == 1
     assert "rank 1 failed first" in err
     assert err.splitlines()[-1] == "KeyError: 'of rank 1'"
+
+
+def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
+    """Its orders stay open, as behind a cut link, and nobody gives any."""
+    words = [sys.executable, "-m", "roxxel_dist.launcher.agent", "1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
+        assert agent.wait(60) == 0
+        assert agent.stderr.read() == b"it heard nothing from the launcher for 1 s\n"
+    assert list(tmp_path.iterdir()) == []

@@ -3,11 +3,13 @@
 import json
 import os
 
-from commands import rows, start, wait_for
+import pytest
+from commands import rows, run, start, wait_for
 
 from roxxel_dist.cluster.mailbox import post_request, take_answer
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")
+SLOW_COMPILE = os.path.join(os.path.dirname(__file__), "slow_compile.py")
 
 
 def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
@@ -36,3 +38,13 @@ def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
     assert list(rows(tmp_path / "run")) == list(range(1, 51))
     assert answer is not None
     assert 20 <= answer["step"] <= 50
+
+
+@pytest.mark.slow
+def test_a_rank_may_compile_for_longer_than_gloo_waits(corpus, tmp_path):
+    """As after a restart: rank 0 finds its programs in the cache."""
+    words = ["--nprocs", 2, "--devices-per-proc", 1, "--max-restarts", 0, "--", "python", SLOW_COMPILE, tmp_path]
+    done = run("launch", "local", *words, cwd=tmp_path)
+    assert (tmp_path / "slept").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(rows(tmp_path / "run")) == [1, 2, 3]

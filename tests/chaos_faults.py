@@ -1,0 +1,51 @@
+"""Which faults a seed brings upon a training, on which host, and when."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KINDS = (
+    "kill rank",
+    "stop rank",
+    "exception",
+    "cut link",
+    "drop link",
+    "kill agent",
+    "stop agent",
+    "kill launcher",
+    "SIGTERM",
+)
+LINKS = ("cut link", "drop link")
+STEPS_A_FAULT = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault, and when it comes after the one before."""
+
+    kind: str
+    host: str
+    steps: int
+    """So many new steps later,"""
+    seconds: float
+    """or so many seconds, whichever is first; infinite for most."""
+    lasts: float
+    """Seconds, of a link."""
+
+
+def choose(seed: int, count: int, hosts: Sequence[str], kinds: Sequence[str] = KINDS) -> list[Fault]:
+    """The faults that belong to a seed: each kind as often as any other, in another order each time."""
+    chance = random.Random(seed)
+    faults: list[Fault] = []
+    while len(faults) < count:
+        for kind in chance.sample(kinds, len(kinds)):
+            soon = chance.random() < 0.4
+            fault = Fault(
+                kind=kind,
+                host=chance.choice(hosts),
+                steps=chance.randint(2, STEPS_A_FAULT // 3),
+                seconds=chance.uniform(0, 10) if soon else float("inf"),
+                lasts=chance.uniform(1, 14),
+            )
+            faults.append(fault)
+    return faults[:count]
