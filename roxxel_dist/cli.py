@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from roxxel_dist.cli_data import data_build, data_info, data_verify
+from roxxel_dist.cli_doctor import doctor
+from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
@@ -22,7 +24,6 @@ NOT_BUILT = {
     "sweep": "search for the best configuration",
     "report": "pictures and tables of runs and studies",
     "plan": "phases, memory and time of a run before it starts",
-    "doctor": "check the hosts",
     "export": "weights for other programs",
     "launch slurm": "start ranks in a SLURM job",
     "launch k8s": "start ranks in Kubernetes",
@@ -196,4 +197,9 @@ COMMANDS: dict[str, Command] = {
     "save": save,
     "generate": generate,
     "launch": launch,
+    "doctor": doctor,
+    "ps": ps,
+    "logs": logs,
+    "attach": attach,
+    "stop": stop,
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from typing import TYPE_CHECKING, TypeVar
 
 import tyro
@@ -27,7 +28,7 @@ class JobArgs:
     env_from: str | None = None
     """A file with a K=V a line, for every rank; --env wins over it."""
     port: int | None = None
-    """Port on which the processes find each other; a free one where not given, and after a restart."""
+    """Port on which the processes find each other, and one more at each restart; free ones where not given."""
     max_restarts: int = 3
     """Restarts after infrastructure failures (a rank killed, an agent lost, a hang); preemptions are free. 0: none."""
     step_timeout: float | None = None
@@ -38,6 +39,8 @@ class JobArgs:
     """Seconds that the others have after the first process ended well."""
     all_ranks: Switch = False
     """Show the lines of every rank, not of rank 0 alone."""
+    detach: Switch = False
+    """Return when the job has started, and print its run id; see `ps`, `logs`, `attach` and `stop`."""
     dry_run: Switch = False
     """Print what each rank would run, with secrets masked, and start nothing."""
     json: Switch = False
@@ -151,9 +154,26 @@ def _launch(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") 
 
         print(as_json(job, backend) if args.json else as_text(job, backend))
         return 0
+    if args.detach:
+        return _detach(job, backend)
     from roxxel_dist.launcher.supervisor import run
 
     return run(job, backend)
+
+
+def _detach(job: "JobSpec", backend: "Backend") -> int:
+    """Leave the job to a controller of its own; the run id alone on stdout, for scripts."""
+    from roxxel_dist.launcher.detached import NotStarted, detach
+
+    try:
+        entry = detach(job, backend)
+    except NotStarted as problem:
+        print(problem, file=sys.stderr, flush=True)
+        return problem.code
+    print(entry.run_id, flush=True)
+    told = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"
+    print(f"roxxel-dist: {told}; see it with `roxxel-dist attach {entry.run_id}`", file=sys.stderr, flush=True)
+    return 0
 
 
 def _job(args: JobArgs, nprocs: int, command: list[str]) -> "JobSpec":

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parent.parent
 # Before jax is imported, here and in every process that a test starts.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "8"
+os.environ["XDG_STATE_HOME"] = str(ROOT / ".cache" / "state")  # what tests launch is no job of the user's
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 

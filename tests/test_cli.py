@@ -43,7 +43,8 @@ MISTAKES = [
     (["batch", "nowhere", "--step", 1], "nowhere: cannot be read"),
     (["batch", "tiny.yaml", "--step", 1], "name them with --data_path"),
     (["sweep"], "sweep (search for the best configuration) is not built yet"),
-    (["launch", "ssh", "--", "train"], "launch ssh (start ranks on hosts reached by ssh) is not built yet"),
+    (["launch", "ssh", "--", "train"], "give --hosts a,b,c or --hostfile FILE"),
+    (["launch", "slurm", "--", "train"], "launch slurm (start ranks in a SLURM job) is not built yet"),
     ([*TRAIN, "--bath_size", 3], "--batch_size"),
     ([*TRAIN, "--dim", "wide"], "wide"),
     ([*TRAIN, "--dim", 33], "n_heads x head_size must be dim, and 4 x 8 is not 33"),
@@ -98,7 +99,7 @@ def test_a_port_in_use(work):
         taken.listen()
         port = taken.getsockname()[1]
         result = run("launch", "local", "--nprocs", 2, "--port", port, "--", *TRAIN, cwd=work)
-    assert result.returncode == 2
+    assert result.returncode == 69
     assert f"{port}" in result.stderr
     assert "Traceback" not in result.stderr
     assert tree(work) == before

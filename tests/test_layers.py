@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_data", "cli_launch"],
+    ["cli_data", "cli_doctor", "cli_jobs", "cli_launch"],
     ["launcher"],
     ["experiment", "load"],
     ["flags"],

@@ -19,6 +19,7 @@ from roxxel_dist.launcher.link import Backend, Link
 from roxxel_dist.launcher.links import Links
 from roxxel_dist.launcher.logs import Logs, Screen
 from roxxel_dist.launcher.outcome import USAGE_S, Exit, Lost, Outcome
+from roxxel_dist.launcher.registry import Register
 from roxxel_dist.launcher.report import say, write_lines
 from roxxel_dist.launcher.signals import Signals
 
@@ -28,11 +29,12 @@ LOOK_S = 0.25
 class Attempt:
     """The state machine of one attempt."""
 
-    def __init__(self, job: JobSpec, logs: Logs, screen: Screen, signals: Signals) -> None:
+    def __init__(self, job: JobSpec, logs: Logs, screen: Screen, signals: Signals, entry: Register) -> None:
         self._job = job
         self._logs = logs
         self._screen = screen
         self._signals = signals
+        self._entry = entry
         self._links = Links(signals.fd)
         self._exits: list[Exit] = []
         self._requested: int | None = None
@@ -88,6 +90,7 @@ class Attempt:
                 self._end_hang(self._dump, now)
         elif now >= self._look_at:
             self._look_at = now + LOOK_S
+            self._entry.update(step=self._reached)
             hang = self._watch.overdue(now)
             if hang is not None and self._hang is None and not self._is_ending():
                 living = sum(not link.done for link in self._links.all)
@@ -171,5 +174,6 @@ class Attempt:
             return
         say(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
         self._requested = number
+        self._entry.update(state="stopping")
         self._deadline = None
         self._links.order({"type": "stop", "grace": self._job.grace}, within=self._job.grace)

@@ -11,7 +11,7 @@ Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, Facts]
 """What each host said, in the order of the ranks."""
 
-ROOM, ENOUGH = 100 << 20, 2 << 30
+ROOM, ENOUGH = 1 << 18, 2 << 30
 """Bytes that must be free, and that should be."""
 CLOCK_S = 2.0
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
@@ -141,6 +141,16 @@ def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         yield from _same("script", hosts, scripts, f"the script {wanted.script}", "copy the same file to all hosts")
 
 
+def speak_alike(hosts: Hosts, here: str) -> Iterator[Finding]:
+    """Whether the hosts have the launcher's own code (`here` is its hash)."""
+    groups = _groups(hosts, lambda facts: facts["code"])
+    if len(groups) == 1 and here not in groups:
+        text = (
+            f"the code of roxxel_dist is {here} in the launcher here, and {_who_has_what(groups)}: they talk with each "
+        )
+        yield finding("error", "code", list(hosts), text + "other; install the same on both")
+
+
 def _same(check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str) -> Iterator[Finding]:
     if len(groups) == 1:
         yield finding("ok", check, list(hosts), f"{what}: {next(iter(groups))}")
@@ -175,10 +185,9 @@ def _data(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
 
 
 def _gpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
-    need = wanted.gpus_per_host
-    cut = wanted.visible is not None and "MIG" in wanted.visible  # parts of GPUs are not counted
-    few = [host for host, facts in hosts.items() if need and not cut and (facts["gpus"] or 0) < need]
-    few = [host for host in few if hosts[host]["gpus"] is not None]
+    # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
+    need = wanted.gpus_per_host if wanted.visible is None else None
+    few = [host for host, facts in hosts.items() if need and facts["gpus"] is not None and facts["gpus"] < need]
     for host in few:
         count = hosts[host]["gpus"]
         fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"

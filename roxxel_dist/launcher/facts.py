@@ -48,7 +48,7 @@ def gather(question: Facts) -> Facts:
             "resolves": resolved(socket.gethostname()),
             "ssh_address": _ssh_address(os.environ.get("SSH_CONNECTION", "")),
             "versions": _versions(),
-            "code": _hash_of_code(),
+            "code": hash_of_code(),
             "script": _hash_of(question["script"]),
             "data": _data_set(question["data_path"], run_dir, resume=question["resume"]),
         }
@@ -148,7 +148,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _hash_of_code() -> str:
+def hash_of_code() -> str:
     """Of this package's own files: an editable install has one version for ever."""
     root = Path(__file__).parent.parent
     digest = hashlib.blake2b(digest_size=8)

@@ -4,7 +4,6 @@ import os
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,7 +185,7 @@ def worker_argv(command: Sequence[str]) -> list[str]:
 
 
 def new_run_id() -> str:
-    """YYYYMMDD_HHMMSS, with _2, _3, … where `runs/` has that one or another living process took it this second."""
+    """YYYYMMDD_HHMMSS, with _2, _3, … where `runs/` has that one or another launcher took it this second, anywhere."""
     base = time.strftime("%Y%m%d_%H%M%S")
     number = 1
     while True:
@@ -202,10 +201,9 @@ def _claim(run_id: str) -> bool:
     The folder comes later, with the first line, so it cannot say that the id is taken. The name of an abstract socket
     can: only one process has it, nothing lies on the disk, and it is free again when the process ends.
     """
-    where = os.path.realpath("runs").encode()
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        claim.bind(f"\0roxxel-dist-{os.getuid()}-{zlib.crc32(where):08x}-{run_id}")
+        claim.bind(f"\0roxxel-dist-{os.getuid()}-{run_id}")
     except OSError:
         claim.close()
         return False

@@ -72,15 +72,15 @@ class Muster:
     def _start_with(self, present: Sequence[str], seen: Ready, attempt: int) -> Mustered:
         hosts = tuple(self._backend.hosts)
         if len(present) == len(hosts):
-            return Mustered(crew=Crew(hosts=hosts, job=self._job), coordinator=f"{seen.address}:{seen.port}")
+            return Mustered(crew=Crew(hosts=hosts, job=self._job), coordinator=_endpoint(seen))
         chosen = crew(self._job, hosts, present, micro_batches(self._job.command))
         self._tell([chosen.note])
         if hosts[0] in present and len(chosen.hosts) == len(present):
-            return Mustered(crew=chosen, coordinator=f"{seen.address}:{seen.port}")
+            return Mustered(crew=chosen, coordinator=_endpoint(seen))
         seen = look(chosen.job, self._backend, chosen.hosts, port=_port(self._job, attempt), wake=self._signals.fd)
         if seen.unreachable:
             raise NotReadyError("\n".join(_unreachable(seen)))
-        return Mustered(crew=chosen, coordinator=f"{seen.address}:{seen.port}")
+        return Mustered(crew=chosen, coordinator=_endpoint(seen))
 
     def _warn(self, seen: Ready) -> None:
         self._tell([finding.text for finding in seen.findings if finding.level == "warning"], "warning: ")
@@ -91,6 +91,10 @@ class Muster:
             if line not in self._told:
                 self._told.add(line)
                 say(prefix + line)
+
+
+def _endpoint(seen: Ready) -> str:
+    return f"[{seen.address}]:{seen.port}" if ":" in seen.address else f"{seen.address}:{seen.port}"
 
 
 def _unreachable(seen: Ready) -> list[str]:

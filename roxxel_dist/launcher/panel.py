@@ -58,19 +58,26 @@ class Panel:
         self._started: list[subprocess.Popen[bytes]] = []
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ, None)
-        for host in hosts:
-            try:
-                process = backend.start(host, PROBE)
-            except OSError as error:
-                self.gone[host] = f"no probe could be started: {error}"
-                continue
-            assert process.stdout is not None
-            assert process.stderr is not None
-            self._started.append(process)
-            probe = _Probe(host=host, process=process, out=process.stdout.fileno(), err=process.stderr.fileno())
-            self._probes[host] = probe
-            self._select.register(probe.out, selectors.EVENT_READ, probe)
-            self._select.register(probe.err, selectors.EVENT_READ, probe)
+        try:
+            for host in hosts:
+                self._start(backend, host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, backend: Backend, host: str) -> None:
+        try:
+            process = backend.start(host, PROBE)
+        except OSError as error:
+            self.gone[host] = f"no probe could be started: {error}"
+            return
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._started.append(process)
+        probe = _Probe(host=host, process=process, out=process.stdout.fileno(), err=process.stderr.fileno())
+        self._probes[host] = probe
+        self._select.register(probe.out, selectors.EVENT_READ, probe)
+        self._select.register(probe.err, selectors.EVENT_READ, probe)
 
     def ask(self, questions: Mapping[str, Message], limit: float = LIMIT_S) -> dict[str, Message]:
         """Ask hosts, and wait for all answers; `heard` in each is the time here when it came.
@@ -99,7 +106,7 @@ class Panel:
             for host in waiting:
                 if host in self._probes and self._probes[host].answers:
                     answers[host] = self._probes[host].answers.pop()
-        return answers
+        return {host: answers[host] for host in questions if host in answers}
 
     def _read(self, fd: int, probe: _Probe) -> None:
         if self._probes.get(probe.host) is not probe:  # lost a moment ago, in the same round

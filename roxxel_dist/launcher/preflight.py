@@ -6,11 +6,11 @@ whoever only wants to know.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named
+from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named, speak_alike
 from roxxel_dist.launcher.job import JobSpec, coordinator_port
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.panel import Interrupted, Message, Panel
@@ -53,8 +53,11 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
         Interrupted: `wake` can be read.
     """
     if _is_here(backend, hosts):
-        return _here(wanted_by(job, writes=True), hosts, port, compare=False)
-    return _there(wanted_by(job, writes=False), backend, hosts, port, wake)
+        return _here(wanted_by(job, backend.environment, writes=True), hosts, port, compare=False)
+    wanted = wanted_by(job, backend.environment, writes=False)
+    if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
+        wanted = replace(wanted, data_path=None)
+    return _there(wanted, backend, hosts, port, wake)
 
 
 def survey(
@@ -88,6 +91,7 @@ def _here(wanted: Wanted, hosts: Sequence[str], port: int | None, *, compare: bo
     free = 0
     try:
         free = coordinator_port(port)
+        found.append(finding("ok", "port", hosts, f"{free} is free on {LOOPBACK}"))
     except ValueError as error:
         found.append(finding("error", "port", hosts, str(error)))
     return Ready(address=LOOPBACK, port=free, findings=tuple(found), unreachable={})
@@ -96,7 +100,7 @@ def _here(wanted: Wanted, hosts: Sequence[str], port: int | None, *, compare: bo
 def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:
     with Panel(backend, hosts, wake) as panel:
         told = _facts(panel, hosts, _question(wanted, compare=True))
-        found = findings(wanted, told) if told else []
+        found = [*findings(wanted, told), *speak_alike(told, facts.hash_of_code())] if told else []
         address = _address(panel, told) if told else ""
         free = 0
         if address:
@@ -129,7 +133,7 @@ def _address(panel: Panel, told: Hosts) -> str:
         return LOOPBACK
     machine = told[first]["machine"]
     other = next(host for host in others if told[host]["machine"] != machine)
-    towards = [told[other]["ssh_address"], other, *told[other]["resolves"]]
+    towards = [told[other]["ssh_address"], other.rpartition("@")[2], *told[other]["resolves"]]
     answer = panel.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
     return answer.get(first, {}).get("address") or ""
 

@@ -29,7 +29,7 @@ class Probe:
     """Answers questions, and holds what they ask to be held (a port, a file) until it is closed."""
 
     def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
+        self._ports: list[tuple[socket.socket, threading.Thread]] = []
         self._files: list[Path] = []
 
     def answer(self, question: Message) -> Message:
@@ -59,22 +59,28 @@ class Probe:
         address = question["address"]
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.socket(family, socket.SOCK_STREAM)
-        self._sockets.append(server)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((address, question["port"]))
-        server.listen(128)
-        threading.Thread(target=_tell, args=(server, question["nonce"].encode()), daemon=True).start()
+        try:
+            server.bind((address, question["port"]))
+            server.listen(128)
+        except OSError:
+            server.close()
+            raise
+        teller = threading.Thread(target=_tell, args=(server, question["nonce"].encode()), daemon=True)
+        teller.start()
+        self._ports.append((server, teller))
         return {"port": server.getsockname()[1]}
 
     def close(self) -> None:
         """Let go of the ports, and take the files away."""
-        for server in self._sockets:
+        for server, teller in self._ports:
             with suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+            teller.join(2)  # until it has gone the port is in use
             server.close()
         for file in self._files:
             file.unlink(missing_ok=True)
-        self._sockets, self._files = [], []
+        self._ports, self._files = [], []
 
 
 def _tell(server: socket.socket, nonce: bytes) -> None:

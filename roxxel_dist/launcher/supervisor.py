@@ -13,6 +13,7 @@ from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.logs import Logs, Screen
 from roxxel_dist.launcher.muster import Muster, Mustered, NotReadyError
 from roxxel_dist.launcher.preflight import Interrupted
+from roxxel_dist.launcher.registry import Register
 from roxxel_dist.launcher.report import report_of, say, write_lines
 from roxxel_dist.launcher.restart import Cause, Ended, decide, ended
 from roxxel_dist.launcher.signals import Signals
@@ -26,12 +27,17 @@ class _Told:
     report: list[str]
 
 
-def run(job: JobSpec, backend: Backend) -> int:
-    """Run a job to its end and return its exit code. Call it from the main thread.
+def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int:
+    """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job.
 
     Raises ValueError, before anything was started, where the GPUs of a host do not divide among its processes.
     """
     placements(job, backend.hosts, "", backend.environment)  # only to raise
+    with register or Register(job, backend) as entry:
+        return entry.end(_supervise(job, backend, entry))
+
+
+def _supervise(job: JobSpec, backend: Backend, entry: Register) -> int:
     told: list[_Told] = []
     with Signals(stays=backend.leash_s is not None) as signals, Screen(all_ranks=job.all_ranks) as screen:
         muster = Muster(job, backend, signals)
@@ -42,7 +48,7 @@ def run(job: JobSpec, backend: Backend) -> int:
                 return _stopped(signals.take()[0], told)
             except NotReadyError as problem:
                 return _not_ready(problem, told)
-            told.append(_attempt(ready, backend, len(told), signals, screen))
+            told.append(_attempt(ready, backend, len(told), signals, screen, entry))
             decision = decide([one.ended for one in told], job.max_restarts)
             write_lines(told[-1].report)
             if decision.why:
@@ -51,6 +57,7 @@ def run(job: JobSpec, backend: Backend) -> int:
                 if len(told) > 1:
                     _tell_first_cause(told)
                 return decision.code
+            entry.update(state="restarting")
             if select.select([signals.fd], [], [], decision.wait)[0]:
                 return _stopped(signals.take()[0], told)
 
@@ -70,16 +77,20 @@ def _not_ready(problem: NotReadyError, told: Sequence[_Told]) -> int:
     return EXIT_PREFLIGHT
 
 
-def _attempt(ready: Mustered, backend: Backend, number: int, signals: Signals, screen: Screen) -> _Told:
+def _attempt(
+    ready: Mustered, backend: Backend, number: int, signals: Signals, screen: Screen, entry: Register
+) -> _Told:
+    entry.update(state="running", attempt=number)
     job = ready.crew.job
     placed = placements(job, ready.crew.hosts, ready.coordinator, backend.environment, number)
     logs = Logs(job, number)
     begun = time.monotonic()
-    attempt = Attempt(job, logs, screen, signals)
+    attempt = Attempt(job, logs, screen, signals, entry)
     try:
         outcome = attempt.run(backend, placed)
     finally:
         logs.close()
+    entry.update(step=outcome.reached)
     now = ended(outcome, seconds=time.monotonic() - begun, counts=job.command[0] == "train")
     report = report_of(job, outcome, logs, attempt.stack)
     if now.code == EXIT_USAGE and number == 0:

@@ -1,6 +1,6 @@
 """What a job needs to find on its hosts, taken from its command."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.launcher.job import JobSpec, log_dir_for
@@ -26,18 +26,24 @@ class Wanted:
     """JAX_PLATFORMS, where the job sets it."""
 
 
-def wanted_by(job: JobSpec, *, writes: bool) -> Wanted:
-    """What a job needs. `writes`: whether its logs are written on the host, whatever the command."""
+def wanted_by(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Wanted:
+    """What a job needs.
+
+    Args:
+        job: what shall run.
+        outer: the variables that ranks have beside those of the job, as far as they are known.
+        writes: whether its logs are written on the host, whatever the command.
+    """
     train = job.command[0] == "train"
     return Wanted(
         run_id=job.run_id,
         run_dir=str(job.log_dir.parent) if train or writes else None,
         shared=train,
         data_path=flag(job.command, "data_path") if train else None,
-        resume=train and "--resume" in job.command,
+        resume=train and _resumes(job.command),
         script=script_of(job.command),
         gpus_per_host=job.gpus_per_host,
-        visible=job.env.get("CUDA_VISIBLE_DEVICES"),
+        visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
         platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
     )
 
@@ -48,10 +54,10 @@ def wanted_by_hand(command: Sequence[str], *, run_dir: str | None, data_path: st
     if train and run_dir is None:
         run_dir = str(log_dir_for(tuple(command), "new").parent)
     return Wanted(
-        run_dir=run_dir,
+        run_dir=run_dir or "runs",
         shared=run_dir is not None,
         data_path=data_path or (flag(command, "data_path") if train else None),
-        resume=train and "--resume" in command,
+        resume=train and _resumes(command),
         script=script_of(command),
         gpus_per_host=gpus,
     )
@@ -65,6 +71,10 @@ def flag(words: Sequence[str], name: str) -> str | None:
         if key in (f"--{name}", f"--{name.replace('_', '-')}"):
             found = value if equals else following
     return found
+
+
+def _resumes(command: Sequence[str]) -> bool:
+    return "--resume" in command and (flag(command, "resume") or "").lower() != "false"
 
 
 def script_of(command: Sequence[str]) -> str | None:

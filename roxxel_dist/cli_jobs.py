@@ -1,0 +1,253 @@
+"""The commands for jobs that run already: ps, logs, attach, stop."""
+
+import dataclasses
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from roxxel_dist.cluster.contract import EXIT_FAILED, ORDERLY
+from roxxel_dist.config import usage_errors
+from roxxel_dist.flags import Switch, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from roxxel_dist.launcher.registry import Entry
+
+LINES = 40
+SLACK_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Here:
+    """What all of them understand."""
+
+    here: Switch = False
+    """Ask no other host: the job's controller runs on this machine."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run(_Here):
+    run: tyro.conf.Positional[str] = ""
+    """A run id, the beginning of one, or a run directory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PsArgs(_Here):
+    """List the jobs that this user launched from this machine; `lost` are those whose launcher was killed."""
+
+    all: Switch = False
+    """Also those that have ended; they are remembered for a week."""
+    json: Switch = False
+    """Print a JSON list."""
+
+
+def ps(words: list[str]) -> int:
+    """List running jobs."""
+    args = parse(PsArgs, words, "ps")
+    with usage_errors():
+        from roxxel_dist.launcher import registry
+
+        found = registry.entries()
+        away = [entry for entry in found if _is_away(entry, args.here) and not entry.is_over]
+        if away:
+            from roxxel_dist.launcher.remote import refresh
+
+            for problem in refresh(away):
+                _say(problem)
+            found = registry.entries()
+    shown = [entry for entry in found if args.all or entry.state != "ended"]
+    if args.json:
+        import json
+
+        print(json.dumps([dataclasses.asdict(entry) for entry in shown], indent=2))
+    elif shown:
+        print(*_table(shown), sep="\n")
+    else:
+        _say("no job runs" + ("" if args.all or not found else f"; --all lists {len(found)} that ended"))
+    return 0
+
+
+def _table(entries: "Sequence[Entry]") -> list[str]:
+    head = ("RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND")
+    rows = [head, *map(_row, entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return [line[:columns] for line in lines]
+
+
+def _row(entry: "Entry") -> tuple[str, ...]:
+    state = f"ended {entry.code}" if entry.state == "ended" else entry.state
+    step = str(entry.step) if entry.step else "-"
+    host = entry.controller.host + (f" +{len(entry.hosts) - 1}" if len(entry.hosts) > 1 else "")
+    since = _clock(entry.begun)
+    return entry.run_id, state, host, str(entry.nprocs), str(entry.attempt), step, since, entry.one_line
+
+
+def _clock(when: float) -> str:
+    """A time for people: that of today, or a day."""
+    then = time.localtime(when)
+    today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d", then)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogsArgs(_Run):
+    """Show the last lines of a job's log: of rank 0, of another rank, or of its launcher."""
+
+    rank: int = 0
+    """The rank."""
+    launcher: Switch = False
+    """What a detached launcher said instead."""
+    follow: Annotated[Switch, tyro.conf.arg(aliases=("-f",))] = False
+    """Go on with the lines that come, until the job is over."""
+    lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = LINES
+    """How many lines."""
+
+
+def logs(words: list[str]) -> int:
+    """Show the log of a job."""
+    args = parse(LogsArgs, words, "logs")
+    with usage_errors():
+        if args.lines < 0:
+            raise ValueError(f"--lines {args.lines}: must be 0 or more")
+        entry = _find(args.run, args.here)
+        if _is_away(entry, args.here):
+            from roxxel_dist.launcher.remote import relay
+
+            which = ["--launcher"] if args.launcher else ["--rank", str(args.rank)]
+            return relay(entry, "logs", *which, "--lines", str(args.lines), *["--follow"] * args.follow)
+        log = _log(entry, None if args.launcher else args.rank)
+        if not log.exists() and (entry.is_over or not args.follow):
+            _say_over(entry)
+            raise ValueError(_no_log(entry, log))
+        _say_over(_show(entry, log, args.lines, follow=args.follow))
+    return 0
+
+
+def _log(entry: "Entry", rank: int | None) -> "Path":
+    """The log of a rank, or (None) of the launcher."""
+    from pathlib import Path
+
+    if rank is None and not entry.detached:
+        raise ValueError(
+            f"run {entry.run_id} was launched without --detach: what its launcher says went to its own terminal; "
+            f"leave --launcher out for the lines of rank 0"
+        )
+    if rank is not None and not 0 <= rank < entry.nprocs:
+        raise ValueError(f"--rank {rank}: run {entry.run_id} has the ranks 0 to {entry.nprocs - 1}")
+    return entry.launcher_log if rank is None else Path(entry.log_dir, f"rank-{rank}.log")
+
+
+def _no_log(entry: "Entry", log: "Path") -> str:
+    there = sorted(path.name for path in log.parent.glob("*.log")) if log.parent.is_dir() else []
+    others = f"; there are {', '.join(there)} in {log.parent}" if there else ""
+    why = "nothing was printed, or the command was refused" if entry.is_over else "nothing was printed yet"
+    return f"{log} is not there: {why}{others}"
+
+
+def _show(entry: "Entry", log: "Path", lines: int, *, follow: bool) -> "Entry":
+    """Show the last lines of a log, and those that come; the entry as it is then."""
+    from roxxel_dist.launcher import registry
+    from roxxel_dist.launcher.follow import RunLines, show
+    from roxxel_dist.launcher.follow import follow as go_on
+
+    path, source = registry.path_of(entry), RunLines(log, entry.run_id)
+    show(source.last(lines))
+    return (go_on(source, lambda: registry.read(path)) if follow else registry.read(path)) or entry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttachArgs(_Run):
+    """Show what the launcher's own terminal would, until the job is over, and exit with the code of the job.
+
+    Ctrl-C leaves the job running.
+    """
+
+
+def attach(words: list[str]) -> int:
+    """Follow a job to its end."""
+    args = parse(AttachArgs, words, "attach")
+    with usage_errors():
+        entry = _find(args.run, args.here)
+        try:
+            if _is_away(entry, args.here):
+                from roxxel_dist.launcher.remote import relay
+
+                return relay(entry, "attach")
+            entry = _show(entry, _log(entry, None if entry.detached else 0), LINES, follow=True)
+        except KeyboardInterrupt:
+            _say(f"run {entry.run_id} goes on; `roxxel-dist stop {entry.run_id}` ends it")
+            raise
+    _say_over(entry)
+    return EXIT_FAILED if entry.code is None else entry.code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopArgs(_Run):
+    """Ask a job to save and leave, and wait until it has; exits with 0 where every rank saved, or had ended well."""
+
+    kill: Switch = False
+    """Kill the ranks without waiting for them to save."""
+    timeout: float | None = None
+    """Seconds to wait; the job's --grace and a minute where not given."""
+
+
+def stop(words: list[str]) -> int:
+    """Have a job save and leave."""
+    args = parse(StopArgs, words, "stop")
+    with usage_errors():
+        entry = _find(args.run, args.here)
+        if _is_away(entry, args.here):
+            from roxxel_dist.launcher.remote import relay
+
+            timeout = [] if args.timeout is None else ["--timeout", str(args.timeout)]
+            return relay(entry, "stop", *["--kill"] * args.kill, *timeout)
+        from roxxel_dist.launcher.stop import stop as ask
+
+        limit = entry.grace + SLACK_S if args.timeout is None else args.timeout
+        try:
+            entry = ask(entry, kill=args.kill, timeout_s=limit, say=_say)
+        except KeyboardInterrupt:
+            _say(f"run {entry.run_id} was asked to stop, and does")
+            raise
+    if not entry.is_over:
+        _say(f"run {entry.run_id} is {entry.state} after {limit:g} s: `roxxel-dist stop {entry.run_id} --kill` ends it")
+        return EXIT_FAILED
+    _say_over(entry)
+    return 0 if entry.code in ORDERLY else EXIT_FAILED
+
+
+def _find(name: str, here: bool) -> "Entry":
+    """The job meant. Raises ValueError where there is none, or where it can only be asked on another machine."""
+    from roxxel_dist.launcher.find import find
+    from roxxel_dist.launcher.registry import entries
+
+    entry = find(name, entries())
+    if not (here or entry.is_here or _is_away(entry, here)):
+        raise ValueError(f"the launcher of run {entry.run_id} runs on {entry.controller.host}: ask there")
+    return entry
+
+
+def _is_away(entry: "Entry", here: bool) -> bool:
+    """Whether the host of the controller is to be asked."""
+    return not here and not entry.is_here and entry.via is not None
+
+
+def _say_over(entry: "Entry") -> None:
+    if entry.state == "lost":
+        _say(f"run {entry.run_id} is lost: its launcher (pid {entry.controller.pid}) was killed, and its ranks with it")
+    elif entry.state == "ended":
+        meaning = {0: "all went well", 42: "stopped, every rank saved"}.get(entry.code or 0)
+        step = f" in step {entry.step}" if entry.step else ""
+        told = f" ({meaning})" if meaning else ""
+        _say(f"run {entry.run_id} ended{step} at {_clock(entry.ended or entry.updated)} with {entry.code}{told}")
+
+
+def _say(text: str) -> None:
+    print(f"roxxel-dist: {text}", file=sys.stderr, flush=True)

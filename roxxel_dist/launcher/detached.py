@@ -1,0 +1,159 @@
+"""A controller that nobody has to stay for: in a session of its own, with `launcher.log` for its screen.
+
+`python -m roxxel_dist.launcher.detached` reads a job from stdin, so that no secret is in its words. Until the job has
+started, its messages are those of the command that asked for it; then it answers on stdout and lets go of its caller.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
+from roxxel_dist.launcher import registry
+from roxxel_dist.launcher.backends import make
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.registry import Entry, Register
+from roxxel_dist.launcher.supervisor import run
+
+MODULE = "roxxel_dist.launcher.detached"
+
+
+class NotStarted(Exception):
+    """The job did not start; `code` is that of the command, the message is for people and may be empty."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def detach(job: JobSpec, backend: Backend) -> Entry:
+    """Start a controller for the job on the first host of the backend, and return when the ranks are being started.
+
+    Raises:
+        NotStarted: why not.
+        OSError: the backend could not be started.
+    """
+    host = backend.hosts[0]
+    spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
+    process = backend.start(host, MODULE)
+    try:
+        out, err = process.communicate(json.dumps(spec).encode() + b"\n")
+    except BaseException:  # Ctrl-C: a controller that cannot answer starts nothing
+        process.terminate()
+        raise
+    finally:
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        _end(process)
+    said = err.decode(errors="backslashreplace").strip()
+    try:
+        answer = json.loads(out)
+    except ValueError:
+        reason = said or f"its controller ended with {process.returncode} and said nothing"
+        raise NotStarted(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}") from None
+    if "entry" not in answer:
+        raise NotStarted(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
+    if said:
+        print(said, file=sys.stderr, flush=True)
+    entry = registry.from_values(answer["entry"])
+    with contextlib.suppress(OSError):  # the job runs; it is only not listed here
+        registry.write(entry, new_only=True)
+    return entry
+
+
+def _hint(code: int, backend: Backend, host: str) -> list[str]:
+    if code != EXIT_PREFLIGHT or backend.describe()["kind"] == "local":
+        return []
+    return [f"roxxel-dist: this was asked from {host}: with --detach it must reach every host, itself too, by ssh"]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _plain(job: JobSpec) -> dict[str, Any]:
+    return {**dataclasses.asdict(job), "log_dir": str(job.log_dir)}
+
+
+def _job(values: dict[str, Any]) -> JobSpec:
+    return JobSpec(**{**values, "command": tuple(values["command"]), "log_dir": Path(values["log_dir"])})
+
+
+class _Caller:
+    """The command that asked for the job: it has our stdout and stderr until it is answered."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)  # no child inherits it
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def started(self, entry: Entry) -> None:
+        """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
+        Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
+        log = os.open(entry.launcher_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.write(log, f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {entry.run_id}: {entry.one_line}\n".encode())
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log, stream.fileno())
+        os.close(log)
+        self._answer({"entry": dataclasses.asdict(entry)})
+
+    def ended(self, code: int) -> None:
+        """The job is over; if that was before it started, nobody knows yet."""
+        if not self._answers.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._answer({"code": code})
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        with self._answers as answers:
+            answers.write(json.dumps(answer).encode() + b"\n")
+
+
+def _control(spec: dict[str, Any], caller: _Caller) -> int:
+    try:
+        job, backend = _job(spec["job"]), make(spec["backend"])
+    except ValueError as error:  # such as a file of --ssh-config that is not here
+        print(f"roxxel-dist: on {spec['host']}, where the launcher would run: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    reach = {"controller_host": spec["host"], "via": spec["backend"]} if spec["backend"]["kind"] != "local" else {}
+    try:
+        return run(job, backend, Register(job, backend, started=caller.started, **reach))
+    except BrokenPipeError:
+        print("roxxel-dist: nobody waits for this job to start any more, so it does not", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    except (ValueError, OSError) as error:
+        print(f"roxxel-dist: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+
+
+def main() -> None:
+    """Read what to do, leave the caller's session, and do it."""
+    spec = json.loads(sys.stdin.readline())
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher takes it for a wish to stay
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, sys.stdin.fileno())
+    os.close(nowhere)
+    caller = _Caller()
+    code = _control(spec, caller)
+    caller.ended(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""The jobs of this user on this machine: what every controller writes of itself, and who reads it.
+
+A job is one JSON file in `$XDG_STATE_HOME/roxxel-dist/jobs`, replaced in one move at each change. A controller that was
+killed writes nothing more; that it is gone is told by its process, never by the file.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.variables import masked_words
+
+State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
+"""`lost`: a controller that is gone without having said `ended`. It never says so itself."""
+KEPT_S = 7 * 24 * 3600.0
+UNHEARD_S = 60 * 24 * 3600.0
+WRITE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process of one machine: its number alone may belong to another one by now."""
+
+    host: str
+    boot: str
+    pid: int
+    start: int
+    """When it started, in ticks since the boot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What is known of one job."""
+
+    run_id: str
+    controller: Process
+    hosts: tuple[str, ...]
+    nprocs: int
+    command: str
+    """Secrets are masked."""
+    log_dir: str
+    """Absolute, as the run directory and the working directory are."""
+    run_dir: str
+    directory: str
+    begun: float
+    """Seconds since 1970, as the other times are."""
+    updated: float
+    grace: float
+    """Seconds that the ranks get to save."""
+    ended: float | None = None
+    state: State = "starting"
+    attempt: int = 0
+    step: int = 0
+    """The largest step that any rank has entered."""
+    code: int | None = None
+    """The exit code of the job; None where it has not ended, or was lost."""
+    detached: bool = False
+    controller_host: str | None = None
+    """The name by which `via` reaches the machine of the controller."""
+    via: dict[str, Any] | None = None
+    """The description of a backend that reaches it from elsewhere, where there is one."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.state in ("ended", "lost")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the controller belongs to this machine, so that its process can be looked at."""
+        return self.controller.host == socket.gethostname() and (self.via is None or self.controller.boot == _boot())
+
+    @property
+    def one_line(self) -> str:
+        """The command without line ends."""
+        return self.command.replace("\n", "\\n")
+
+    @property
+    def launcher_log(self) -> Path:
+        """What a detached launcher says."""
+        return Path(self.log_dir, "launcher.log")
+
+
+def folder() -> Path:
+    """Where the entries are. Raises FileNotFoundError where this user has no home."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
+        state = os.path.join(home, ".local", "state")
+    return Path(state, "roxxel-dist", "jobs")
+
+
+def this_process() -> Process:
+    """The process that calls."""
+    pid = os.getpid()
+    return Process(host=socket.gethostname(), boot=_boot(), pid=pid, start=_start(pid) or 0)
+
+
+def is_alive(process: Process) -> bool:
+    """Whether this very process runs; ask only for one of this machine."""
+    return process.boot == _boot() and _start(process.pid) == process.start
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _start(pid: int) -> int | None:
+    """When a process started; None for one that is gone or waits to be reaped."""
+    try:
+        fields = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def read(path: Path) -> Entry | None:
+    """The entry of a file, as it is now; None where it is gone or no entry.
+
+    Where the file says that a job goes on and its controller is gone, the entry is `lost`.
+    """
+    entry = _parse(path)
+    if entry is None or entry.is_over or not entry.is_here or is_alive(entry.controller):
+        return entry
+    entry = _parse(path)  # again: its last words may have come between the two looks
+    return entry if entry is None or entry.is_over else dataclasses.replace(entry, state="lost")
+
+
+def from_values(values: Any) -> Entry:
+    """The entry that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
+    if not isinstance(values, dict):
+        raise TypeError(f"no entry of a job: {values!r}")
+    known = {field.name for field in dataclasses.fields(Entry)}
+    fields = {name: value for name, value in values.items() if name in known}
+    return Entry(**{**fields, "hosts": tuple(values["hosts"]), "controller": Process(**values["controller"])})
+
+
+def _parse(path: Path) -> Entry | None:
+    try:
+        return from_values(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def paths() -> list[Path]:
+    """The files of all entries."""
+    return sorted(folder().glob("*.json"))
+
+
+def entries() -> list[Entry]:
+    """All jobs, in the order in which they began."""
+    found = (read(path) for path in paths())
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.begun)
+
+
+def path_of(entry: Entry) -> Path:
+    """The file of an entry. Two jobs can have one run id: it is unique among those of one working directory alone."""
+    return folder() / f"{entry.run_id}.{entry.controller.host}.{entry.controller.pid}.json"
+
+
+def write(entry: Entry, *, new_only: bool = False) -> None:
+    """Write an entry in one move; with `new_only` not over one that is there. Raises OSError."""
+    path = path_of(entry)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(dataclasses.asdict(entry)) + "\n", encoding="utf-8")
+        if new_only:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+        else:
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sweep(now: float) -> None:
+    """Take away what is left of jobs that were over a week ago, and of those elsewhere of which nothing was heard."""
+    for path in folder().glob("*"):
+        with contextlib.suppress(OSError):
+            age = now - path.stat().st_mtime
+            if age < KEPT_S:
+                continue
+            entry = read(path) if path.suffix == ".json" else None
+            if entry is None or entry.is_over or (not entry.is_here and age > UNHEARD_S):
+                path.unlink()
+
+
+class Register:
+    """The entry of the job that this process controls, kept up to date while the context is open.
+
+    That it cannot be written ends no job: it is said once.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        backend: Backend,
+        *,
+        started: Callable[[Entry], None] | None = None,
+        controller_host: str | None = None,
+        via: dict[str, Any] | None = None,
+    ) -> None:
+        now, log_dir = time.time(), Path(job.log_dir).absolute()
+        self._started = started
+        self._wrote = 0.0
+        self._failed = False
+        self._kept = self._entry = Entry(
+            run_id=job.run_id,
+            controller=this_process(),
+            hosts=tuple(backend.hosts),
+            nprocs=job.nprocs,
+            command=shlex.join(masked_words(job.command)),
+            log_dir=str(log_dir),
+            run_dir=str(log_dir.parent),
+            directory=os.getcwd(),
+            begun=now,
+            updated=now,
+            grace=job.grace,
+            detached=started is not None,
+            controller_host=controller_host,
+            via=via,
+        )
+
+    def __enter__(self) -> "Register":
+        with self._safely():
+            write(self._entry)
+            sweep(time.time())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entry.state != "ended":  # an exception of the launcher's own
+            self.end(1)
+
+    def update(self, *, state: State | None = None, attempt: int | None = None, step: int | None = None) -> None:
+        """Note what has changed. A state or an attempt is written at once, a step once a second at most."""
+        told = {"state": state, "attempt": attempt, "step": step or None}  # a new attempt has come to no step yet
+        self._change({name: value for name, value in told.items() if value is not None})
+        if state == "running" and self._started is not None:
+            tell, self._started = self._started, None
+            tell(self._entry)
+
+    def end(self, code: int) -> int:
+        """The job is over; returns its code."""
+        self._change({"state": "ended", "code": code, "ended": time.time()})
+        return code
+
+    def _change(self, fields: dict[str, Any]) -> None:
+        self._entry = dataclasses.replace(self._entry, **fields)
+        if self._entry == self._kept:
+            return
+        hurry = any(name != "step" for name in fields)
+        if not hurry and time.monotonic() < self._wrote + WRITE_S:
+            return
+        self._kept = self._entry = dataclasses.replace(self._entry, updated=time.time())
+        self._wrote = time.monotonic()
+        with self._safely():
+            write(self._entry)
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    where = error.filename or "the list of jobs"
+                    reason = f"cannot write {where} ({error.strerror}): `ps` does not show how this job goes"
+                    print(f"roxxel-dist: {reason}", file=sys.stderr, flush=True)

@@ -1,0 +1,238 @@
+"""What is said about hosts, from what they say about themselves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.launcher.checks import ENOUGH, ROOM, Finding, findings, named, size, speak_alike
+from roxxel_dist.launcher.job import JobSpec, log_dir_for
+from roxxel_dist.launcher.wanted import Wanted, flag, script_of, wanted_by, wanted_by_hand
+
+VERSIONS = {"python": "3.11.7", "roxxel-dist": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
+Hosts = dict[str, dict[str, Any]]
+
+
+def healthy(number: int) -> dict[str, Any]:
+    return {
+        "machine": f"boot{number} net",
+        "name": f"n{number}",
+        "resolves": [f"10.0.0.{number}"],
+        "ssh_address": f"10.0.0.{number}",
+        "versions": dict(VERSIONS),
+        "code": "c0de",
+        "script": None,
+        "data": None,
+        "gpus": 0,
+        "tpus": 0,
+        "cpus": 8,
+        "memory": 1 << 34,
+        "platforms": None,
+        "variables": [],
+        "run_dir": {"path": "/runs", "free": 1 << 40, "why": None},
+        "tmp": {"path": "/tmp", "free": 1 << 40, "why": None},
+        "left": [],
+        "clock": 0.0,
+        "ahead": 0.1 * number,
+    }
+
+
+def three_hosts() -> Hosts:
+    return {f"h{number}": healthy(number) for number in (1, 2, 3)}
+
+
+def judge(change: Callable[[Hosts], Any], wanted: Wanted | None = None) -> list[Finding]:
+    """What is not ok with three hosts of which something is changed."""
+    hosts = three_hosts()
+    change(hosts)
+    return [found for found in findings(wanted or Wanted(), hosts) if found.level != "ok"]
+
+
+def test_nothing_is_wrong_with_healthy_hosts() -> None:
+    found = findings(Wanted(), three_hosts())
+    assert {one.level for one in found} == {"ok"}
+    checks = {"devices", "disk", "leftovers", "variables", "versions", "code", "name", "clock", "cpus"}
+    assert {one.check for one in found} == checks
+    assert all(one.hosts == ("h1", "h2", "h3") for one in found)
+
+
+def test_of_one_host_less_is_said() -> None:
+    only = {"h1": {name: value for name, value in healthy(1).items() if name not in ("versions", "code", "data")}}
+    assert {one.check for one in findings(Wanted(), only)} == {"devices", "disk", "leftovers", "variables"}
+
+
+def put(host: str, **values: Any) -> Callable[[Hosts], None]:
+    return lambda hosts: hosts[host].update(values)
+
+
+def disk(free: int, why: str | None = None) -> dict[str, Any]:
+    return {"path": "/data/runs", "free": free, "why": why}
+
+
+def rank(*, ours: bool, orphan: bool = True) -> dict[str, Any]:
+    return {"pid": 4711, "run_id": "20250101_000000", "ours": ours, "seconds": 600.0, "orphan": orphan}
+
+
+TOKENS = {"path": "d", "fingerprint": "aa"}
+
+
+def with_data(**others: Any) -> Callable[[Hosts], None]:
+    def change(hosts: Hosts) -> None:
+        for host in hosts:
+            hosts[host]["data"] = others.get(host, TOKENS)
+
+    return change
+
+
+CASES = [
+    ("name", "error", put("h2", resolves=["127.0.1.1"]), ["h2", "'n2'", "127.0.1.1", "/etc/hosts", "10.0.0.2 n2"]),
+    ("name", "error", put("h2", resolves=["::1", "10.0.0.2"]), ["h2", "::1"]),
+    ("name", "error", put("h2", resolves=[]), ["h2", "'n2'", "does not resolve"]),
+    ("name", "warning", put("h2", resolves=["127.0.0.1"], tpus=4), ["h2"]),
+    ("versions", "error", lambda hosts: hosts["h3"]["versions"].update(jax="0.9.0"), ["jax", "0.9.0 on h3", "h1, h2"]),
+    ("versions", "error", lambda hosts: hosts["h3"]["versions"].pop("jaxlib"), ["jaxlib", "none on h3"]),
+    ("versions", "warning", lambda hosts: hosts["h1"]["versions"].update(numpy="2.0"), ["numpy", "2.0 on h1"]),
+    ("code", "error", put("h2", code="beef"), ["c0de on h1, h3", "beef on h2", "same commit"]),
+    ("data", "error", with_data(h2={"path": "d", "fingerprint": "bb"}), ["d", "aa on h1, h3", "bb on h2"]),
+    ("data", "error", with_data(h3={"path": "d", "why": "no such file"}), ["h3", "d", "no such file"]),
+    ("data", "error", with_data(h3={"path": "d", "text": True}), ["h3", "text", "tokens on h1"]),
+    ("clock", "warning", put("h3", ahead=-5.0), ["h2", "5.2 s", "h3"]),
+    ("cpus", "warning", put("h3", cpus=2), ["8 CPUs on h1, h2", "2 CPUs on h3"]),
+    ("devices", "warning", put("h1", tpus=4), ["4 TPU chips on h1", "0 TPU chips on h2, h3"]),
+    ("disk", "error", put("h1", run_dir=disk(ROOM - 1)), ["h1", "/data/runs", "0.2 MiB", "--run_dir"]),
+    ("disk", "warning", put("h1", run_dir=disk(ENOUGH - 1)), ["h1", "/data/runs", "--run_dir"]),
+    ("disk", "error", put("h1", run_dir=disk(1 << 40, "no permission")), ["h1", "/data/runs", "no permission"]),
+    ("disk", "error", put("h1", tmp=disk(1 << 40, "no permission")), ["h1", "no permission", "TMPDIR"]),
+    ("disk", "warning", put("h1", tmp=disk(0)), ["h1", "0.0 MiB", "TMPDIR"]),
+    (
+        "leftovers",
+        "error",
+        put("h2", left=[rank(ours=True)]),
+        ["h2", "this run", "20250101_000000", "10 min", "kill 4711"],
+    ),
+    ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),
+    ("variables", "warning", put("h2", variables=["SLURM_JOB_ID"]), ["h2", "SLURM_JOB_ID", "unset"]),
+    ("host", "warning", put("h2", machine="boot1 net"), ["h1, h2", "one machine"]),
+]
+
+
+@pytest.mark.parametrize(("check", "level", "change", "words"), CASES)
+def test_one_thing_is_wrong(check: str, level: str, change: Callable[[Hosts], None], words: list[str]) -> None:
+    found = [one for one in judge(change) if one.check != "devices" or check == "devices"]
+    assert [(one.check, one.level) for one in found] == [(check, level)]
+    assert not [word for word in words if word not in found[0].text], found[0].text
+
+
+def test_gloo_needs_names_only_where_ranks_run_on_cpu() -> None:
+    def name_of(**facts: Any) -> list[str]:
+        bad = {"resolves": ["127.0.0.1"], **facts}
+        return [one.level for one in judge(put("h2", **bad), Wanted(platforms=None)) if one.check == "name"]
+
+    assert name_of() == ["error"]
+    assert name_of(gpus=8) == ["warning"]
+    assert name_of(gpus=8, platforms="cpu") == ["error"]
+    assert name_of(platforms="cuda,cpu") == ["warning"]
+    told = judge(put("h2", resolves=["127.0.0.1"], gpus=8), Wanted(platforms="cpu"))
+    assert [one.level for one in told if one.check == "name"] == ["error"]
+
+
+def test_hosts_that_are_one_machine_need_no_name() -> None:
+    def change(hosts: Hosts) -> None:
+        for facts in hosts.values():
+            facts.update(machine="one", resolves=["127.0.0.1"])
+
+    assert [(one.check, one.level) for one in judge(change)] == [("host", "warning")]
+
+
+def gpus(*counts: int | None) -> Callable[[Hosts], None]:
+    return lambda hosts: (
+        [facts.update(gpus=count) for facts, count in zip(hosts.values(), counts, strict=True)] and None
+    )
+
+
+def test_gpus_are_as_many_as_wanted() -> None:
+    need = Wanted(gpus_per_host=8)
+    assert judge(gpus(8, 8, 8), need) == []
+    few = judge(gpus(8, 4, 0), need)
+    assert [(one.level, one.hosts) for one in few] == [("error", ("h2",)), ("error", ("h3",))]
+    assert "use --gpus-per-host 4" in few[0].text
+    assert "leave --gpus-per-host out" in few[1].text
+    assert judge(gpus(None, None, None), need) == []
+    assert judge(gpus(1, 1, 1), Wanted(gpus_per_host=2, visible="MIG-a,MIG-b")) == []
+
+
+def test_ranks_that_somebody_watches_over_are_no_leftovers() -> None:
+    assert judge(put("h2", left=[rank(ours=False, orphan=False)])) == []
+    assert [one.level for one in judge(put("h2", left=[rank(ours=True, orphan=False)]))] == ["error"]
+
+
+def test_scripts_are_compared_where_there_is_one() -> None:
+    def change(hosts: Hosts) -> None:
+        for facts, script in zip(hosts.values(), ("s1", "s1", "absent"), strict=True):
+            facts["script"] = script
+
+    assert judge(change) == []
+    told = judge(change, Wanted(script="a.py"))
+    assert [(one.check, one.level) for one in told] == [("script", "error")]
+    assert "s1 on h1, h2; absent on h3" in told[0].text
+
+
+def test_text_is_read_by_rank_0_alone() -> None:
+    text, absent = {"path": "t.txt", "text": True}, {"path": "t.txt", "why": "no such file"}
+    assert judge(with_data(h1=text, h2=absent, h3=absent)) == []
+    assert [one.level for one in judge(with_data(h1=absent, h2=text, h3=text))] == ["error", "error"]
+
+
+def test_the_launcher_has_the_code_of_its_hosts() -> None:
+    assert list(speak_alike(three_hosts(), "c0de")) == []
+    (told,) = speak_alike(three_hosts(), "mine")
+    assert (told.level, told.check) == ("error", "code")
+    assert "mine" in told.text
+    assert "c0de on h1, h2, h3" in told.text
+
+
+def test_many_hosts_are_counted() -> None:
+    hosts = [f"h{number}" for number in range(40)]
+    assert named(hosts[:9]) == ", ".join(hosts[:9])
+    assert named(hosts) == "h0, h1, h2, h3, h4, h5, h6, h7 and 32 more"
+
+
+def test_sizes() -> None:
+    assert [size(ROOM), size(3 << 29), size(5000 << 30)] == ["0.2 MiB", "1.5 GiB", "5,000.0 GiB"]
+
+
+def job(*command: str, **more: Any) -> JobSpec:
+    return JobSpec(command=command, nprocs=2, run_id="r", log_dir=log_dir_for(command, "r"), **more)
+
+
+def test_what_a_job_wants() -> None:
+    wanted = wanted_by(job("train", "--run-dir=x", "--data-path", "a", "--data_path=b", "--resume"), {}, writes=False)
+    assert wanted == Wanted(run_id="r", run_dir="x", shared=True, data_path="b", resume=True)
+    assert not wanted_by(job("train", "--resume", "False"), {}, writes=False).resume
+    assert wanted_by(job("train"), {}, writes=False).run_dir == str(Path("runs/run_r"))
+    other = wanted_by(job("python", "a.py", "--data_path", "b", devices_per_proc=2), {}, writes=False)
+    assert other == Wanted(run_id="r", script="a.py", platforms="cpu")
+    assert wanted_by(job("true"), {}, writes=True).run_dir == str(Path("runs/run_r"))
+    outer = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert wanted_by(job("true", gpus_per_host=2), outer, writes=False).visible == "0,1"
+    more = wanted_by(job("true", gpus_per_host=2, env={"CUDA_VISIBLE_DEVICES": "4,5"}), outer, writes=False)
+    assert (more.gpus_per_host, more.visible) == (2, "4,5")
+
+
+def test_what_somebody_wants_by_hand() -> None:
+    assert wanted_by_hand([], run_dir=None, data_path=None, gpus=None) == Wanted(run_dir="runs")
+    told = wanted_by_hand(["train", "--data_path", "a"], run_dir="x", data_path=None, gpus=2)
+    assert told == Wanted(run_dir="x", shared=True, data_path="a", gpus_per_host=2)
+    told = wanted_by_hand(["train", "--run_dir", "y"], run_dir=None, data_path="b", gpus=None)
+    assert told == Wanted(run_dir="y", shared=True, data_path="b")
+
+
+def test_words_of_a_command() -> None:
+    assert flag(["--a_b", "1", "--a-b=2"], "a_b") == "2"
+    assert flag(["--a"], "a") is None
+    assert script_of(["python", "-u", "-X", "dev", "a.py", "b.py"]) == "a.py"
+    assert script_of(["a.py"]) == "a.py"
+    assert [script_of(words) for words in (["python", "-m", "a"], ["python"], ["bash", "a.py"], ["train"], [])] == [
+        None
+    ] * 5

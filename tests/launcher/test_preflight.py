@@ -1,0 +1,270 @@
+"""Preflight with real probes: children of this process in other folders and variables, and hosts behind sshd."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hosts import Cluster
+
+import roxxel_dist
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job import JobSpec, log_dir_for
+from roxxel_dist.launcher.panel import Panel
+from roxxel_dist.launcher.preflight import Interrupted, Ready, look
+
+NAMES = ("a", "b", "c")
+SILENT = "import sys; sys.stdin.read()"
+FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "script": None, "data_path": None, "resume": False}
+
+
+class Children(LocalBackend):
+    """Hosts that are processes here, each in a folder and with variables of its own, or another program altogether."""
+
+    def __init__(self, hosts: Mapping[str, Mapping[str, Any]]) -> None:
+        self._by_name = hosts
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
+        own = self._by_name[host]
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
+        return subprocess.Popen(
+            own.get("argv") or self.argv(host, module, *words),
+            cwd=own.get("cwd"),
+            env={**outer, **own.get("env", {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_probe_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) <= before
+
+
+def job(*command: str, **more: Any) -> JobSpec:
+    command = command or ("true",)
+    return JobSpec(command=command, nprocs=3, run_id="r", log_dir=log_dir_for(command, "r"), **more)
+
+
+def check(hosts: Mapping[str, Mapping[str, Any]], *command: str, port: int | None = None, **more: Any) -> Ready:
+    return look(job(*command, **more), Children(hosts), tuple(hosts), port=port)
+
+
+def errors(ready: Ready) -> dict[str, tuple[str, ...]]:
+    return {one.check: one.hosts for one in ready.findings if one.level == "error"}
+
+
+def test_this_machine_alone_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Here(LocalBackend):
+        def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
+            raise AssertionError("a process for what this one can see itself")
+
+    backend = Here()
+    ready = look(job(), backend, backend.hosts, port=None)
+    assert ready.fit
+    assert ready.address == "127.0.0.1"
+    with socket.socket() as free:
+        free.bind((ready.address, ready.port))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = look(job(), backend, backend.hosts, port=port)
+    assert errors(taken) == {"port": tuple(backend.hosts)}
+    assert f"--port {port}" in next(one.text for one in taken.findings if one.level == "error")
+    assert look(job(), backend, backend.hosts, port=port).port == port
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_three_that_are_alike(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("pass\n")
+    ready = check({name: {"cwd": tmp_path} for name in NAMES}, "python", "a.py")
+    assert ready.fit, ready
+    with socket.socket() as free:  # nobody holds it any more, and no closed connection does
+        free.bind((ready.address, ready.port))
+    checks = {one.check: one.level for one in ready.findings if one.check not in ("leftovers", "disk")}
+    equal = dict.fromkeys(("devices", "variables", "versions", "code", "script", "clock", "cpus", "port"), "ok")
+    assert checks == {**equal, "host": "warning"}  # they are one machine
+    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
+
+
+def test_hosts_that_differ(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.txt").write_text("text")
+    package = Path(roxxel_dist.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, tmp_path / "other" / "roxxel_dist", ignore=ignored)
+    (tmp_path / "other" / "roxxel_dist" / "more.py").write_text("")
+    hosts: dict[str, dict[str, Any]] = {name: {"cwd": tmp_path / name} for name in NAMES}
+    hosts["b"]["env"] = {"SLURM_JOB_ID": "7", "TMPDIR": str(tmp_path / "a" / "data.txt")}
+    hosts["c"]["env"] = {"PYTHONPATH": str(tmp_path / "other")}
+    ready = check(hosts, "train", "--data_path", "data.txt", "--run_dir", "runs/x")
+    assert errors(ready) == {"code": NAMES, "disk": ("b",), "run directory": ("b", "c")}
+    told = {one.check: one.text for one in ready.findings if one.level != "ok"}
+    assert " on a, b; " in told["code"]
+    assert told["code"].count(" on c") == 1
+    assert "SLURM_JOB_ID" in told["variables"]
+    assert not ready.fit
+    assert ready.port
+    (tmp_path / "a.py").write_text("pass")
+    for name in NAMES:
+        (tmp_path / name / "a.py").write_text(f"# {name == 'c'}")
+    assert "script" in errors(check(hosts, "python", "a.py"))
+
+
+def test_all_code_but_the_launchers_is_the_same(tmp_path: Path) -> None:
+    package = Path(roxxel_dist.__file__).parent
+    shutil.copytree(package, tmp_path / "roxxel_dist", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "roxxel_dist" / "more.py").write_text("")
+    ready = check({name: {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}} for name in ("a", "b")})
+    assert errors(ready) == {"code": ("a", "b")}
+    assert "in the launcher here" in next(one.text for one in ready.findings if one.level == "error")
+
+
+UNREACHABLE = [
+    (["sh", "-c", "echo connect to host b port 22: No route to host >&2; exit 255"], ["No route to host (code 255)"]),
+    (["sh", "-c", "cat >/dev/null & echo gone >&2"], ["gone (code 0)"]),
+    ([sys.executable, "-m", "roxxel_dist.nothing"], ["No module named roxxel_dist.nothing", "--python"]),
+    (["sh", "-c", "echo Welcome; cat"], ["'Welcome'", "~/.bashrc"]),
+    (["true"], ["nothing was said (code 0)"]),
+    (["/nowhere/python"], ["no probe could be started", "/nowhere/python"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), UNREACHABLE, ids=[words[0] for _, words in UNREACHABLE])
+def test_a_host_that_is_not_there(argv: list[str], words: list[str]) -> None:
+    ready = check({"a": {}, "b": {"argv": argv}, "c": {}})
+    assert set(ready.unreachable) == {"b"}
+    assert not [word for word in words if word not in ready.unreachable["b"]], ready.unreachable
+    assert not ready.fit
+    assert errors(ready) == {}
+    assert all("b" not in one.hosts for one in ready.findings)
+    assert ready.port  # of the others, who may go on without it
+
+
+def test_no_host_is_there() -> None:
+    ready = check({name: {"argv": ["false"]} for name in NAMES})
+    assert (ready.address, ready.port, ready.findings) == ("", 0, ())
+    assert set(ready.unreachable) == set(NAMES)
+
+
+def test_a_silent_host_has_a_limit() -> None:
+    hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
+    with Panel(Children(hosts), tuple(hosts)) as panel:
+        facts = panel.ask({"a": {**FACTS, "compare": False}})["a"]
+        assert abs(facts["clock"] - facts["heard"]) < 60
+        answers = panel.ask({host: {"ask": "nothing"} for host in hosts}, limit=3)
+        assert set(answers) == {"a"}
+        assert "did not answer within 3 s" in panel.gone["b"]
+        assert set(panel.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
+
+
+def test_a_signal_breaks_it_off() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"\x02")
+    hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
+    try:
+        with pytest.raises(Interrupted):
+            look(job(), Children(hosts), tuple(hosts), port=None, wake=reads)
+        assert os.read(reads, 9) == b"\x02"
+    finally:
+        os.close(reads)
+        os.close(writes)
+
+
+def test_a_port_in_use_on_the_first_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ready = check({"a": {}, "b": {}}, port=port)
+    assert errors(ready) == {"port": ("a",)}
+    assert ready.port == 0
+    assert f"a: --port {port}" in next(one.text for one in ready.findings if one.level == "error")
+
+
+# -- real hosts, behind sshd, with `doctor` on a machine beside them
+
+
+def doctor(hosts: Cluster, folder: Path, *words: object) -> dict[str, Any]:
+    """What `doctor --json` says, run on the controller with the hosts' working directory being `folder`."""
+    program = [sys.executable, "-m", "roxxel_dist", "doctor", "--json", "--hosts", ",".join(hosts.names)]
+    more = ["--ssh-config", hosts.ssh_config, *words]
+    done = hosts.run([*program, *more], cwd=folder, env={"PYTHONPATH": str(Path(roxxel_dist.__file__).parent.parent)})
+    assert done.stderr == ""
+    told = json.loads(done.stdout)
+    assert done.returncode == (0 if told["fit"] else 69)
+    return told
+
+
+def wrong(told: dict[str, Any], level: str = "error") -> dict[str, dict[str, Any]]:
+    return {one["check"]: one for one in told["findings"] if one["level"] == level}
+
+
+def test_hosts_that_are_fit(cluster: Callable[[int], Cluster], corpus: Roxxel, tmp_path: Path) -> None:
+    hosts = cluster(3)
+    told = doctor(hosts, tmp_path, "--run_dir", "runs/x", "--", "train", "--data_path", "corpus")
+    assert told["fit"], told
+    assert told["address"] == hosts.address("h1")
+    assert wrong(told, "warning") == {}
+    assert corpus.fingerprint in wrong(told, "ok")["data"]["text"]
+    assert not list(tmp_path.glob(".*"))
+    assert not [pid for name in hosts.names for pid in hosts.processes(name)]
+
+
+def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, tmp_path: Path) -> None:
+    hosts = cluster(3)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.rox").write_bytes(b"no shard")
+    hosts.resolve("h2", own="127.0.1.1")
+    hosts.tmpfs("h3", tmp_path / "runs", "9m")
+    hosts.bind("h2", tmp_path / "other" / "a.rox", tmp_path / "corpus_00001.rox")
+    hosts.set_env("h3", SLURM_JOB_ID="7")
+    hosts.run(["ip", "route", "add", "blackhole", hosts.address("h1")], on="h2")
+    leftover = hosts.popen(
+        [sys.executable, "-c", "input()", "roxxel_dist.launcher.worker", "train", "--run_dir", "runs/x"],
+        on="h1",
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+    )
+    told = doctor(hosts, tmp_path, "--", "train", "--data_path", "corpus", "--run_dir", "runs/x")
+    found = wrong(told)
+    assert {check: tuple(one["hosts"]) for check, one in found.items()} == {
+        "name": ("h2",),
+        "disk": ("h3",),
+        "data": ("h2",),
+        "run directory": ("h3",),
+        "port": ("h2", "h1"),
+        "leftovers": ("h1",),
+    }
+    assert "127.0.1.1" in found["name"]["text"]
+    assert f"{hosts.address('h2')} h2" in found["name"]["text"]
+    assert "9.0 MiB" in found["disk"]["text"]
+    assert f"kill {leftover.pid}" in found["leftovers"]["text"]
+    assert wrong(told, "warning")["variables"]["hosts"] == ["h3"]
+
+
+def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    hosts = cluster(3)
+    hosts.cut("h1")
+    told = doctor(hosts, tmp_path)
+    assert set(told["unreachable"]) == {"h1"}
+    assert "port 22" in told["unreachable"]["h1"]
+    assert told["address"] == hosts.address("h2")  # the others may go on
+    assert wrong(told) == {}
+    assert not told["fit"]

@@ -1,0 +1,271 @@
+"""A probe is a real process here, asked through its real pipes."""
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher.facts import hash_of_code
+
+LIMIT_S = 60
+FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "script": None, "data_path": None, "resume": False}
+SLEEP = "import time; print(flush=True); time.sleep(600)"
+
+
+class Asked:
+    """A probe that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(question).encode() + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def facts(self, *, compare: bool = True, **more: Any) -> dict[str, Any]:
+        return self.ask(**{**FACTS, "compare": compare, **more})
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(LIMIT_S)
+
+
+Start = Callable[..., Asked]
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def start(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Start:
+    def begin(cwd: Path = tmp_path, **env: str) -> Asked:
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
+        words = [sys.executable, "-m", "roxxel_dist.launcher.probe"]
+        process = subprocess.Popen(words, cwd=cwd, env={**outer, **env}, stdin=-1, stdout=-1)
+        processes.append(process)
+        return Asked(process)
+
+    return begin
+
+
+def tree(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_facts_of_this_machine(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "a.py"
+    script.write_text("pass\n")
+    before = time.time()
+    told = start(SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22", SLURM_JOB_ID="1", MEGASCALE_X="x", SLURMY="no").facts(
+        script="a.py"
+    )
+    assert before <= told["clock"] <= time.time()
+    assert told["name"] == socket.gethostname()
+    assert told["ssh_address"] == "10.0.0.2"
+    assert {"SLURM_JOB_ID", "MEGASCALE_X"} <= set(told["variables"])
+    assert "SLURMY" not in told["variables"]
+    assert told["versions"]["python"] == sys.version.split()[0]
+    assert {"jax", "jaxlib", "numpy", "roxxel-dist", "orbax-checkpoint"} <= set(told["versions"])
+    assert told["code"] == hash_of_code()
+    assert told["cpus"] == len(os.sched_getaffinity(0))
+    assert told["memory"] > 1 << 20
+    assert isinstance(told["tpus"], int)
+    assert told["data"] is None
+    assert told["run_dir"] is None
+    first = told["script"]
+    script.write_text("pass  # changed\n")
+    again = start().facts(script="a.py")
+    assert again["script"] not in (first, "absent")
+    assert start().facts(script="b.py")["script"] == "absent"
+    assert again["machine"] == told["machine"]
+
+
+def test_it_is_light() -> None:
+    code = (
+        "import sys; from roxxel_dist.launcher import probe; "
+        f"probe.Probe().answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }); "
+        "print(*{'jax', 'numpy', 'yaml', 'tyro', 'rich'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert result.stdout.strip() == ""
+
+
+def test_the_run_directory_is_looked_at_and_left_as_it_was(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "file").write_text("")
+    before, changed = tree(tmp_path), (tmp_path / "old").stat().st_mode
+    probe = start()
+    told = probe.facts(run_dir="old/not/there/yet")["run_dir"]
+    assert (told["path"], told["why"]) == (str(tmp_path / "old"), None)
+    assert told["free"] > 0
+    assert "is a file" in probe.facts(run_dir="file")["run_dir"]["why"]
+    assert probe.facts(run_dir="/proc/new")["run_dir"]["why"] is not None  # not even root writes there
+    assert tree(tmp_path) == before
+    assert (tmp_path / "old").stat().st_mode == changed
+    assert start(TMPDIR=str(tmp_path / "file")).facts()["tmp"]["why"] is not None
+    assert start(TMPDIR=str(tmp_path)).facts()["tmp"]["why"] is None
+
+
+@pytest.mark.parametrize("how", ["end of file", "SIGTERM", "SIGHUP"])
+def test_a_file_that_others_see_goes_with_the_probe(start: Start, tmp_path: Path, how: str) -> None:
+    (tmp_path / "shared").mkdir()
+    first, second = start(), start()
+    name = first.ask(ask="touch", run_dir="shared/run")["name"]
+    assert tree(tmp_path) == [tmp_path / "shared", tmp_path / "shared" / name]
+    assert second.ask(ask="see", run_dir="shared/run", name=name) == {"seen": True}
+    assert second.ask(ask="see", run_dir="run", name=name) == {"seen": False}
+    if how == "end of file":
+        assert first.end() == 0
+    else:
+        first.process.send_signal(signal.Signals[how])
+        first.process.wait(LIMIT_S)
+    assert tree(tmp_path) == [tmp_path / "shared"]
+
+
+def test_a_port_is_held_known_and_let_go(start: Start) -> None:
+    first, second = start(), start()
+    here = {"address": "127.0.0.1", "nonce": "abc123"}
+    port = first.ask(ask="listen", port=0, **here)["port"]
+    for _ in range(3):
+        assert 0 < second.ask(ask="reach", port=port, **here)["ms"] < 60_000
+    assert "in use" in second.ask(ask="listen", port=port, **here)["why"]
+    assert "somebody else" in second.ask(ask="reach", port=port, address="127.0.0.1", nonce="other1")["why"]
+    assert "why" in first.ask(ask="listen", port=0, address="192.0.2.1", nonce="a")
+    assert first.end() == 0
+    assert "refused" in second.ask(ask="reach", port=port, **here)["why"]
+    with socket.socket() as again:  # with no option: not even a closed connection is left on it
+        again.bind(("127.0.0.1", port))
+
+
+def test_the_address_towards_another_machine(start: Start) -> None:
+    probe = start()
+    assert probe.ask(ask="address", towards=["127.0.0.1", "localhost", "no-such-host.invalid"]) == {"address": None}
+    found = probe.ask(ask="address", towards=["127.0.0.1", "192.0.2.1"])["address"]
+    assert found is None or not ipaddress.ip_address(found).is_loopback
+
+
+def test_questions_that_cannot_be_answered(start: Start, tmp_path: Path) -> None:
+    probe = start()
+    assert "does not know 'joke'" in probe.ask(ask="joke")["why"]
+    assert "why" in probe.ask(ask="touch", run_dir="/proc/new")
+    assert "versions" not in probe.facts(compare=False)
+
+
+@pytest.fixture
+def rank(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Callable[..., int]:
+    """A process that looks like a rank, as the kernel tells it: a pid."""
+
+    def begin(*words: str, **env: str) -> int:
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
+        command = [sys.executable, "-c", SLEEP, *words]
+        process = subprocess.Popen(command, cwd=tmp_path, env={**outer, **env}, stdout=-1)
+        processes.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()  # it is what it will be
+        return process.pid
+
+    return begin
+
+
+WORKER = "roxxel_dist.launcher.worker"
+
+
+def test_leftover_ranks(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
+    pids = {
+        "same id": rank("no", "worker", ROXXEL_RUN_ID="mine"),
+        "same folder": rank(WORKER, "train", "--run_dir", "runs/x", ROXXEL_RUN_ID="a"),
+        "default folder": rank(WORKER, "train", ROXXEL_RUN_ID="b"),
+        "other": rank(WORKER, "train", "--run_dir", "runs/y", ROXXEL_RUN_ID="c"),
+        "outer": rank(WORKER, "sleep", ROXXEL_RUN_ID="outer"),
+        "no rank": rank("mentions", f"{WORKER}.py", ROXXEL_RUN_ID="d"),
+    }
+    names = {pid: name for name, pid in pids.items()}
+
+    def left(**question: Any) -> dict[str, bool]:
+        told = start(ROXXEL_RUN_ID="outer").facts(compare=False, **question)["left"]
+        assert all(0 <= one["seconds"] < 600 for one in told if one["pid"] in names)
+        return {names[one["pid"]]: one["ours"] for one in told if one["pid"] in names}
+
+    found = left(run_id="mine", run_dir="runs/x")
+    assert found == {"same id": True, "same folder": True, "default folder": False, "other": False}
+    assert left(run_dir="runs/run_b") == {"same folder": False, "default folder": True, "other": False}
+    assert left(run_id="outer") == {"same folder": False, "default folder": False, "other": False, "outer": True}
+
+
+def test_a_rank_whose_agent_lives_is_no_orphan(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
+    script = "import subprocess, sys; process = subprocess.Popen(sys.argv[2:]); print(process.pid); input()"
+    watched = subprocess.Popen(
+        [sys.executable, "-uc", script, "roxxel_dist.launcher.agent", sys.executable, "-c", "input()", WORKER, "x"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert watched.stdout is not None
+        inner, alone = int(watched.stdout.readline()), rank(WORKER, "x")
+        deadline, orphans = time.monotonic() + LIMIT_S, {}
+        while inner not in orphans and time.monotonic() < deadline:  # until it has become what it is to be
+            orphans = {one["pid"]: one["orphan"] for one in start().facts(compare=False)["left"]}
+        assert (orphans[inner], orphans[alone]) == (False, True)
+    finally:
+        watched.communicate(timeout=LIMIT_S)  # the end of its input, which is also that of its child
+
+
+def test_the_data_set(start: Start, corpus: Roxxel, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    probe = start()
+
+    def data(path: str | None, run_dir: str = "run", *, resume: bool = False) -> Any:
+        return probe.facts(data_path=path, run_dir=run_dir, resume=resume)["data"]
+
+    shards = str(tmp_path / "corpus_*.rox")
+    assert data(shards) == {"path": shards, "fingerprint": corpus.fingerprint}
+    assert data("text.txt") == {"path": "text.txt", "text": True}
+    assert "no such file" in data("nowhere.txt")["why"]
+    assert "nowhere" in data("nowhere*.rox")["why"]
+    (tmp_path / "corpus_00001.rox").write_bytes(b"not a shard")
+    assert "corpus_00001.rox" in data(shards)["why"]
+    assert data(None) is None
+
+
+def test_the_data_set_of_a_resumed_run(start: Start, corpus: Roxxel, tmp_path: Path) -> None:
+    shards = str(tmp_path / "corpus_*.rox")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(f"dim: 32\nrecord: {{data_path: '{shards}'}}\n")
+    probe = start()
+    question = {"run_dir": "run", "data_path": None}
+    assert probe.facts(**question)["data"] is None
+    assert probe.facts(**question, resume=True)["data"] == {"path": shards, "fingerprint": corpus.fingerprint}
+
+
+def test_an_interrupted_write_is_not_finished_by_a_probe(start: Start, tmp_path: Path) -> None:
+    staged = tmp_path / "data" / ".data.writing"
+    staged.mkdir(parents=True)
+    (staged / "a_00000.rox").write_bytes(b"")
+    (staged / "commit.json").write_text('{"remove": []}')
+    before = tree(tmp_path)
+    assert start().facts(data_path="data", run_dir="run")["data"] == {"path": "data"}
+    assert tree(tmp_path) == before

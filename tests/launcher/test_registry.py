@@ -1,0 +1,208 @@
+"""The list of jobs: what a controller writes of itself, when it is lost, and what is taken away."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.launcher import registry
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.find import find
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.registry import Entry, Register
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def spec(run_id: str = "20260102_030405", folder: str = "runs/one", **more: object) -> JobSpec:
+    values = {"command": ("train", "--api-key", "s3cr3t"), "nprocs": 2, "log_dir": Path(folder, "logs"), **more}
+    return JobSpec(run_id=run_id, **values)  # pyright: ignore[reportArgumentType]
+
+
+def only() -> Entry:
+    (entry,) = registry.entries()
+    return entry
+
+
+def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Register(spec(), LocalBackend()) as register:
+        entry = only()
+        assert (entry.state, entry.attempt, entry.step, entry.code, entry.nprocs) == ("starting", 0, 0, None, 2)
+        assert entry.run_dir == str(tmp_path / "runs" / "one")
+        assert entry.log_dir == str(tmp_path / "runs" / "one" / "logs")
+        assert entry.directory == str(tmp_path)
+        assert entry.command == "train --api-key '***'"
+        assert entry.controller.pid == os.getpid()
+        register.update(state="running", attempt=1)
+        assert (only().state, only().attempt) == ("running", 1)
+        register.update(step=7)
+        register.update(step=9)
+        register.update(state="stopping")
+        assert (only().state, only().step) == ("stopping", 9)
+        register.update(step=0)  # a new attempt has not come to a step
+        assert register.end(42) == 42
+    assert (only().state, only().step, only().code) == ("ended", 9, 42)
+    assert only().ended is not None
+    assert registry.folder().stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in registry.folder().iterdir()] == [".json"]
+
+
+def test_steps_are_not_written_each(state: Path) -> None:
+    with Register(spec(), LocalBackend()) as register:
+        register.update(state="running")
+        (path,) = registry.paths()
+        before = path.stat().st_mtime_ns
+        register.update(step=1)
+        assert path.stat().st_mtime_ns == before
+        register._wrote -= registry.WRITE_S
+        register.update(step=1)
+        assert only().step == 1
+
+
+def test_an_exception_of_the_launcher_ends_the_entry() -> None:
+    with pytest.raises(RuntimeError), Register(spec(), LocalBackend()):
+        raise RuntimeError
+    assert (only().state, only().code) == ("ended", 1)
+
+
+def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(state: Path, capfd) -> None:
+    state.write_text("a file where a folder should be")
+    with Register(spec(), LocalBackend()) as register:
+        register.update(state="running")
+        register.update(state="stopping")
+        register.end(0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("roxxel-dist: cannot write ")
+    assert line.endswith("`ps` does not show how this job goes")
+    assert registry.entries() == []
+
+
+def test_one_without_a_home_as_well(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", "~")
+    with Register(spec(), LocalBackend()) as register:
+        register.end(0)
+    assert "set HOME or XDG_STATE_HOME" in capfd.readouterr().err
+
+
+CONTROLLER = """
+import sys, time
+from pathlib import Path
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.registry import Register
+job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
+with Register(job, LocalBackend()) as register:
+    register.update(state="running")
+    print("ready", flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_controller_that_was_killed_is_lost(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", CONTROLLER]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert only().state == "running"
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert only().state == "lost", "a process that waits to be reaped is gone"
+    assert only().state == "lost"
+    assert json.loads(registry.paths()[0].read_text())["state"] == "running"
+
+
+def test_another_process_of_that_number_is_not_the_controller() -> None:
+    me = registry.this_process()
+    assert registry.is_alive(me)
+    assert not registry.is_alive(dataclasses.replace(me, start=me.start - 1))
+    assert not registry.is_alive(dataclasses.replace(me, boot="before the last boot"))
+
+
+def enter(run_id: str, folder: str, **changes: object) -> Entry:
+    """Write the entry of a job that is over."""
+    register = Register(spec(run_id, folder), LocalBackend())
+    entry = dataclasses.replace(register._entry, state="ended", code=0, **changes)  # pyright: ignore[reportArgumentType]
+    registry.write(entry)
+    return entry
+
+
+def test_what_is_over_for_a_week_is_taken_away() -> None:
+    now = time.time()
+    ages = {"fresh": 0, "old": 8, "running": 8, "elsewhere": 8, "unheard": 61}
+    for number, (name, days) in enumerate(ages.items()):
+        there = dataclasses.replace(registry.this_process(), host="h9", pid=number)
+        controller = there if name in ("elsewhere", "unheard") else registry.this_process()
+        changes = {"controller": controller} | ({} if name in ("fresh", "old") else {"state": "running", "code": None})
+        entry = dataclasses.replace(enter(name, "runs/x"), **changes)  # pyright: ignore[reportArgumentType]
+        registry.path_of(enter(name, "runs/x")).unlink()
+        registry.write(entry)
+        os.utime(registry.path_of(entry), (now - days * 86400,) * 2)
+    (registry.folder() / "left.tmp").write_text("")
+    os.utime(registry.folder() / "left.tmp", (0, 0))
+    registry.sweep(now)
+    assert {entry.run_id for entry in registry.entries()} == {"fresh", "running", "elsewhere"}
+    assert not (registry.folder() / "left.tmp").exists()
+
+
+def test_what_is_no_entry_is_no_job() -> None:
+    enter("a", "runs/a")
+    for name, text in {"empty": "", "list": "[]", "half": '{"run_id": "x", "hosts": []}'}.items():
+        (registry.folder() / f"{name}.json").write_text(text)
+    assert only().run_id == "a"
+
+
+def test_a_run_is_found_by_id_beginning_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = enter("20260101_000000", "runs/one", begun=1.0)
+    again = enter("20260102_000000", "runs/one", begun=2.0)
+    other = enter("20260102_000000_2", "runs/two", begun=3.0)
+    jobs = registry.entries()
+    assert jobs == [first, again, other]
+    assert find("20260102_000000", jobs) == again, "an id is meant before a beginning"
+    assert find("20260101", jobs) == first
+    assert find("runs/one/", jobs) == again
+    assert find(str(tmp_path / "runs" / "two"), jobs) == other
+    assert find(registry.path_of(first).stem, jobs) == first
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("20260103_000000", ["there is no run '20260103_000000': did you mean 2026010"]),
+        ("runs/none", ["there is no run 'runs/none': they are\n", "20260102_000000  ended"]),
+        ("2026", ["2 runs are meant by '2026': say which", "20260101_000000"]),
+        ("", ["say which run:\n", "20260101_000000", "runs/two"]),
+    ],
+)
+def test_a_run_that_is_not_there(name: str, words: list[str]) -> None:
+    enter("20260101_000000", "runs/one")
+    enter("20260102_000000", "runs/two")
+    with pytest.raises(ValueError, match="run") as problem:
+        find(name, registry.entries())
+    assert all(word in str(problem.value) for word in words)
+
+
+def test_no_run_at_all() -> None:
+    with pytest.raises(ValueError, match="no job of this user is known here"):
+        find("x", registry.entries())
+
+
+def test_a_copy_does_not_replace_what_is_there() -> None:
+    entry = enter("a", "runs/a")
+    registry.write(dataclasses.replace(entry, step=5), new_only=True)
+    assert only() == entry
+    registry.path_of(entry).unlink()
+    registry.write(dataclasses.replace(entry, step=5), new_only=True)
+    assert only().step == 5

@@ -1,0 +1,254 @@
+"""`launch ssh` on real hosts: what ranks get there, and that nothing is left of them, whatever breaks."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hosts import Cluster
+
+Alive = Callable[[int], bool]
+Until = Callable[[Callable[[], Any], str], None]
+
+SHOW = """
+import json, os, socket, sys
+facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
+json.dump(facts, open("facts." + os.environ["ROXXEL_PROCESS_ID"], "w"))
+print("here", os.environ["ROXXEL_PROCESS_ID"])
+"""
+STAY = "touch up.$ROXXEL_PROCESS_ID; sleep 1000; true"
+
+
+@dataclass
+class Ssh:
+    """Launches on the hosts of a cluster, with a folder that all of them see as working directory."""
+
+    hosts: Cluster
+    folder: Path
+    until: Until
+
+    def words(self, *words: object) -> list[object]:
+        options = ["--hosts", ",".join(self.hosts.names), "--ssh-config", self.hosts.ssh_config]
+        return [sys.executable, "-m", "roxxel_dist", "launch", "ssh", *options, *words]
+
+    def run(self, *words: object, **more: Any) -> subprocess.CompletedProcess[str]:
+        return self.hosts.run(self.words(*words), cwd=self.folder, **more)
+
+    def start(self, *words: object, ranks: int) -> subprocess.Popen[bytes]:
+        """A launch whose ranks are all up."""
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        launch = self.hosts.popen(self.words(*words), cwd=self.folder, **pipes)
+        self.until(lambda: launch.poll() is not None or len(list(self.folder.glob("up.*"))) == ranks, "the ranks")
+        assert launch.poll() is None, launch.communicate()
+        return launch
+
+    def pid(self, host: str, part: str) -> int:
+        """The one process of a host (the oldest of several) whose command line holds `part`."""
+        return min(pid for pid in self.hosts.processes(host) if part in " ".join(psutil.Process(pid).cmdline()))
+
+    def left(self) -> dict[str, list[int]]:
+        """What runs on the hosts and the controller."""
+        left = {name: self.hosts.processes(name) for name in (*self.hosts.names, "controller")}
+        return {name: pids for name, pids in left.items() if pids}
+
+
+@pytest.fixture
+def ssh(cluster: Callable[[int], Cluster], tmp_path: Path, until: Until) -> Iterator[Callable[[int], Ssh]]:
+    def make(count: int) -> Ssh:
+        hosts = cluster(count)
+        for name in hosts.names:
+            (hosts.home(name) / "tmp").mkdir()
+            hosts.set_env(name, TMPDIR=str(hosts.home(name) / "tmp"))
+        return Ssh(hosts=hosts, folder=tmp_path, until=until)
+
+    return make
+
+
+def test_what_each_rank_sees(ssh: Callable[[int], Ssh], tmp_path: Path) -> None:
+    two = ssh(2)
+    words = ["a b", "", "q'uo\"te", "é ☃", "$HOME", "back\\slash", "line\nbreak", "-m", "`id`"]
+    options = ["--procs-per-host", 2, "--env", "MY_TOKEN=sekrit", "--env", "PASSED"]
+    folder = tmp_path / "with space; $(touch no)"
+    folder.mkdir()
+    two.folder = folder
+    result = two.run(*options, "--", "env", sys.executable, "-c", SHOW, *words, env={"PASSED": "on"})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d 0 \| here 0\n", result.stdout)
+    facts = [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(4)]
+    assert [fact["argv"] for fact in facts] == [words] * 4
+    assert [fact["host"] for fact in facts] == ["h1", "h1", "h2", "h2"]
+    assert {fact["cwd"] for fact in facts} == {str(folder)}
+    for rank, fact in enumerate(facts):
+        env = fact["env"]
+        assert (env["ROXXEL_PROCESS_ID"], env["ROXXEL_NUM_PROCESSES"]) == (str(rank), "4")
+        assert (env["MY_TOKEN"], env["PASSED"]) == ("sekrit", "on")
+        assert re.fullmatch(rf"{two.hosts.address('h1')}:\d+", env["ROXXEL_COORDINATOR"])
+        assert env["ROXXEL_COORDINATOR"] == facts[0]["env"]["ROXXEL_COORDINATOR"]
+    (log,) = folder.glob("runs/*/logs/rank-3.log")
+    assert re.search(r" h2 3 \| here 3\n", log.read_text())
+    assert "sekrit" not in log.read_text()
+    assert sorted(path.name for path in folder.iterdir()) == [*(f"facts.{rank}" for rank in range(4)), "runs"]
+    assert not two.left()
+
+
+JAX = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+ranks = multihost_utils.process_allgather(jnp.full((), jax.process_index()))
+print(ranks.tolist(), jax.device_count(), flush=True)
+if jax.process_index() == 1 and sys.argv[1:]:
+    raise KeyError("of rank 1")
+multihost_utils.process_allgather(jnp.ones(()))
+"""
+
+
+def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callable[[int], Ssh]) -> None:
+    two = ssh(2)
+    (two.folder / "program.py").write_text(JAX)
+    result = two.run("--devices-per-proc", 2, "--", "python", "program.py")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "0 | [0, 1] 4\n" in result.stdout
+    result = two.run("--devices-per-proc", 2, "--", "python", "program.py", "fail")
+    assert result.returncode == 1
+    assert "rank 1 failed first: exit code 1 (host h2" in result.stderr
+    assert result.stderr.splitlines()[-1] == "KeyError: 'of rank 1'"
+    assert not two.left()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
+def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], until: Until) -> None:
+    two = ssh(2)
+    launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
+    pids = {"launcher": launch.pid, "agent": two.pid("h2", "launcher.agent"), "rank": two.pid("h2", "bash -c")}
+    os.kill(pids[victim], signal.SIGKILL)
+    _, err = launch.communicate(timeout=60)
+    until(lambda: not two.left(), "everything to be gone")
+    assert launch.returncode == (-9 if victim == "launcher" else 137)
+    if victim == "agent":
+        assert b"the agent on host h2 ended before its ranks" in err
+    if victim == "rank":
+        assert b"rank 1 failed first: signal SIGKILL (host h2" in err
+    assert not any(list((two.hosts.home(name) / "tmp").iterdir()) for name in two.hosts.names)
+
+
+@pytest.mark.parametrize("how", ["the link is cut", "the launcher is killed too", "the agent is stopped"])
+def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callable[[int], Ssh], until: Until) -> None:
+    two = ssh(2)
+    launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
+    if how == "the agent is stopped":
+        os.kill(two.pid("h2", "launcher.agent"), signal.SIGSTOP)
+    else:
+        two.hosts.drop("h2")
+    if how == "the launcher is killed too":
+        launch.kill()
+    until(lambda: not two.left(), "everything to be gone")
+    _, err = launch.communicate(timeout=60)
+    if how == "the launcher is killed too":
+        assert launch.returncode == -9
+    else:
+        assert launch.returncode == 137
+        assert b"host h2 has said nothing for 10 s" in err
+
+
+def test_a_short_silence_is_survived(ssh: Callable[[int], Ssh], until: Until) -> None:
+    two = ssh(2)
+    launch = two.start("--", "bash", "-c", "touch up.$ROXXEL_PROCESS_ID; until [ -e go ]; do sleep 0.1; done", ranks=2)
+    two.hosts.drop("h2")
+    with pytest.raises(subprocess.TimeoutExpired):
+        launch.wait(5)
+    two.hosts.restore("h2")
+    with pytest.raises(subprocess.TimeoutExpired):  # longer than the leash, were it not heard again
+        launch.wait(11)
+    (two.folder / "go").touch()
+    assert launch.wait(60) == 0
+
+
+def test_a_request_to_stop_reaches_all_hosts(ssh: Callable[[int], Ssh]) -> None:
+    two = ssh(2)
+    trap = "trap 'echo saved; exit 42' TERM; touch up.$ROXXEL_PROCESS_ID; while true; do sleep 0.1; done"
+    launch = two.start("--all-ranks", "--", "bash", "-c", trap, ranks=2)
+    launch.send_signal(signal.SIGINT)
+    out, err = launch.communicate(timeout=60)
+    assert launch.returncode == 42
+    assert out.count(b"| saved\n") == 2
+    assert b"stopped on request; every rank saved and left" in err
+    assert not two.left()
+
+
+def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], Ssh], until: Until) -> None:
+    three = ssh(3)
+    script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "
+    script += "[ $ROXXEL_ATTEMPT = 2 ] || sleep 1000"
+    options = ["--min-hosts", 2, "--host-timeout", 3]
+    launch = three.start(*options, "--", "bash", "-c", script, ranks=3)
+    os.kill(three.pid("h2", "bash -c"), signal.SIGKILL)  # all are there again at once
+    log = next(three.folder.glob("runs/*/logs")) / "rank-0.log"
+    until(lambda: "attempt 1 of 3" in log.read_text(), "the second attempt")
+    three.hosts.drop("h3")
+    out, err = launch.communicate(timeout=60)
+    assert launch.returncode == 0, err
+    assert b"attempt 2 of 2\n" in out
+    assert b"host h3 has said nothing for 10 s" in err
+    assert b"going on without h3: 2 of 3 devices" in err
+    until(lambda: not three.left(), "everything to be gone")
+
+
+def test_a_job_that_needs_every_host_waits_for_the_lost_one(ssh: Callable[[int], Ssh], until: Until) -> None:
+    two = ssh(2)
+    script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT; [ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"
+    launch = two.start("--", "bash", "-c", script, ranks=2)
+    two.hosts.cut("h2")
+    assert launch.stderr is not None
+    while b"host h2 cannot be used" not in (line := launch.stderr.readline()):
+        assert line
+    two.hosts.restore("h2")
+    out, _ = launch.communicate(timeout=60)
+    assert launch.returncode == 0
+    assert b"| attempt 1\n" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--hosts", "nowhere"], 69, "host nowhere cannot be used: .*(resolve|Name)"),
+        (["--hosts", "h1,-oProxyCommand=touch"], 2, "'-oProxyCommand=touch' cannot be a host"),
+        (["--hosts", "h1,h1"], 2, "host h1 is given twice"),
+        (["--hosts", ""], 2, "no hosts"),
+        (["--hosts", "h1", "--hostfile", "x"], 2, "give --hosts a,b,c or --hostfile FILE, not both"),
+        (["--hosts", "h1", "--directory", "/not there"], 69, "host h1 cannot be used: .*not there"),
+        (["--hosts", "h1", "--python", "/no/python"], 69, "host h1 cannot be used: .*/no/python"),
+        (["--hosts", "h1", "--min-hosts", "2"], 2, "--min-hosts 2: there are 1 hosts"),
+        (["--hosts", "h1", "--procs-per-host", "0"], 2, "--procs-per-host 0: must be at least 1"),
+        (["--hosts", "h1", "--ssh-config", "none"], 2, "--ssh-config none: no such file"),
+    ],
+)
+def test_what_cannot_start_is_said_at_once(options: list[str], code: int, said: str, ssh: Callable[[int], Ssh]) -> None:
+    one = ssh(1)
+    command = [sys.executable, "-m", "roxxel_dist", "launch", "ssh", "--ssh-config", one.hosts.ssh_config]
+    result = one.hosts.run([*command, *options, "--", "touch", "x"], cwd=one.folder)
+    assert result.returncode == code, result.stderr
+    assert re.search(said, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(one.folder.iterdir()) == []
+
+
+def test_a_host_that_is_not_who_it_was_is_refused(ssh: Callable[[int], Ssh]) -> None:
+    one = ssh(1)
+    known = one.hosts.folder / "known_hosts"
+    other = subprocess.run(
+        ["ssh-keygen", "-y", "-f", one.hosts.folder / "key"], capture_output=True, text=True, check=True
+    )
+    known.write_text(f"h1,{one.hosts.address('h1')} {other.stdout}")
+    result = one.run("--", "touch", "x")
+    assert result.returncode == 69
+    assert "host h1 cannot be used: " in result.stderr
+    assert "Host key verification failed" in result.stderr
+    assert list(one.folder.iterdir()) == []

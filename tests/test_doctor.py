@@ -1,0 +1,70 @@
+"""`roxxel-dist doctor` as it is typed; other hosts than this machine are in tests/launcher/test_preflight.py."""
+
+import json
+import socket
+
+import pytest
+from commands import run
+
+
+def test_this_machine(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    result = run("doctor", "--run_dir", "mine", "--", "train", "--data_path", "text.txt", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    *lines, last = result.stdout.splitlines()
+    assert {line.split()[0] for line in lines} <= {"ok", "warning"}
+    checks = [line.split()[1] for line in lines]
+    assert {"devices", "disk", "leftovers", "variables", "versions", "code", "data", "port"} == set(checks)
+    assert last.startswith("1 host: 0 errors, ")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_what_is_wrong_is_69(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run("doctor", "--port", port, "--data_path", "nowhere", "--json", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (69, "")
+    told = json.loads(result.stdout)
+    assert not told["fit"]
+    errors = {one["check"]: one["text"] for one in told["findings"] if one["level"] == "error"}
+    assert set(errors) == {"port", "data"}
+    assert f"--port {port}" in errors["port"]
+    assert "nowhere" in errors["data"]
+    people = run("doctor", "--gpus-per-host", 99, cwd=tmp_path)
+    assert people.returncode == 69
+    assert "error    devices" in people.stdout
+    assert people.stdout.splitlines()[-1].startswith("1 host: 1 error, ")
+
+
+def test_a_host_that_is_not_there(tmp_path):
+    words = ["--hosts", "no-such-host.invalid", "--ssh-config", "config"]
+    (tmp_path / "config").write_text("")
+    result = run("doctor", *words, cwd=tmp_path)
+    assert result.returncode == 69
+    assert result.stdout.startswith("error    host  no-such-host.invalid: ssh: Could not resolve hostname")
+    assert result.stdout.splitlines()[-1] == "1 host: 1 error, 0 warnings"
+
+
+MISTAKES = [
+    (["--port", 0], "--port 0: must be within 1 and 65535"),
+    (["--gpus-per-host", 0], "--gpus-per-host 0: must be at least 1"),
+    (["--hosts", "a", "--hostfile", "b"], "give one of the two"),
+    (["--hosts", "a,-oProxyCommand=x"], "cannot be a host"),
+    (["--hosts", ","], "no hosts"),
+    (["--hostfile", "nowhere"], "--hostfile nowhere: cannot be read"),
+    (["--hosts", "a", "--ssh-config", "nowhere"], "--ssh-config nowhere: no such file"),
+    (["--python", "python3"], "--python python3 is for other hosts"),
+    (["--ssh-config", "x"], "--ssh-config x is for other hosts"),
+    (["--host", "a"], "--hosts"),
+    (["--", "train", "--bath_size", "3"], "--batch_size"),
+    (["--", "train", "--config", "nowhere"], "nowhere: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(map(str, words)) for words, _ in MISTAKES])
+def test_a_mistake_is_a_message_and_exit_2(tmp_path, words, message):
+    result = run("doctor", *words, cwd=tmp_path)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert message in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []

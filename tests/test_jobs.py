@@ -1,0 +1,362 @@
+"""Jobs that nobody sits before: real detached launchers, and the commands that look after them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import command, environment, gone, wait_for
+
+LIMIT_S = 60
+WAIT = "echo up $ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
+DRAIN = "trap 'echo saving; until [ -e go ]; do sleep 0.02; done; echo saved; exit 42' TERM; " + WAIT
+
+
+@dataclass
+class Desk:
+    """A folder to work in, with a list of jobs of its own."""
+
+    folder: Path
+    started: list[subprocess.Popen[str]]
+
+    def open(self, *words: object, **more: Any) -> subprocess.Popen[str]:
+        """Start a command."""
+        env = environment(XDG_STATE_HOME=str(self.folder / "state"), TMPDIR=str(self.folder / "tmp"))
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
+        process = subprocess.Popen(command(*words), cwd=self.folder, env=env, text=True, **pipes)
+        self.started.append(process)
+        return process
+
+    def controller(self) -> subprocess.Popen[str]:
+        """Start what `--detach` starts; it waits for a job on its stdin."""
+        env = environment(XDG_STATE_HOME=str(self.folder / "state"))
+        words = [sys.executable, "-m", "roxxel_dist.launcher.detached"]
+        process = subprocess.Popen(
+            words, cwd=self.folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *words: object) -> tuple[int, str, str]:
+        """Run a command to its end: its code, what it showed, and its messages."""
+        process = self.open(*words)
+        out, err = process.communicate(timeout=LIMIT_S)
+        return process.returncode, out, err
+
+    def launch(self, script: str, *options: object, nprocs: int = 1) -> str:
+        """Launch `bash -c SCRIPT` and leave it; the run id."""
+        words = ["--max-restarts", 0, "--nprocs", nprocs, *options, "--", "bash", "-c", script]
+        code, out, err = self.run("launch", "local", "--detach", *words)
+        assert (code, out.count("\n")) == (0, 1), err
+        return out.strip()
+
+    def up(self, nprocs: int = 1) -> None:
+        """Wait until the ranks have begun."""
+        wait_for(lambda: len(list(self.folder.glob("up.*"))) == nprocs, LIMIT_S, "the start of the ranks")
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return json.loads(self.run("ps", "--all", "--json")[1])
+
+    def job(self) -> dict[str, Any]:
+        (job,) = self.jobs()
+        return job
+
+    def pid(self) -> int:
+        return self.job()["controller"]["pid"]
+
+    def over(self) -> dict[str, Any]:
+        wait_for(lambda: self.job()["state"] in ("ended", "lost"), LIMIT_S, "the end of the job")
+        return self.job()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    (tmp_path / "tmp").mkdir()
+    desk = Desk(tmp_path, [])
+    yield desk
+    for job in desk.jobs():
+        if job["state"] not in ("ended", "lost"):
+            os.kill(job["controller"]["pid"], signal.SIGKILL)
+            wait_for(lambda pid=job["controller"]["pid"]: gone(pid), LIMIT_S, "the end of a launcher")
+    for process in desk.started:
+        if process.poll() is None:
+            process.kill()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        process.wait()
+
+
+def spec(run_id: str, *words: str) -> str:
+    """What a detached launcher reads."""
+    job = {"command": words, "nprocs": 1, "run_id": run_id, "log_dir": "logs", "max_restarts": 0}
+    return json.dumps({"job": job, "backend": {"kind": "local"}, "host": "h"}) + "\n"
+
+
+def words_of_all_processes() -> str:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(found)
+
+
+def test_a_detached_job_is_of_nobody_and_tells_no_secret(desk: Desk) -> None:
+    (desk.folder / "env").write_text("MY_API_KEY=s3cr3t-of-a-test\n")
+    script = f'echo ${{#MY_API_KEY}} > length; : "$0"; {WAIT}'
+    run = desk.launch(script, "--env-from", "env", nprocs=2)
+    desk.up(2)
+    job = desk.job()
+    pid = job["controller"]["pid"]
+    assert (job["run_id"], job["state"], job["nprocs"], job["attempt"]) == (run, "running", 2, 0)
+    assert job["controller"]["host"] == socket.gethostname()
+    assert (desk.folder / "length").read_text() == "16\n", "the ranks have the variable"
+    words = words_of_all_processes()
+    assert "roxxel_dist.launcher.detached" in words
+    assert "s3cr3t-of-a-test" not in words
+    for path in (*desk.folder.glob("state/**/*.json"), *desk.folder.glob("runs/**/*.log")):
+        assert "s3cr3t-of-a-test" not in path.read_text()
+    stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    assert int(stat[3]) != os.getsid(0), "a session of its own"
+    assert int(stat[4]) == 0, "no terminal"
+    log = str(desk.folder / "runs" / f"run_{run}" / "logs" / "launcher.log")
+    assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == ["/dev/null", log, log]
+
+
+def test_secret_flags_are_masked_in_the_list_and_the_logs(desk: Desk) -> None:
+    words = ["--", "bash", "-c", "echo done", "--token", "s3cr3t"]
+    assert desk.run("launch", "local", "--detach", *words)[0] == 0
+    assert desk.over()["command"] == "bash -c 'echo done' --token '***'"
+    shown = desk.run("logs", desk.job()["run_id"], "--launcher")[1]
+    assert "--token '***'\n" in shown
+    assert "s3cr3t" not in shown + desk.run("ps", "--all")[1]
+
+
+def test_ps(desk: Desk) -> None:
+    assert desk.run("ps") == (0, "", "roxxel-dist: no job runs\n")
+    run = desk.launch(DRAIN.replace("until [ -e go ]; do sleep 0.02; done", ":"), nprocs=2)
+    desk.up(2)
+    code, out, err = desk.run("ps")
+    head, line = out.splitlines()
+    assert (code, err) == (0, "")
+    assert head.split() == ["RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND"]
+    assert line.split()[:6] == [run, "running", socket.gethostname(), "2", "0", "-"]
+    assert "bash -c 'trap" in line
+    assert desk.run("stop", run[:-2])[0] == 0
+    assert desk.run("ps") == (0, "", "roxxel-dist: no job runs; --all lists 1 that ended\n")
+    assert f"{run}  ended 42" in desk.run("ps", "--all")[1]
+
+
+def test_logs_follow_a_job_to_its_end(desk: Desk) -> None:
+    run = desk.launch(
+        f"{WAIT.replace('while :; do', 'until [ -e go ]; do')}; echo last of $ROXXEL_PROCESS_ID", nprocs=2
+    )
+    follows = desk.open("logs", run, "-f", "--rank", 1)
+    assert follows.stdout is not None
+    assert f"attempt 0, run {run}: bash -c" in follows.stdout.readline()
+    assert follows.stdout.readline().endswith(f" {socket.gethostname()} 1 | up 1\n")
+    (desk.folder / "go").touch()
+    out, err = follows.communicate(timeout=LIMIT_S)
+    assert (follows.returncode, out.endswith("1 | last of 1\n")) == (0, True)
+    assert err.startswith(f"roxxel-dist: run {run} ended at ")
+    assert err.endswith("with 0 (all went well)\n")
+    code, out, again = desk.run("logs", run, "-n", 1)  # of a job that is over
+    assert (code, out.endswith("0 | last of 0\n"), again) == (0, True, err)
+    assert out.count("\n") == 1
+    code, out, err = desk.run("logs", run, "--rank", 2)
+    assert (code, out) == (2, "")
+    assert "--rank 2: run " in err
+    assert "has the ranks 0 to 1" in err
+    code, out, err = desk.run("logs", run[:-1] + "x")
+    assert (code, out) == (2, "")
+    assert f"did you mean {run}?" in err
+    code, out, err = desk.run("logs")
+    assert (code, out) == (2, "")
+    assert f"say which run:\n  {run}  ended" in err
+
+
+def test_nobody_who_reads_is_nobody_to_write_to(desk: Desk) -> None:
+    run = desk.launch(WAIT)
+    desk.up()
+    follows = desk.open("logs", run, "-f")
+    assert follows.stdout is not None
+    follows.stdout.readline()
+    follows.stdout.close()
+    assert follows.wait(LIMIT_S) == 0
+
+
+def test_attach_ends_as_the_job_does(desk: Desk) -> None:
+    script = f"{WAIT.replace('while :; do', 'until [ -e go ]; do')}; echo and why >&2; exit 7"
+    run = desk.launch(script)
+    attached = desk.open("attach", f"runs/run_{run}")
+    assert attached.stdout is not None
+    assert f" run {run}: bash -c" in attached.stdout.readline()
+    assert attached.stdout.readline().endswith(" 0 | up 0\n")
+    (desk.folder / "go").touch()
+    out, err = attached.communicate(timeout=LIMIT_S)
+    assert attached.returncode == 7
+    assert "roxxel-dist: rank 0 failed first: exit code 7" in out
+    assert out.endswith("\nand why\n")
+    assert "ended at" in err
+    code, out, _ = desk.run("attach", run)
+    assert (code, out.endswith("\nand why\n")) == (7, True), "it is the same when it is over"
+
+
+def test_ctrl_c_in_attach_leaves_the_job(desk: Desk) -> None:
+    run = desk.launch(WAIT)
+    attached = desk.open("attach", run)
+    assert attached.stdout is not None
+    attached.stdout.readline()
+    attached.stdout.readline()
+    attached.send_signal(signal.SIGINT)
+    _, err = attached.communicate(timeout=LIMIT_S)
+    assert attached.returncode == 130
+    assert err == f"roxxel-dist: run {run} goes on; `roxxel-dist stop {run}` ends it\n"
+    assert desk.job()["state"] == "running"
+
+
+def test_stop_waits_until_the_ranks_have_saved_and_asks_once(desk: Desk) -> None:
+    run = desk.launch(DRAIN, nprocs=2)
+    desk.up(2)
+    first = desk.open("stop", run)
+    wait_for(lambda: desk.job()["state"] == "stopping", LIMIT_S, "the request")
+    second = desk.open("stop", run)
+    assert second.stderr is not None
+    assert second.stderr.readline() == f"roxxel-dist: run {run} was asked to stop before\n"
+    code, _, err = desk.run("stop", run, "--timeout", 0.1)
+    assert code == 1
+    assert f"run {run} is stopping after 0.1 s: `roxxel-dist stop {run} --kill` ends it" in err
+    (desk.folder / "go").touch()
+    _, err = first.communicate(timeout=LIMIT_S)
+    asked, ended = err.splitlines()
+    assert asked.endswith("its ranks get 30 s to save and leave; --kill does not wait for them")
+    assert ended.endswith("with 42 (stopped, every rank saved)")
+    assert second.communicate(timeout=LIMIT_S)[1] == ended + "\n"
+    assert (first.returncode, second.returncode, desk.job()["code"]) == (0, 0, 42)
+    assert desk.run("logs", run, "-n", 1)[1].endswith("0 | saved\n")
+    assert desk.run("stop", run) == (0, "", ended + "\n"), "what is over is stopped"
+
+
+def test_stop_kill_does_not_wait(desk: Desk) -> None:
+    run = desk.launch(DRAIN, nprocs=2)
+    desk.up(2)
+    code, _, err = desk.run("stop", run, "--kill")
+    assert code == 1
+    assert "killing its ranks" in err
+    assert err.splitlines()[-1].endswith("with 143")
+    assert desk.job()["code"] == 143
+
+
+def test_a_killed_launcher_is_lost_and_hangup_is_nothing_to_it(desk: Desk) -> None:
+    run = desk.launch(WAIT)
+    desk.up()
+    os.kill(desk.pid(), signal.SIGHUP)
+    attached = desk.open("attach", run)
+    assert attached.stdout is not None
+    attached.stdout.readline()
+    assert desk.job()["state"] == "running"
+    os.kill(desk.pid(), signal.SIGKILL)
+    _, err = attached.communicate(timeout=LIMIT_S)
+    assert attached.returncode == 1
+    assert f"run {run} is lost: its launcher (pid " in err
+    assert desk.run("ps")[1].splitlines()[1].split()[:2] == [run, "lost"]
+    code, _, err = desk.run("stop", run)
+    assert (code, "is lost" in err) == (1, True)
+    assert desk.run("logs", run)[1].endswith("0 | up 0\n")
+
+
+STEPS = """
+import os, signal, time
+from pathlib import Path
+from roxxel_dist.cluster.progress import Progress
+attempt = int(os.environ["ROXXEL_ATTEMPT"])
+Progress.from_env(0).enter(12 + attempt)
+if attempt == 0:
+    while not Path("go").exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path("up.0").touch()
+time.sleep(1000)
+"""
+
+
+def test_the_list_tells_attempt_and_step(desk: Desk) -> None:
+    words = ["--", "env", sys.executable, "-c", STEPS]
+    assert desk.run("launch", "local", "--detach", *words)[0] == 0
+    wait_for(lambda: desk.job()["step"] == 12, LIMIT_S, "the first step")
+    assert desk.job()["attempt"] == 0
+    (desk.folder / "go").touch()
+    desk.up()
+    wait_for(lambda: desk.job()["step"] == 13, LIMIT_S, "the next step")
+    assert (desk.job()["attempt"], desk.job()["state"]) == (1, "running")
+    assert desk.run("ps")[1].splitlines()[1].split()[4:6] == ["1", "13"]
+    assert desk.run("stop", desk.job()["run_id"], "--kill")[0] == 1
+    assert desk.job()["step"] == 13
+
+
+def test_what_cannot_start_says_so_and_leaves_nothing(desk: Desk) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, out, err = desk.run("launch", "local", "--detach", "--port", port, "--", "bash", "-c", WAIT)
+    assert (code, out) == (69, "")
+    assert str(port) in err
+    assert err.splitlines()[-1].startswith("roxxel-dist: not started: see above")
+    assert not (desk.folder / "runs").exists()
+    assert desk.job()["code"] == 69
+    assert desk.run("ps")[1] == ""
+
+
+def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:
+    process = desk.controller()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdin.write(spec("a", "touch", "was-here"))
+    process.stdin.close()
+    assert process.wait(LIMIT_S) == 0
+    wait_for((desk.folder / "logs" / "launcher.log").exists, LIMIT_S, "the log of the launcher")
+    assert desk.over()["code"] == 1
+    assert "nobody waits for this job" in (desk.folder / "logs" / "launcher.log").read_text()
+    assert not (desk.folder / "was-here").exists()
+
+
+def test_a_launch_that_somebody_sits_before_is_a_job_too(desk: Desk) -> None:
+    launcher = desk.open("launch", "local", "--", "bash", "-c", f"trap 'exit 42' TERM; {WAIT}")
+    desk.up()
+    run = desk.job()["run_id"]
+    code, _, err = desk.run("logs", run, "--launcher")
+    assert (code, "was launched without --detach" in err) == (2, True)
+    attached = desk.open("attach", run)
+    assert attached.stdout is not None
+    attached.stdout.readline()
+    assert attached.stdout.readline().endswith("0 | up 0\n")
+    assert desk.run("stop", run)[0] == 0
+    attached.communicate(timeout=LIMIT_S)
+    launcher.communicate(timeout=LIMIT_S)
+    assert (launcher.returncode, attached.returncode) == (42, 42)
+
+
+def test_two_runs_in_one_directory_have_their_own_lines(desk: Desk) -> None:
+    runs = []
+    for text in ("one", "two"):
+        done, _ = desk.controller().communicate(spec(text, "bash", "-c", f"echo {text}"), timeout=LIMIT_S)
+        runs.append(json.loads(done)["entry"]["run_id"])
+        wait_for(lambda: {job["state"] for job in desk.jobs()} == {"ended"}, LIMIT_S, "the end of the job")
+    assert runs == ["one", "two"]
+    for run in runs:
+        for option in ("--rank=0", "--launcher"):
+            head, line = desk.run("logs", run, option)[1].splitlines()
+            assert f"run {run}: bash -c 'echo {run}'" in head
+            assert line.endswith(f"0 | {run}")
+    assert desk.run("logs", ".")[1].endswith("0 | two\n"), "a run directory is its newest job"
