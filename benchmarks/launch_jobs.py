@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,7 @@ class Job:
         also: more programs that belong to it, as (host, words): torchrun wants one on each node.
         env: variables beside those of this process.
         folder: the working directory, where it must be one that is there already.
+        remove: take the working directory away at the end.
     """
 
     def __init__(
@@ -98,21 +100,30 @@ class Job:
         also: Sequence[tuple[str, Sequence[object]]] = (),
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        remove: bool = True,
     ) -> None:
         self.ranks, self.cluster = ranks, cluster
         self.folder = folder or Path(tempfile.mkdtemp(prefix="roxxel-bench-launch-"))
         self._tag = uuid.uuid4().hex
-        self._env = {**(env or {}), TAG: self._tag}
+        self._remove = remove
+        self._env = {**(env or {}), TAG: self._tag, "XDG_STATE_HOME": str(self.folder / "state")}
         self.started = time.monotonic()
         self._said = (self.folder / "said.txt").open("w+b")
         self.process = self._start(on, words)
         self.others = [self._start(host, more) for host, more in also]
 
     def _start(self, on: str, words: Sequence[object]) -> "subprocess.Popen[bytes]":
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._said, "stderr": self._said}
         if self.cluster is not None:
-            return self.cluster.popen(words, on=on, cwd=self.folder, env=self._env, **streams)
-        return subprocess.Popen(list(map(str, words)), cwd=self.folder, env=os.environ | self._env, **streams)
+            said: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._said, "stderr": self._said}
+            return self.cluster.popen(words, on=on, cwd=self.folder, env=self._env, **said)
+        return subprocess.Popen(
+            list(map(str, words)),
+            cwd=self.folder,
+            env=os.environ | self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+        )
 
     @property
     def said(self) -> str:
@@ -186,6 +197,8 @@ class Job:
                 continue
         for process in (self.process, *self.others):
             process.wait()
+        if self._remove:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -22,7 +22,7 @@ from roxxel_dist.launcher.job import JobSpec, coordinator_port, rank_environment
 
 MOST_S, MOST_SHARE = 0.3, 0.03
 RESTART_S = 2.0
-SAVE_EVERY = 20
+SAVE_EVERY = 100
 CONFIG = f"""
 phases:
   - {{steps: 1000000, batch_size: 8, seq_len: 129}}
@@ -115,7 +115,9 @@ def restarts(setting: Setting) -> Iterator[Row]:
 
 def _restarts(where: str, setting: Setting, run: "Run", hosts: Cluster | None) -> Iterator[Row]:
     what = f"restart after a kill -9 of a rank, down time less the new ranks' own start to their first step: {where}"
-    tally = repeated(what, setting.count, lambda number: run.kill_and_drain(number, hosts))
+    tally = repeated(
+        what, setting.count, lambda number: run.kill_and_drain(number, (number + 0.5) / setting.count, hosts)
+    )
     whole = statistics.median(run.down) if run.down else math.nan
     yield Row(
         what=what,
@@ -147,13 +149,19 @@ class Run:
         self.lost_by_kill: list[float] = []
         self.lost_by_drain: list[float] = []
 
-    def kill_and_drain(self, number: int, hosts: Cluster | None) -> float:
-        """From the kill to the moment at which the last rank of the next attempt is a process."""
+    def kill_and_drain(self, number: int, part: float, hosts: Cluster | None) -> float:
+        """From the kill to the moment at which the last rank of the next attempt is a process.
+
+        Args:
+            number: decides which rank is killed.
+            part: when, as a part of the interval between two saves.
+            hosts: where.
+        """
         with self._launch(hosts) as job:
             first = self._wait_stepping(job, attempt=0)[1]
             if self._last:
                 self.lost_by_drain.append(self._last + 1 - first)
-            self._wait_row(job, first + 2 * SAVE_EVERY + 7 * number % SAVE_EVERY)
+            self._wait_row(job, (first // SAVE_EVERY + 1 + part) * SAVE_EVERY)
             victim = _ranks(job, 0)[number % 2]
             done = _record(victim).done
             killed = time.monotonic()
@@ -176,7 +184,7 @@ class Run:
         for name, value in cache.items():
             options += ["--env", f"{name}={value}"]
         command = local(2, words, *options) if hosts is None else over_ssh(hosts, words, *options)
-        return Job(command, 2, hosts, folder=self._folder)
+        return Job(command, 2, hosts, folder=self._folder, remove=False)
 
     def _wait_stepping(self, job: Job, attempt: int) -> tuple[dict[int, int], int, float]:
         """The ranks of an attempt, its first step, and when rank 0 had done it."""
@@ -197,11 +205,11 @@ class Run:
                 return ranks, first, time.monotonic()
             time.sleep(0.003)
 
-    def _wait_row(self, job: Job, step: int) -> None:
+    def _wait_row(self, job: Job, step: float) -> None:
         until = time.monotonic() + START_S
         while max(self._rows(), default=0) < step:
             if job.process.poll() is not None or time.monotonic() > until:
-                raise MissedError(f"step {step} was not logged: {job.said[-2000:]}")
+                raise MissedError(f"step {step:g} was not logged: {job.said[-2000:]}")
             time.sleep(0.02)
 
     def _rows(self) -> list[int]:
