@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 
-.PHONY: demo test test-all bench-data bench-train bench-gpu chaos lint format clean
+.PHONY: demo test test-all bench-data bench-train bench-launch bench-gpu chaos lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -28,6 +28,9 @@ bench-data: $(VENV)/bench-installed ## what reading data costs, against other lo
 
 bench-train: $(VENV)/demo-installed ## what the training loop costs over the bare compiled step: a table of ratios
 	@$(BIN)/python benchmarks/train_loop.py
+
+bench-launch: $(VENV)/bench-installed ## how soon a job is gone, or goes on, when something fails: a table; needs root
+	@$(BIN)/python benchmarks/launch.py
 
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py

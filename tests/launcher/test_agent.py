@@ -223,6 +223,6 @@ def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "roxxel_dist.launcher.agent", "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
-        assert agent.wait(60) == 0
+        assert agent.wait(60) == 1
         assert agent.stderr.read() == b"it heard nothing from the launcher for 1 s\n"
     assert list(tmp_path.iterdir()) == []
