@@ -1,6 +1,9 @@
 """From a Config and a corpus to all that a run is made of; every command that trains or looks at training uses it."""
 
+import copy
 import dataclasses
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.own import find_function
 from roxxel_dist.model.transformer import Transformer, token_losses
 from roxxel_dist.reading import curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
@@ -79,13 +83,20 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
     loop, optimizer = config.part(LoopConfig), NamedOptimizer(config.part(OptimizerConfig))
     curriculum, held_out = curriculum_of(config, data)
     optimizer.config.check(curriculum.total_steps)
+    validation = validation_sets(config, data)
+    for name, one in {**curriculum.mix_streamers, **validation}.items():
+        if (one.vocab_size or 0) > config.vocab_size:
+            raise ValueError(
+                f"the data {name!r} has {one.vocab_size} tokens, and vocab_size is {config.vocab_size}: build it with "
+                f"the tokenizer of the data to train on, or use a larger vocab_size"
+            )
     return Recipe(
         config=config,
         build=model_builder(config),
-        loss=token_losses,
+        loss=token_losses if config.loss is None else find_function("loss", config.loss),
         optimizer=optimizer,
         curriculum=curriculum,
-        validation=validation_sets(config, data) or {HELD_OUT: held_out},
+        validation=validation or {HELD_OUT: held_out},
         data=data,
         grad_accum=loop.grad_accum,
         options={**loop.options(), "val_fraction": 0.0},
@@ -93,9 +104,38 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
 
 
 def model_builder(config: Any) -> Callable[[], nnx.Module]:
-    """What makes the model of a config whose `vocab_size` is known: the same weights each time."""
-    shape, rngs = config.part(ModelConfig), {"params": config.seed, "dropout": config.seed + 1}
-    return lambda: Transformer(shape, nnx.Rngs(**rngs))
+    """What makes the model of a config whose `vocab_size` is known: the same weights each time.
+
+    Raises:
+        ValueError: `model` names no function.
+    """
+    rngs = {"params": config.seed, "dropout": config.seed + 1}
+    if config.model is None:
+        shape = config.part(ModelConfig)
+        return lambda: Transformer(shape, nnx.Rngs(**rngs))
+    make = find_function("model", config.model)
+
+    def build() -> nnx.Module:
+        own = copy.deepcopy(config)  # what it does to its config is its own affair
+        own.model_args = own.model_args or {}
+        try:
+            model = make(own, nnx.Rngs(config.seed + 2, **rngs))
+        except ValueError as error:
+            raise ValueError(f"model is {config.model!r}: {error}{_place(error, make)}") from error
+        if not isinstance(model, nnx.Module):
+            raise ValueError(
+                f"model is {config.model!r}: it returned a {type(model).__name__}, and must return an nnx.Module"
+            )
+        return model
+
+    return build
+
+
+def _place(error: Exception, function: Callable[..., Any]) -> str:
+    """Where in the file of a function an error came from: what prints a message alone would not say it."""
+    path = getattr(sys.modules.get(function.__module__), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f" ({path}, line {lines[-1]})" if lines else ""
 
 
 def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel:

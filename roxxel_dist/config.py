@@ -12,21 +12,27 @@ import errno
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from roxxel_dist.data.config import DataConfig
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.config import ModelConfig, check_sizes
+from roxxel_dist.model.own import OwnConfig
 from roxxel_dist.model.variants import VariantConfig
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 
-PARTS = (ModelConfig, VariantConfig, DataConfig, LoopConfig, OptimizerConfig)
+BUILT_IN = (ModelConfig, VariantConfig)
+"""Of the built-in Transformer: what they say is checked where that is the model."""
+PARTS = (*BUILT_IN, OwnConfig, DataConfig, LoopConfig, OptimizerConfig)
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
 RECORD = "record"
 """The section of a saved config that says where and with what it ran; it is read past when loaded."""
+
+EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 T = TypeVar("T")
 
@@ -68,12 +74,15 @@ class _Methods:
             ValueError: names the first field that breaks its rule.
         """
         self.check_types()
+        values = self.to_dict()
+        check_sizes({name: values[name] for name in ("vocab_size", "max_context")})
         for component in PARTS:
-            self.part(component)
-        if self.phases:  # pyright: ignore[reportAttributeAccessIssue]
+            if component not in BUILT_IN or values["model"] is None:
+                self.part(component)
+        if values["phases"]:
             from roxxel_dist.curriculum.phases import Phase  # numpy: not for --help
 
-            for phase in self.phases:  # pyright: ignore[reportAttributeAccessIssue]
+            for phase in values["phases"]:
                 Phase.of(phase)
 
     def check_types(self) -> None:
@@ -222,7 +231,16 @@ def _read(name: str, value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    return value
+    return _with_numbers(value) if name == "model_args" else value
+
+
+def _with_numbers(value: Any) -> Any:
+    """The same with text such as 5e-4 as a number, wherever it stands."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(one) for one in value]
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
 
 Config = dataclasses.make_dataclass(

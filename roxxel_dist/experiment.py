@@ -25,6 +25,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.generate import generate
+from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.cursor import read_cursor
@@ -44,7 +45,7 @@ class Experiment:
     """
 
     def __init__(self, config: Any) -> None:
-        self.config = dataclasses.replace(config)
+        self.config = dataclasses.replace(config, **absolute_paths(config))
         self.stopped = False
 
     def fit(
@@ -70,6 +71,8 @@ class Experiment:
             self.config.validate()
             # A launched run without a name has the launcher's: started again, it is the same folder.
             saved = _saved(Path(run_dir or default_run_dir())) if resume else {}
+            if self.config.datasets is None:
+                self.config.datasets = saved.get("datasets")
             if self.config.deterministic:
                 make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
@@ -81,14 +84,14 @@ class Experiment:
         with _held(run, resume) as directory:
             with _nothing_left_behind(directory), usage_errors():
                 changed = changed_fields(saved, self.config, amend=amend)
-                path = data_path or saved.get(RECORD, {}).get("data_path")
+                path = primary_path(self.config, data_path) or saved.get(RECORD, {}).get("data_path")
                 made = recipe(self.config, self._open(path, run, resume))
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
                 trainer = self._trainer(run, made, amend)
             try:
                 # All ranks learn it, if the disk is full already.
-                on_primary("record", lambda: self._write_down(trainer, run, path, made.data, saved, changed))
+                on_primary("record", lambda: self._write_down(trainer, run, path, made, saved, changed))
                 self._run(trainer, run, made.data.tokenizer, prompt)
             finally:
                 trainer.close()
@@ -138,9 +141,10 @@ class Experiment:
         return WandbTracker(run, mode, self.config.wandb_project, config=self.config.to_dict(), restored_step=done)
 
     def _write_down(
-        self, trainer: Trainer, run: Path, data_path: Any, data: Roxxel, saved: dict[str, Any], changed: list[str]
+        self, trainer: Trainer, run: Path, data_path: Any, made: Recipe, saved: dict[str, Any], changed: list[str]
     ) -> None:
         """What a person or a later command needs to know about this run."""
+        data = made.data
         say = trainer.logger.text
         summary = summarize(trainer.state.params, trainer.state.optimizer)
         if not trainer.finished:
@@ -159,6 +163,8 @@ class Experiment:
         train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
         parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
         say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
+        for name, one in made.curriculum.mix_streamers.items():
+            say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
         if not trainer.notes:  # else they have it
             say(trainer.plan.describe())
         for line in changed:
