@@ -73,6 +73,9 @@ class Experiment:
             saved = _saved(Path(run_dir or default_run_dir())) if resume else {}
             if self.config.datasets is None:
                 self.config.datasets = saved.get("datasets")
+            named = self.config.datasets or {}
+            if data_path and "self" in named:
+                self.config.datasets = {**named, "self": os.path.abspath(data_path)}
             if self.config.deterministic:
                 make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.

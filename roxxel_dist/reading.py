@@ -52,18 +52,8 @@ def absolute_paths(config: Any) -> dict[str, dict[str, str] | None]:
 
 
 def primary_path(config: Any, data_path: str | Path | None) -> str | Path | None:
-    """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does.
-
-    Raises:
-        ValueError: they name two.
-    """
-    named = (config.datasets or {}).get("self")
-    if data_path and named and os.path.abspath(data_path) != os.path.abspath(named):
-        raise ValueError(
-            f"the data path is {data_path}, and datasets names {named} as self: these are one and the same data set, "
-            f"so leave one of the two out"
-        )
-    return data_path or named
+    """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does."""
+    return data_path or (config.datasets or {}).get("self")
 
 
 def blended_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from roxxel_dist import Config, Experiment
+from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
+from roxxel_dist.train.trainer import Trainer as Loop
 
 SMALL = {
     "dim": 16,
@@ -151,3 +152,13 @@ def test_on_some_of_the_devices(text, tmp_path):
     with pytest.raises(UsageError, match=r"n_devices is 9, but 8 device.s. are here"):
         Experiment(config(n_devices=9)).fit(text, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_trainer_of_a_config_is_its_experiment():
+    made = Trainer(config(lr=1e-4))
+    assert isinstance(made, Experiment)
+    assert made.config.lr == 1e-4
+    assert isinstance(Trainer(config=config()), Experiment)
+    with pytest.raises(TypeError, match="missing"):
+        Trainer(config(), "adamw")
+    assert issubclass(Trainer, Loop)

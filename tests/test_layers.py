@@ -14,6 +14,7 @@ LAYERS = [
     ["cli"],
     ["cli_data", "cli_doctor", "cli_jobs", "cli_launch"],
     ["launcher"],
+    ["trainer"],
     ["experiment", "load"],
     ["assemble"],
     ["flags"],

@@ -1,14 +1,17 @@
 """A model and a loss of the user's own, through everything that the built-in one goes through."""
 
 import shutil
+import sys
 
+import numpy as np
 import pytest
 from commands import TINY, losses, make_corpus, rows, run
 
-from roxxel_dist import Config
-from roxxel_dist.assemble import model_builder
-from roxxel_dist.config import load_yaml
+from roxxel_dist import Config, Experiment
+from roxxel_dist.assemble import model_builder, recipe
+from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.flags import parse_train
+from roxxel_dist.load import check_continues
 from roxxel_dist.model.own import find_function
 
 pytestmark = pytest.mark.xdist_group("own")
@@ -55,39 +58,62 @@ def test_it_resumes_to_the_bit(work):
     assert losses(work / "cut") == losses(work / "whole")
 
 
-def test_it_generates_and_one_that_cannot_says_so(work):
+def test_it_generates(work):
     said = run("generate", "whole", "--prompt", "import", "--max_new_tokens", 3, cwd=work)
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith("import")
-    pooled = ["--model", "netpkg.net:build_pooled", "--loss", "netpkg.net:pooled_loss", "--max_steps", 1]
-    result = run(*TRAIN, "pooled", *pooled, cwd=work)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "no sample" in result.stdout
-    said = run("generate", "pooled", "--prompt", "import", cwd=work)
-    assert said.returncode == 2
-    assert "model is 'netpkg.net:build_pooled': to generate, a model takes int32[1, L] tokens alone" in said.stderr
-    assert "for L = 64 it returns (1, 512)" in said.stderr
+
+
+def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
+    fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}
+    made = recipe(Config(**fields, batch_size=8), corpus)
+    model = made.build()
+    assert made.loss(model, corpus.read(np.arange(2) * 17, 17)).shape == ()
+    with pytest.raises(
+        ValueError, match=r"a model takes int32\[1, L\] tokens alone .* for L = 16 it returns \(1, 500\)"
+    ):
+        check_continues(model, made.config)
+    check_continues(model_builder(Config(model="own_model:build", vocab_size=500))(), made.config)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("fields", "message"),
     [
-        (["--model", "netpkg.net"], "model is 'netpkg.net': it must be \"module:function\", such as"),
-        (["--model", "netpkg.nets:build"], "model is 'netpkg.nets:build': there is no module 'netpkg.nets'. Start in"),
-        (["--loss", "netpkg.net:lost"], "net.py has no 'lost'. Write the name of a function that it defines"),
-        (["--model", "netpkg.net:NUMBER"], "that is a int. Write the name of a function"),
-        (["--model", "netpkg.net:no_module"], "must return an nnx.Module"),
-        (["--model_args.depth", 0], "model_args.depth is 0: it must be at least 1 ("),
+        ({"model": "own_model"}, "model is 'own_model': it must be \"module:function\", such as"),
+        ({"model": "own_model.nets:build"}, "there is no module 'own_model.nets'. Start in the folder that has it"),
+        ({"model": "own_models:build"}, "model is 'own_models:build': there is no module 'own_models'. Start in"),
+        ({"loss": "own_model:lost"}, "own_model.py has no 'lost'. Write the name of a function that it defines"),
+        ({"model": "own_model:NUMBER"}, "that is a int. Write the name of a function"),
+        ({"model": "own_model:no_module"}, "must return an nnx.Module"),
+        (
+            {"model": "own_model:build", "model_args": {"depth": 0}},
+            "depth is 0: it must be at least 1 (.*own_model.py, line",
+        ),
     ],
 )
-def test_what_cannot_be_trained_is_one_line(work, flags, message):
-    result = run(*TRAIN, "new", *OWN, *flags, cwd=work)
+def test_what_cannot_be_trained_is_named(corpus, tmp_path, fields, message):
+    config = Config(**{"max_context": 16, "batch_size": 8, **fields})
+    with pytest.raises(UsageError, match=message.replace("(", "[(]")):
+        Experiment(config).fit(corpus.filepath, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_wrong_name_on_the_command_line_is_one_line(work):
+    result = run(*TRAIN, "new", "--model", "netpkg.nets:build", cwd=work)
     assert result.returncode == 2, result.stdout + result.stderr
-    assert message in result.stderr
+    assert "roxxel-dist: model is 'netpkg.nets:build': there is no module 'netpkg.nets'" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (work / "new").exists()
 
 
+def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Family:\n    @staticmethod\n    def build(config, rngs): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert find_function("model", "only_here:Family.build").__name__ == "build"
+
+
+@pytest.mark.slow
 def test_another_shape_is_refused_on_resume_and_other_arguments_are_told(work):
     shutil.copytree(work / "whole", work / "more")
     words = ["train", "--run_dir", "more", "--resume", "--max_steps", 7, "--fsdp", "True"]
@@ -114,7 +140,7 @@ def test_arguments_are_typed_as_in_yaml_and_win_over_the_file(tmp_path):
         parse_train(["--model_args.depth"])
 
 
-def test_a_build_may_change_its_config_and_has_every_stream():
+def test_a_build_has_a_config_of_its_own():
     config = Config(model="own_model:build", vocab_size=50, model_args={"depth": 2})
     one = model_builder(config)()
     assert len(one.layers) == 2

@@ -11,7 +11,8 @@ class DataConfig:
     tokenizer_type: Literal["char", "byte", "bpe"] = "bpe"
     """What a token is: a character, a byte, or a byte-pair piece."""
     datasets: dict[str, str] | None = None
-    """Data sets by the names that the weights of phases use: shards, and as "self" what --data_path names otherwise."""
+    """Data sets by the names that the weights of phases use: shards, and as "self" what --data_path names where it
+    is not given."""
     validation: dict[str, str] | None = None
     """Data sets to validate on, name: path; then nothing of the training data is held out."""
 
