@@ -14,7 +14,7 @@ _WHERE = {
     "Curriculum": "curriculum.phases",
     "Plan": "curriculum.plan",
     "Logger": "train.logger",
-    "Trainer": "train.trainer",
+    "Trainer": "trainer",
     "Checkpointer": "train.checkpointer",
     "Config": "config",
     "Experiment": "experiment",
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from roxxel_dist.model.transformer import Transformer as Transformer
     from roxxel_dist.train.checkpointer import Checkpointer as Checkpointer
     from roxxel_dist.train.logger import Logger as Logger
-    from roxxel_dist.train.trainer import Trainer as Trainer
+    from roxxel_dist.trainer import Trainer as Trainer
 
 __all__ = [
     "Checkpointer",

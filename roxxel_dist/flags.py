@@ -13,7 +13,7 @@ T = TypeVar("T")
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not. `--flag True` and `--flag False` are understood for it as well."""
 BOOLEANS = {"true": True, "false": False}
-NESTED = ("phases", "validation")
+NESTED = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
 
 
@@ -68,7 +68,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     """
     import yaml
 
-    words = _plain_switches(words, TrainArgs)
+    words, model_args = _without_model_args(_plain_switches(words, TrainArgs))
     told = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume", "amend")}
     if "amend" in told and "resume" not in told:
         raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
@@ -84,9 +84,41 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
             values[name] = yaml.safe_load(values[name]) if values[name] else None
         except yaml.YAMLError as error:
             raise ValueError(f"--{name} is not valid YAML: {' '.join(str(error).split())}") from error
+    if model_args:
+        values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
     config.validate()
     return args, config
+
+
+def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """(the other words, {name: value} of every `--model_args.NAME VALUE`, whose value is typed as in YAML)."""
+    import yaml
+
+    others, found, rest = [], {}, list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        field, dot, name = flag.partition(".")
+        if field not in ("--model_args", "--model-args") or not dot:
+            others.append(word)
+            continue
+        if not equals and (not rest or rest[0].startswith("--")):
+            raise ValueError(f"{flag} has no value: write {flag} VALUE")
+        try:
+            found[name] = yaml.safe_load(value if equals else rest.pop(0))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{flag} is not valid YAML: {' '.join(str(error).split())}") from error
+    return others, found
+
+
+def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """A mapping with some of its values changed; a dot in a name goes into a mapping within."""
+    result = dict(values) if isinstance(values, dict) else {}
+    for name, value in changes.items():
+        outer, dot, inner = name.partition(".")
+        result[outer] = _merged(result.get(outer), {inner: value}) if dot else value
+    return result
 
 
 def _flags(words: list[str]) -> list[tuple[str, str]]:

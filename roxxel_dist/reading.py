@@ -1,6 +1,8 @@
 """From a Config and shards to what is read when: the curriculum over the part that is trained on. No jax."""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.place import place_of
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
 from roxxel_dist.train.standing import META
@@ -24,32 +25,69 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     Raises:
         ValueError: a phase breaks its rules, or reads more tokens than the model does.
     """
-    loop, model = config.part(LoopConfig), config.part(ModelConfig)
+    loop, max_context = config.part(LoopConfig), config.max_context
     phases: list[Any] = loop.phases or [
-        Phase(epochs=loop.epochs, batch_size=loop.batch_size * loop.grad_accum, seq_len=model.max_context + 1)
+        Phase(epochs=loop.epochs, batch_size=loop.batch_size * loop.grad_accum, seq_len=max_context + 1)
     ]
-    curriculum, held_out = Curriculum(data, phases).hold_out(0 if config.validation else loop.val_fraction)
+    curriculum = Curriculum(data, phases, blended_sets(config, data))
+    curriculum, held_out = curriculum.hold_out(0 if config.validation else loop.val_fraction)
     for i, phase in enumerate(curriculum.phases):
-        if (phase.seq_len or 0) > model.max_context + 1:
+        if (phase.seq_len or 0) > max_context + 1:
             raise ValueError(
                 f"phase {i + 1}: seq_len is {phase.seq_len}, and the model reads at most max_context + 1 = "
-                f"{model.max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
+                f"{max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
             )
     return curriculum, held_out
+
+
+def absolute_paths(config: Any) -> dict[str, dict[str, str] | None]:
+    """The fields of a config that name paths, so that a run may be resumed from another folder."""
+    fields = {field: getattr(config, field) for field in ("datasets", "validation")}
+    return {
+        field: {name: os.path.abspath(path) if isinstance(path, str) else path for name, path in paths.items()}
+        if isinstance(paths, dict)
+        else paths
+        for field, paths in fields.items()
+    }
+
+
+def primary_path(config: Any, data_path: str | Path | None) -> str | Path | None:
+    """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does."""
+    return data_path or (config.datasets or {}).get("self")
+
+
+def blended_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:
+    """The data sets of the config's `datasets` by name, without "self", which is `data`.
+
+    Raises:
+        ValueError: one is no data set, or was made with another tokenizer than `data`.
+    """
+    others = {name: path for name, path in (config.datasets or {}).items() if name != "self"}
+    return _opened("datasets", others, data)
 
 
 def validation_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:
     """The data sets of the config's `validation` by name; none where it names none.
 
     Raises:
-        ValueError: one was made with another tokenizer than the data to train on.
+        ValueError: one is no data set, or was made with another tokenizer than `data`.
     """
-    sets = {name: Roxxel(path) for name, path in (config.validation or {}).items()}
-    for name, one in sets.items():
+    return _opened("validation", config.validation or {}, data)
+
+
+def _opened(field: str, paths: Mapping[str, str], data: Roxxel) -> dict[str, Roxxel]:
+    sets = {}
+    for name, path in paths.items():
+        if not is_tokens(path):
+            raise ValueError(
+                f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
+                f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
+            )
+        sets[name] = one = Roxxel(path)
         prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
         if None not in prints and prints[0] != prints[1]:
             raise ValueError(
-                f"validation {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
+                f"{field} {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
                 f"build both with the same tokenizer.json"
             )
     return sets
@@ -81,8 +119,10 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     recorded = load_yaml(path).get(RECORD, {})
     config = Config.from_yaml(path)
     config.validate()
-    if data_path is None:
-        data_path = source / DATA if is_tokens(source / DATA) else recorded.get("data_path")
+    if data_path is None and is_tokens(source / DATA):
+        data_path = source / DATA
+    elif data_path is None:
+        data_path = primary_path(config, None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
         raise ValueError(f"{source} does not say which shards it reads: name them with --data_path")
     with Roxxel(data_path) as data:
@@ -90,15 +130,17 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
         if not 1 <= step <= plan.total_steps:
             raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
         rows = plan.rows(step - 1)
-        tokens = data.read(rows.offset, rows.seq_len)
+        sets = {"self": data, **blended_sets(config, data)}
         lines = [
             f"step {step} of {plan.total_steps}, phase {plan.phase(step - 1) + 1} of {len(plan.shapes)}: "
-            f"{len(tokens)} rows x {rows.seq_len} tokens"
+            f"{len(rows.offset)} rows x {rows.seq_len} tokens"
         ]
         for row, offset in enumerate(rows.offset.tolist()):
-            place = place_of(data, offset)
             name = plan.datasets[rows.dataset[row]]
-            ids = tokens[row].tolist()
+            if name not in sets:
+                raise ValueError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
+            place = place_of(sets[name], offset)
+            ids = sets[name].read(rows.offset[row : row + 1], rows.seq_len)[0].tolist()
             said = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))
             where = f"{name} token {offset:,} ({place.path.name}, document {place.document}, +{place.position:,})"
             lines.append(f"row {row}: {where}" + (f"\n{said}" if text else f": {said[:SHOWN]!r}"))

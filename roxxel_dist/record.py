@@ -70,7 +70,9 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False) -
     Raises:
         ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
     """
-    fixed = {f.name for f in fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
+    # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
+    shape = {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
+    fixed = {"model"} | shape
     fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
     fixed -= set(AMENDABLE) if amend else set()
     changed = []

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from commands import environment, rows, run
 
-TUTORIAL = Path(__file__).parent.parent / "examples" / "curriculum_tutorial.py"
+ROOT = Path(__file__).parent.parent
+TUTORIAL = ROOT / "examples" / "curriculum_tutorial.py"
 SMALL = ["--documents", "128", "--vocab", "200", "--dim", "16", "--short-len", "33", "--every", "15"]
 PHASES = [(1, 31), (32, 37)]
 """First and last step: 16,512 tokens in rows of 33, 16 at a time, and a fifth of them in rows of 513."""
@@ -175,3 +176,41 @@ def test_a_program_for_roxxel_with_another_import(tmp_path):
     assert f"[decoded after step {last}]" in result.stdout
     assert (tmp_path / "run_delta" / "checkpoints" / str(last)).is_dir()
     assert "Traceback" not in result.stderr
+
+
+def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
+    """On the data that the config names; the same run from `Trainer(config)`, to the bit; what is not built is told."""
+    (tmp_path / "data").mkdir()
+    text = "".join(f"{i} and {i} are {2 * i}. " for i in range(6000))
+    (tmp_path / "data" / "corpus.txt").write_text(text)
+    small = ["--vocab_size=300", "--dim=16", "--num_blocks=1", "--max_context=32", "--max_steps=2", "--batch_size=8"]
+    train = [sys.executable, ROOT / "examples" / "train.py", "--config", ROOT / "configs" / "default_config.yaml"]
+    result = subprocess.run(
+        [*train, *small, "--lr", "5e-4", "--run_dir", "a"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith("Saved to: a\n")
+    program = (
+        "from roxxel_dist import Config, Trainer\n"
+        "config = Config.from_yaml('a/config.yaml')\n"
+        "run_dir = Trainer(config).fit('data/corpus.txt', run_dir='b', resume=True)\n"
+        "print(f'Saved to: {run_dir}')\n"
+    )
+    words = [sys.executable, "-c", program]
+    again = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.endswith("Saved to: b\n")
+    losses = [[row["train_loss"] for row in rows(tmp_path / run_dir).values()] for run_dir in ("a", "b")]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+    refused = subprocess.run(
+        [*train, "--use_moe", "True"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert refused.returncode == 2
+    assert "use_moe is True: not built yet" in refused.stderr
+    assert "Traceback" not in refused.stderr

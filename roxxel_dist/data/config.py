@@ -1,4 +1,4 @@
-"""How text becomes tokens."""
+"""Which data is read, and how text becomes tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,16 +6,20 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Used where the data is text; shards bring their own tokenizer."""
+    """Data sets by name. The tokenizer is for data that is text; shards bring their own."""
 
     tokenizer_type: Literal["char", "byte", "bpe"] = "bpe"
     """What a token is: a character, a byte, or a byte-pair piece."""
+    datasets: dict[str, str] | None = None
+    """Data sets by the names that the weights of phases use: shards, and as "self" what --data_path names where it
+    is not given."""
     validation: dict[str, str] | None = None
     """Data sets to validate on, name: path; then nothing of the training data is held out."""
 
     def __post_init__(self) -> None:
-        for name, path in (self.validation or {}).items():
-            if not (isinstance(name, str) and name and isinstance(path, str)):
-                raise ValueError(
-                    f"validation: {name!r} is {path!r}: write names and paths, such as {{code: data/code}}"
-                )
+        for field in ("datasets", "validation"):
+            for name, path in (getattr(self, field) or {}).items():
+                if not (isinstance(name, str) and name and isinstance(path, str) and path):
+                    raise ValueError(
+                        f"{field}: {name!r} is {path!r}: write names and paths, such as {{code: data/code}}"
+                    )

@@ -1,5 +1,6 @@
 """The shape of the built-in Transformer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 USUAL_HEAD_SIZE = 64
@@ -33,10 +34,8 @@ class ModelConfig:
     """Recompute each block's activations in the backward pass: less memory, about a third more work."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_blocks", "expansion", "max_context", "n_heads", "head_size", "kv_heads", "vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+        sizes = ("dim", "num_blocks", "expansion", "max_context", "n_heads", "head_size", "kv_heads", "vocab_size")
+        check_sizes({name: getattr(self, name) for name in sizes})
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
         self.heads()
@@ -76,3 +75,10 @@ class ModelConfig:
                 f"use a multiple of {2 * group}"
             )
         return min(fitting, key=lambda n: abs(self.dim // n - USUAL_HEAD_SIZE))
+
+
+def check_sizes(sizes: Mapping[str, int | None]) -> None:
+    """Raises ValueError for the first field that is given and below 1."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1")

@@ -66,7 +66,8 @@ def _continue(graphdef: Any, state: Any, window: Any, start: Any, count: Any, te
     key = jax.random.key(seed)
 
     def add(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, state)  # inside the loop: NNX objects do not cross jax's trace levels
+        # Inside the loop, and of copies: NNX objects do not cross jax's trace levels, and a layer may count its draws.
+        model = nnx.merge(graphdef, state, copy=True)
         logits = jax.lax.dynamic_index_in_dim(model(tokens)[0], i - 1, keepdims=False).astype(jnp.float32)
         drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)

@@ -1,0 +1,30 @@
+"""Train from one YAML file: `python examples/train.py --config configs/demo.yaml --data_path corpus.txt --lr 5e-4`.
+
+Every field of the config is a flag as well, and flags win. It is what `roxxel-dist train` does, and it can be
+launched on many processes and hosts: `roxxel-dist launch local --nprocs 2 -- python examples/train.py …`.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from roxxel_dist import Trainer
+from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.flags import parse_train
+
+
+def main(words: Sequence[str]) -> int:
+    """Train, and return the exit code: 2 where what was asked for cannot be, 42 where the run was asked to stop."""
+    try:
+        with usage_errors():
+            args, config = parse_train(list(words))
+        training = Trainer(config)
+        run_dir = training.fit(args.data_path, args.run_dir, args.resume, args.amend)
+    except UsageError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    print(f"Saved to: {run_dir}")
+    return 42 if training.stopped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

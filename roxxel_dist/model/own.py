@@ -1,0 +1,73 @@
+"""A model and a loss of the user's own, by the names of the functions that make them."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig:
+    """What is trained instead of the built-in Transformer and its cross-entropy."""
+
+    model: str | None = None
+    """"module:function" that makes the model: build(config, rngs) returns an nnx.Module from int32[B, L] tokens to
+    [B, L, vocab_size] logits, or whatever loss reads. The built-in Transformer where not given."""
+    loss: str | None = None
+    """"module:function" of the loss: loss(model, batch) returns a scalar, (scalar, aux) or a mapping with "loss". The
+    mean cross-entropy of the next token where not given."""
+    model_args: dict[str, Any] | None = None
+    """Values of your own, for build to read as config.model_args; --model_args.NAME VALUE sets a single one."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss"):
+            _split(name, getattr(self, name) or "module:function")
+        for key in self.model_args or {}:
+            if not isinstance(key, str):
+                raise ValueError(f"model_args: {key!r} is not a name: its keys must be text")
+
+
+def find_function(field: str, name: str) -> Callable[..., Any]:
+    """The function that `name`, "module:function", stands for; modules of the working directory are found too.
+
+    Args:
+        field: the field of the config that has it, for messages.
+        name: what it has.
+
+    Raises:
+        ValueError: there is no such module, or nothing to call of that name in it. What a module that is there
+            raises while it is imported passes.
+    """
+    module_name, attributes = _split(field, name)
+    here = os.getcwd()
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)  # as `python -m` has it: the same name is found whichever way a run was started
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
+            raise  # something else that the module itself needs
+        raise ValueError(
+            f"{field} is {name!r}: there is no module {error.name!r}. Start in the folder that has it ({here} is "
+            f"looked in), put that folder on PYTHONPATH, or install it"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise ValueError(
+                f"{field} is {name!r}: {getattr(found, '__file__', None) or module_name} has no {attribute!r}. Write "
+                f"the name of a function that it defines"
+            )
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise ValueError(f"{field} is {name!r}: that is a {type(found).__name__}. Write the name of a function")
+    return found
+
+
+def _split(field: str, name: str) -> tuple[str, str]:
+    module, _, function = name.partition(":")
+    words = [*module.split("."), *function.split(".")]
+    if not all(word.isidentifier() for word in words):
+        raise ValueError(f'{field} is {name!r}: it must be "module:function", such as "mypkg.net:build"')
+    return module, function

@@ -1,0 +1,110 @@
+"""Data sets by name: blended by the weights of phases, remembered by a run, and compared when it is resumed."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from roxxel_dist import Config, Experiment, Roxxel
+from roxxel_dist.assemble import recipe
+from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.reading import describe_batch, primary_path
+
+PHASES = [
+    {"steps": 4, "batch_size": 8, "seq_len": 17},
+    {"steps": 4, "batch_size": 8, "seq_len": 17, "weights": {"self": 0.5, "code": 0.5}, "blend": "row"},
+]
+SMALL = {
+    "dim": 16, "num_blocks": 1, "max_context": 16, "phases": PHASES, "vocab_size": 200, "eval_iters": 1, "log_every": 1,
+    "checkpoint_every": 5, "max_steps": 6,
+}  # fmt: skip
+
+
+def write(path, low, high, documents=20):
+    rng = np.random.default_rng(low)
+    with Roxxel(path) as data:
+        data.write((rng.integers(low, high, 300).astype(np.uint16) for _ in range(documents)), vocab_size=high)
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """Two data sets, `text` of ids below 100 and `code` of ids from 100 on, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("text", "code"):
+        (tmp_path / folder).mkdir()
+    write(tmp_path / "text" / "t.rox", 1, 100)
+    write(tmp_path / "code" / "c.rox", 100, 200)
+    return tmp_path
+
+
+def ids(recipe, step):
+    plan = recipe.curriculum.plan(42)
+    rows, sets = plan.rows(step), recipe.curriculum.datasets
+    pairs = zip(rows.dataset, rows.offset, strict=True)
+    return np.concatenate([sets[plan.datasets[name]].read(np.array([at]), rows.seq_len) for name, at in pairs])
+
+
+def test_weights_take_their_rows_from_the_data_set_of_that_name(work):
+    with Roxxel("text") as data:
+        made = recipe(Config(**SMALL, datasets={"code": "code", "self": "text"}), data)
+        assert list(made.curriculum.datasets) == ["self", "code"]
+        assert ids(made, 0).max() < 100
+        code = [(ids(made, step).min(1) >= 100).sum() for step in range(4, 8)]
+        assert sum(code) == 16
+        assert all(0 < count < 8 for count in code)
+
+
+def test_a_run_remembers_its_data_sets_and_compares_them(work, monkeypatch):
+    run = Experiment(Config(**SMALL, datasets={"self": "text", "code": "code"})).fit(run_dir="run").absolute()
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "data code: 6,020 tokens, in 1 shard(s)" in log
+    saved = load_yaml(run / "config.yaml")
+    assert saved["datasets"] == {"self": str(work / "text"), "code": str(work / "code")}
+    Experiment(Config(**SMALL | {"max_steps": 1}, datasets={"self": "gone", "code": "code"})).fit("text", "other")
+    assert load_yaml(work / "other" / "config.yaml")["datasets"]["self"] == str(work / "text")
+    lines = describe_batch(run, 5).splitlines()
+    assert lines[0].startswith("step 5 of 8, phase 2 of 2")
+    read = [sum(f": {name} token" in line for line in lines) for name in ("code", "self")]
+    assert min(read) > 0
+    assert sum(read) == 8
+    (work / "elsewhere").mkdir()
+    monkeypatch.chdir(work / "elsewhere")
+    Experiment(Config(**SMALL | {"max_steps": 7})).fit(run_dir=run, resume=True)
+    assert "resuming after step 6 of 7" in (run / "logs" / "rank-0.log").read_text()
+    shutil.rmtree(work / "code")
+    (work / "code").mkdir()
+    write(work / "code" / "c.rox", 110, 200)
+    with pytest.raises(UsageError, match="was made with another corpus"):
+        Experiment(Config(**SMALL | {"max_steps": 8})).fit(run_dir=run, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [
+        ({"code": "nowhere"}, r"datasets 'code' is .*nowhere: there are no shards"),
+        ({"code": "text.txt"}, r"text becomes shards with `roxxel-dist data build .*text.txt --out DIR`"),
+        ({"prose": "code"}, "phase 2: weights name 'code', and the data sets are self, prose"),
+        ({"code": 3}, "datasets: 'code' is 3: write names and paths"),
+        (None, "phase 2: weights name 'code', and the data sets are self"),
+    ],
+)
+def test_what_cannot_be_is_named(work, datasets, message):
+    (work / "text.txt").write_text("Some text. " * 100)
+    with pytest.raises(UsageError, match=message):
+        Experiment(Config(**SMALL, datasets=datasets)).fit("text", "run")
+    assert not (work / "run").exists()
+
+
+def test_ids_beyond_the_vocabulary_are_told(work):
+    with (
+        Roxxel("text") as data,
+        pytest.raises(ValueError, match="the data 'code' has 200 tokens, and vocab_size is 150"),
+    ):
+        recipe(Config(**SMALL | {"vocab_size": 150}, datasets={"code": "code"}), data)
+
+
+def test_self_is_what_the_data_path_names_otherwise():
+    assert primary_path(Config(datasets={"self": "a"}), None) == "a"
+    assert primary_path(Config(datasets={"code": "a"}), "b") == "b"
+    assert primary_path(Config(), None) is None
+    assert primary_path(Config(datasets={"self": "a"}), "b") == "b"

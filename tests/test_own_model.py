@@ -1,0 +1,154 @@
+"""A model and a loss of the user's own, through everything that the built-in one goes through."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from commands import TINY, losses, make_corpus, rows, run
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.assemble import model_builder, recipe
+from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.flags import parse_train
+from roxxel_dist.load import check_continues
+from roxxel_dist.model.own import find_function
+
+pytestmark = pytest.mark.xdist_group("own")
+OWN = ["--model", "netpkg.net:build", "--loss", "netpkg.net:loss", "--model_args", "{width: 48}"]
+TRAIN = ["train", "--config", "tiny.yaml", "--data_path", "data", "--run_dir"]
+SIX = ["--max_steps", 6, "--checkpoint_every", 3, "--eval_iters", 1]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a corpus, a package of the user's, and the whole run of its model on 2 processes in `whole`."""
+    folder = tmp_path_factory.mktemp("own")
+    make_corpus(folder)
+    (folder / "tiny.yaml").write_text(TINY.replace("dim: 32", "dim: 7"))  # nothing the built-in model could be made of
+    (folder / "netpkg").mkdir()
+    shutil.copy(pytest.importorskip("own_model").__file__, folder / "netpkg" / "net.py")
+    result = launched(folder, "whole")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def launched(folder, run_dir, *more):
+    train = [*TRAIN, run_dir, *OWN, *SIX, "--fsdp", "True", "--model_args.width", 64, *more]
+    return run("launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", *train, cwd=folder)
+
+
+def test_it_trains_on_two_processes_with_its_parameters_cut_and_its_own_loss(work):
+    found = rows(work / "whole")
+    assert list(found) == [1, 2, 3, 4, 5, 6]
+    assert found[6]["train_loss"] < found[1]["train_loss"]
+    assert 0 <= found[6]["accuracy"] <= 1
+    saved = load_yaml(work / "whole" / "config.yaml")
+    assert (saved["model"], saved["model_args"]) == ("netpkg.net:build", {"width": 64})
+
+
+def test_it_resumes_to_the_bit(work):
+    """From the checkpoint of step 3, as if the run had been killed behind it."""
+    shutil.copytree(work / "whole", work / "cut")
+    shutil.rmtree(work / "cut" / "checkpoints" / "6")
+    (work / "cut" / "training_cursor.json").unlink()
+    again = launched(work, "cut", "--resume")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming after step 3 of 6" in again.stdout
+    assert losses(work / "cut") == losses(work / "whole")
+
+
+def test_it_generates(work):
+    said = run("generate", "whole", "--prompt", "import", "--max_new_tokens", 3, cwd=work)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith("import")
+
+
+def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
+    fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}
+    made = recipe(Config(**fields, batch_size=8), corpus)
+    model = made.build()
+    assert made.loss(model, corpus.read(np.arange(2) * 17, 17)).shape == ()
+    with pytest.raises(
+        ValueError, match=r"a model takes int32\[1, L\] tokens alone .* for L = 16 it returns \(1, 500\)"
+    ):
+        check_continues(model, made.config)
+    check_continues(model_builder(Config(model="own_model:build", vocab_size=500))(), made.config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "own_model"}, "model is 'own_model': it must be \"module:function\", such as"),
+        ({"model": "own_model.nets:build"}, "there is no module 'own_model.nets'. Start in the folder that has it"),
+        ({"model": "own_models:build"}, "model is 'own_models:build': there is no module 'own_models'. Start in"),
+        ({"loss": "own_model:lost"}, "own_model.py has no 'lost'. Write the name of a function that it defines"),
+        ({"model": "own_model:NUMBER"}, "that is a int. Write the name of a function"),
+        ({"model": "own_model:no_module"}, "must return an nnx.Module"),
+        (
+            {"model": "own_model:build", "model_args": {"depth": 0}},
+            "depth is 0: it must be at least 1 (.*own_model.py, line",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_named(corpus, tmp_path, fields, message):
+    config = Config(**{"max_context": 16, "batch_size": 8, **fields})
+    with pytest.raises(UsageError, match=message.replace("(", "[(]")):
+        Experiment(config).fit(corpus.filepath, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_wrong_name_on_the_command_line_is_one_line(work):
+    result = run(*TRAIN, "new", "--model", "netpkg.nets:build", cwd=work)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "roxxel-dist: model is 'netpkg.nets:build': there is no module 'netpkg.nets'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (work / "new").exists()
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Family:\n    @staticmethod\n    def build(config, rngs): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert find_function("model", "only_here:Family.build").__name__ == "build"
+
+
+@pytest.mark.slow
+def test_another_shape_is_refused_on_resume_and_other_arguments_are_told(work):
+    shutil.copytree(work / "whole", work / "more")
+    words = ["train", "--run_dir", "more", "--resume", "--max_steps", 7, "--fsdp", "True"]
+    wider = run(*words, "--model_args.width", 16, cwd=work)
+    assert wider.returncode == 2, wider.stdout + wider.stderr
+    assert "is of another model" in wider.stderr
+    other = run(*words, "--model", "netpkg.net:build_pooled", cwd=work)
+    assert other.returncode == 2
+    assert "model is netpkg.net:build_pooled, and the run that shall be resumed has netpkg.net:build" in other.stderr
+    result = run(*words, "--model_args.dropout", 0.3, cwd=work)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "changed since the run began: model_args {'width': 64} -> {'width': 64, 'dropout': 0.3}" in result.stdout
+
+
+def test_arguments_are_typed_as_in_yaml_and_win_over_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: 'a.b:c'\nmodel_args: {depth: 2, rate: 5e-4, inner: {kind: gru, size: 3}}\n")
+    words = ["--model_args.depth", "24", "--model_args.tied=false", "--model_args.inner.size", "4"]
+    _, config = parse_train(["--config", str(path), *words, "--model-args.sizes", "[1, 2e3]"])
+    assert config.model_args == {
+        "depth": 24, "rate": 5e-4, "tied": False, "inner": {"kind": "gru", "size": 4}, "sizes": [1, 2e3],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"model_args[.]depth has no value"):
+        parse_train(["--model_args.depth"])
+
+
+def test_a_build_has_a_config_of_its_own():
+    config = Config(model="own_model:build", vocab_size=50, model_args={"depth": 2})
+    one = model_builder(config)()
+    assert len(one.layers) == 2
+    assert config.model_args == {"depth": 2}
+
+
+def test_what_a_module_itself_lacks_is_no_wrong_path(tmp_path, monkeypatch):
+    (tmp_path / "lacking.py").write_text("import no_such_package_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_anywhere"):
+        find_function("model", "lacking:build")
