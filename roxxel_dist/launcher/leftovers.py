@@ -1,7 +1,6 @@
 """Ranks that run on this host already."""
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ RUN_ID = "ROXXEL_RUN_ID"
 def leftovers(run_id: str | None, run_dir: str | None) -> list[dict[str, Any]]:
     """The ranks of this user on this host: `pid`, `run_id`, `seconds` of age, whether they are `ours`, and an `orphan`.
 
-    A rank is what the worker runs in, and, for `run_id`, every process that has it in its environment. It is ours if it
-    has that run id, or trains in the folder `run_dir`. It is an orphan if no agent watches over it any more. The ranks
-    of a launch that this process is itself part of, and processes in another network (other hosts, as containers are),
-    are left out.
+    A rank is what the worker runs in, and, for `run_id`, every process that has it in its environment. It is ours if its
+    run is kept in the folder `run_dir`, or has that run id where no folder is given. It is an orphan if no agent watches
+    over it any more. The ranks of a launch that this process is itself part of, and processes in another network (other
+    hosts, as containers are), are left out.
     """
     outer = os.environ.get(RUN_ID)
     network = os.readlink("/proc/self/ns/net")
@@ -47,14 +46,14 @@ def _rank(place: Path, run_id: str | None, folder: str | None) -> dict[str, Any]
         return None
     own_id = _variable(place, RUN_ID)
     ours = run_id is not None and own_id == run_id
-    if is_worker and not ours and folder is not None:
-        ours = _run_dir(place, words, own_id) == folder
+    if folder is not None:  # launches in other folders, or by other users' homes, may have the same id
+        command = tuple(words[words.index(WORKER) + 1 :]) if is_worker else ()
+        ours = (is_worker or ours) and _run_dir(place, command, own_id) == folder
     return {"run_id": own_id, "ours": ours} if is_worker or ours else None
 
 
-def _run_dir(place: Path, words: Sequence[str], run_id: str) -> str:
-    """The folder in which a worker's run is kept."""
-    command = tuple(words[words.index(WORKER) + 1 :])
+def _run_dir(place: Path, command: tuple[str, ...], run_id: str) -> str:
+    """The folder in which the run of a rank is kept."""
     return os.path.realpath(os.readlink(place / "cwd") / log_dir_for(command, run_id).parent)
 
 

@@ -27,7 +27,8 @@ def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) 
 
 def _failed(job: JobSpec, outcome: Outcome, failure: Exit, logs: Logs) -> list[str]:
     tail = logs.tail(failure.rank)
-    if failure.code == EXIT_USAGE and logs.hold_refusals_alone:
+    refused = job.command[0] == "train" and (tail or logs.tail(0))
+    if failure.code == EXIT_USAGE and (refused or logs.hold_refusals_alone):
         shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
         return [] if shown else tail
     if failure.code == EXIT_HANG and any(WAITED in line for line in tail[-1:]):

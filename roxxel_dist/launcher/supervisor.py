@@ -92,7 +92,8 @@ def _attempt(
     entry.update(step=outcome.reached)
     now = ended(outcome, seconds=time.monotonic() - begun, counts=job.command[0] == "train")
     report = report_of(job, outcome, logs, attempt.stack)
-    if now.code == EXIT_USAGE and number == 0 and outcome.reached == 0 and logs.hold_refusals_alone:
+    refused = job.command[0] == "train" or logs.hold_refusals_alone
+    if now.code == EXIT_USAGE and number == 0 and outcome.reached == 0 and refused:
         logs.remove()
     return _Told(ended=now, report=report)
 
