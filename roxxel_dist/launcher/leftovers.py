@@ -15,10 +15,10 @@ RUN_ID = "ROXXEL_RUN_ID"
 def leftovers(run_id: str | None, run_dir: str | None) -> list[dict[str, Any]]:
     """The ranks of this user on this host: `pid`, `run_id`, `seconds` of age, whether they are `ours`, and an `orphan`.
 
-    A rank is what the worker runs in, and, for `run_id`, every process that has it in its environment. It is ours if its
-    run is kept in the folder `run_dir`, or has that run id where no folder is given. It is an orphan if no agent watches
-    over it any more. The ranks of a launch that this process is itself part of, and processes in another network (other
-    hosts, as containers are), are left out.
+    A rank is what the worker runs in, and, for `run_id`, every process that has it in its environment. It is ours if
+    its run is kept in the folder `run_dir`, or has that run id where no folder is given. It is an orphan if no agent
+    watches over it any more. The ranks of a launch that this process is itself part of, and processes in another
+    network (other hosts, as containers are), are left out.
     """
     outer = os.environ.get(RUN_ID)
     network = os.readlink("/proc/self/ns/net")

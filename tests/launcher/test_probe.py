@@ -209,7 +209,9 @@ def test_leftover_ranks(start: Start, rank: Callable[..., int], tmp_path: Path) 
         return {names[one["pid"]]: one["ours"] for one in told if one["pid"] in names}
 
     found = left(run_id="mine", run_dir="runs/x")
-    assert found == {"same id": True, "same folder": True, "default folder": False, "other": False}
+    assert found == {"same folder": True, "default folder": False, "other": False}
+    assert left(run_id="mine", run_dir="runs/run_mine")["same id"]
+    assert left(run_id="mine")["same id"]
     assert left(run_dir="runs/run_b") == {"same folder": False, "default folder": True, "other": False}
     assert left(run_id="outer") == {"same folder": False, "default folder": False, "other": False, "outer": True}
 
