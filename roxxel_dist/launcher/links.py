@@ -33,7 +33,6 @@ class Links:
 
     def __init__(self, wake: int) -> None:
         self.all: list[Link] = []
-        self._wake = wake
         self._select = selectors.DefaultSelector()
         self._select.register(wake, selectors.EVENT_READ)
         self._beat: Beat | None = None

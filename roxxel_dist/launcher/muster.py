@@ -57,7 +57,7 @@ class Muster:
             StoppedError: somebody asked the launcher to stop.
         """
         hosts = tuple(self._backend.hosts)
-        everybody = chosen = Crew(hosts=hosts, job=self._job)
+        chosen = Crew(hosts=hosts, job=self._job)
         present, told = hosts, set[str]()
         until = time.monotonic() + (self._job.host_timeout if attempt else 0)
         while True:
@@ -69,11 +69,12 @@ class Muster:
                 self._tell(problems, told)
                 self._pause()
                 continue
-            present = tuple(host for host in present if host not in _unfit(seen))
-            if not attempt or len(present) == len(chosen.hosts) or not self._are_enough(present):
+            before, unfit = present, _unfit(seen)
+            present = tuple(host for host in before if host not in unfit)
+            if not attempt or present == before or not self._are_enough(present):
                 raise NotReadyError("\n".join(problems))
             self._tell(problems, told)
-            chosen = crew(everybody.job, hosts, present, micro_batches(self._job.command))
+            chosen = crew(self._job, hosts, present, micro_batches(self._job.command))
             self._tell([chosen.note], told)
 
     def _look(self, chosen: Crew, attempt: int) -> Ready:

@@ -1,0 +1,40 @@
+"""Who is mustered where hosts are missing; the hosts themselves are in test_ssh.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.launcher import muster as muster_file
+from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.checks import finding
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.muster import Muster, NotReadyError
+from roxxel_dist.launcher.preflight import Ready
+from roxxel_dist.launcher.screen import Screen
+from roxxel_dist.launcher.signals import Signals
+
+
+def test_what_no_single_host_is_to_blame_for_ends_the_muster_with_idle_hosts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four hosts are there, two work (the batch asks for it), and those two do not reach each other."""
+    asked: list[tuple[str, ...]] = []
+
+    def look(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> Ready:
+        asked.append(hosts)
+        assert len(asked) < 5
+        gone = {"d": "no route"} if "d" in hosts else {}
+        wrong = () if gone else (finding("error", "port", hosts, "b does not reach a"),)
+        return Ready(address="10.0.0.1", port=1, findings=wrong, unreachable=gone)
+
+    monkeypatch.setattr(muster_file, "look", look)
+    monkeypatch.setattr(muster_file, "micro_batches", lambda command: [8])
+    job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
+    with (
+        Screen(all_ranks=False) as screen,
+        Signals(screen.say) as signals,
+        pytest.raises(NotReadyError, match="b does not reach a"),
+    ):
+        Muster(job, SshBackend(["a", "b", "c", "d"]), signals, screen).ready(1)
+    assert asked == [("a", "b", "c", "d"), ("a", "b")]
