@@ -64,6 +64,7 @@ class Trainer:
         options: the fields of `train.config.LoopOptions`, such as `log_every`.
 
     Attributes:
+        mesh: the devices it trains on.
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
         start: where the run was taken up.
         notes: what `run` says of that before it trains, where there is more to it than the newest checkpoint.
@@ -93,7 +94,7 @@ class Trainer:
     ) -> None:
         self.options = LoopOptions(**options)
         enable_compilation_cache()
-        mesh = mesh or make_mesh()
+        self.mesh = mesh = mesh or make_mesh()
         self._sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
         curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(curriculum.shapes, grad_accum_steps)
