@@ -17,7 +17,7 @@ LAYERS = [
     ["experiment", "load"],
     ["assemble"],
     ["flags"],
-    ["reading", "save"],
+    ["lineage", "reading", "save"],
     ["record", "run_directory"],
     ["config"],
     ["train"],

@@ -138,6 +138,10 @@ class LoopOptions:
     profile_steps: list[int] | None = None
     """[A, B]: write a trace of the steps A to B into the run directory."""
 
+    def kept(self) -> dict[str, Any]:
+        """Which checkpoints are kept, as `CheckpointStore` takes it."""
+        return {name: getattr(self, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
+
     def is_due(self, what: Literal["log", "eval", "checkpoint"], step: int, last_step: int) -> bool:
         """Whether it is done after `step`, counted from 1: the first and the last step of a run are always due."""
         every: int = getattr(self, f"{what}_every")

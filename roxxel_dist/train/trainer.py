@@ -100,8 +100,7 @@ class Trainer:
         check_batches(curriculum.shapes, grad_accum_steps)
         self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
         self._optimizer = as_optimizer(optimizer)
-        kept = {name: getattr(self.options, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
-        self.store = CheckpointStore(self._folder / "checkpoints", **kept)
+        self.store = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
         self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
         self._progress = Progress.from_env(process_index())
         try:
