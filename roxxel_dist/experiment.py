@@ -81,7 +81,9 @@ class Experiment:
             folder = Path(run_dir or default_run_dir())
             saved = saved_config(folder) if resume else {}
             parent = forked_from(fork, saved, folder)
-            origin = Origin(fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps)
+            origin = Origin(
+                fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps
+            )
             before = saved_config(parent.run) if parent and not saved else saved
             if self.config.deterministic:
                 make_deterministic()

@@ -1,6 +1,7 @@
 """Runs that come from another run, from the config to the folder that they leave."""
 
 import hashlib
+import shutil
 
 import pytest
 
@@ -105,8 +106,6 @@ def test_data_of_another_tokenizer_is_refused(parent, tmp_path):
 
 
 def test_going_back_in_a_finished_run(parent, tmp_path):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(parent, run)
     config = Config.from_yaml(run / "config.yaml")

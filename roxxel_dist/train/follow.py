@@ -77,7 +77,7 @@ def changes(saved: Mapping[str, Any], before: Plan, plan: Plan, optimizer: Optim
     if other:
         told = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{told}"
     old, new = saved.get("schedule"), schedule_of(optimizer, plan.total_steps)
-    if old and new and (other or old != new):
+    if old and new and old != new:
         return told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
     return (told,)
 

@@ -136,7 +136,7 @@ def _back(
     notes = changes(newest, before, plan, optimizer, step)
     named = identity(curriculum, options.seed)
     meta = to_keep(step, plan, named, standing, optimizer)
-    record = {"from_step": kept[-1]} | ({"skipped": list(origin.skip_steps)} if origin.skip_steps else {})
+    record = {"back_from": kept[-1]} | ({"skipped": list(origin.skip_steps)} if origin.skip_steps else {})
     return Start(step, plan, named, standing, (told, *notes), rewritten=meta, record=record)
 
 
