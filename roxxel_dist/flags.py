@@ -86,6 +86,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise ValueError("--resume does not say which run: name its folder with --run_dir")
     if "from_step" in told and "resume" not in told:
         raise ValueError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
+    if "from_step" in told and "fork" in told:
+        raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
     saved = [Path(told.get("run_dir", "")) / CONFIG] if "resume" in told else []
     saved += [run_step(told["fork"]).run / CONFIG] if "fork" in told else []
     path = told.get("config") or next((path for path in saved if path.exists()), None)
