@@ -7,7 +7,7 @@ from commands import launched, losses, make_corpus, run
 
 def test_on_two_processes(tmp_path):
     make_corpus(tmp_path)
-    first = run(*launched(2, 1, "run", "--max_steps", 10), cwd=tmp_path)
+    first = run(*launched(2, 1, "run", "--num_blocks", 1, "--max_steps", 10), cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
     whole = losses(tmp_path / "run")
     before = {f: hashlib.sha256(f.read_bytes()).digest() for f in (tmp_path / "run").rglob("*") if f.is_file()}
@@ -16,7 +16,7 @@ def test_on_two_processes(tmp_path):
     fork = run(*words, "--fork", "run@5", "--run_dir", "fork", cwd=tmp_path)
     assert fork.returncode == 0, fork.stdout + fork.stderr
     assert losses(tmp_path / "fork") == {step: loss for step, loss in whole.items() if step > 5}
-    tuned = run(*launched(2, 1, "tuned", "--init_from", "run", "--max_steps", 2), cwd=tmp_path)
+    tuned = run(*launched(2, 1, "tuned", "--num_blocks", 1, "--init_from", "run", "--max_steps", 2), cwd=tmp_path)
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
     assert losses(tmp_path / "tuned")[1][0] < whole[1][0]
     assert before == {f: hashlib.sha256(f.read_bytes()).digest() for f in (tmp_path / "run").rglob("*") if f.is_file()}
