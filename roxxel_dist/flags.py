@@ -8,6 +8,7 @@ import tyro
 
 from roxxel_dist.config import PARTS, Config, field_docs, field_types
 from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.train.origin import run_step
 
 T = TypeVar("T")
 Switch = tyro.conf.FlagCreatePairsOff[bool]
@@ -58,6 +59,14 @@ class TrainArgs:
     """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
     amend: Switch = False
     """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
+    fork: str | None = None
+    """RUN@STEP: a new run that begins with the parameters, moments, random streams and position in the data of a kept
+    checkpoint of RUN, and its config unless --config is given. Other phases and another schedule hold behind that step;
+    RUN is only read."""
+    from_step: int | None = None
+    """With --resume: go back to this kept checkpoint of the run. Later checkpoints and rows of the log are deleted."""
+    skip_steps: str | None = None
+    """With --from_step: A:B, leave out what the steps A to B would have read."""
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
@@ -69,13 +78,19 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     import yaml
 
     words, model_args = _without_model_args(_plain_switches(words, TrainArgs))
-    told = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume", "amend")}
+    own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
+    told = {name: value for name, value in _flags(words) if name in own}
     if "amend" in told and "resume" not in told:
         raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in told and "run_dir" not in told:
         raise ValueError("--resume does not say which run: name its folder with --run_dir")
-    saved = Path(told.get("run_dir", "")) / CONFIG
-    path = told.get("config") or (saved if "resume" in told and saved.exists() else None)
+    if "from_step" in told and "resume" not in told:
+        raise ValueError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
+    if "from_step" in told and "fork" in told:
+        raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
+    saved = [Path(told.get("run_dir", "")) / CONFIG] if "resume" in told else []
+    saved += [run_step(told["fork"]).run / CONFIG] if "fork" in told else []
+    path = told.get("config") or next((path for path in saved if path.exists()), None)
     base = Config.from_yaml(path) if path else Config()
     args = parse(_with_fields(base), words, "train")
     values = {name: getattr(args, name) for name in field_types()}
@@ -119,6 +134,20 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
         outer, dot, inner = name.partition(".")
         result[outer] = _merged(result.get(outer), {inner: value}) if dot else value
     return result
+
+
+def steps_to_skip(text: str | None) -> tuple[int, int] | None:
+    """The first and the last step of A:B, or None.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    if text is None:
+        return None
+    first, mark, last = text.partition(":")
+    if not (mark and first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
+    return int(first), int(last)
 
 
 def _flags(words: list[str]) -> list[tuple[str, str]]:

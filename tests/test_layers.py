@@ -18,7 +18,7 @@ LAYERS = [
     ["experiment", "load"],
     ["assemble"],
     ["flags"],
-    ["reading", "save"],
+    ["lineage", "reading", "save"],
     ["record", "run_directory"],
     ["config"],
     ["train"],
