@@ -19,9 +19,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.variants import VariantConfig
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 
-PARTS = (ModelConfig, DataConfig, LoopConfig, OptimizerConfig)
+PARTS = (ModelConfig, VariantConfig, DataConfig, LoopConfig, OptimizerConfig)
+SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
+"""Keys of a config file whose value may be a mapping of fields."""
 RECORD = "record"
 """The section of a saved config that says where and with what it ran; it is read past when loaded."""
 
@@ -98,14 +101,19 @@ class _Methods:
         """A config from a file; fields that it does not name keep their defaults.
 
         Raises:
-            ValueError: no such file, not YAML, or a key that no field has.
+            ValueError: no such file, not YAML, or what `from_dict` says.
         """
         return cls.from_dict(load_yaml(path), str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Any:
-        """A config from a mapping of field names to values."""
-        for key in map(str, values):
+        """A config from a mapping of field names to values; fields may stand in sections (`SECTIONS`).
+
+        Raises:
+            ValueError: a key that no field has, a field given twice, or a value of another type than its field.
+        """
+        values = _flat(values, source)
+        for key in values:
             if key not in field_types() and key != RECORD:
                 raise ValueError(f"{source}: {unknown(key, list(field_types()), 'field')}")
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
@@ -117,12 +125,21 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ValueError: no such file, not YAML, or not a mapping.
+        ValueError: no such file, not YAML, not a mapping, or one with a key that is given twice.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            plain = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag.endswith(":str")]
+            for i, key in enumerate(plain):  # yaml itself would keep the last one, and say nothing
+                if key.value in [before.value for before in plain[:i]]:
+                    line = key.start_mark.line + 1
+                    raise UsageError(f"{path}: line {line}: {key.value!r} is given twice: keep one of the two")
+            return super().construct_mapping(node, deep)
+
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # a safe one
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path given to --config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -132,6 +149,18 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
     return values
+
+
+def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The fields of all sections beside those outside of any."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        section = key in SECTIONS and isinstance(value, Mapping)
+        for name, one in value.items() if section else [(key, value)]:
+            if str(name) in flat:
+                raise ValueError(f"{source}: {name!r} is given twice, in sections or outside: keep one of the two")
+            flat[str(name)] = one
+    return flat
 
 
 def unknown(name: str, known: list[str], what: str) -> str:

@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-from flax import nnx
-
-from roxxel_dist.cluster.mesh import make_mesh, num_devices
+from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
+from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.cluster.process import (
     agree,
     barrier,
@@ -22,27 +20,18 @@ from roxxel_dist.cluster.process import (
     pin_threads,
     what_decides_bits,
 )
-from roxxel_dist.config import RECORD, UsageError, load_yaml, usage_errors
-from roxxel_dist.curriculum.phases import Curriculum
-from roxxel_dist.data.build import build
+from roxxel_dist.config import RECORD, load_yaml, usage_errors
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
-from roxxel_dist.model.transformer import Transformer, token_losses
-from roxxel_dist.reading import curriculum_of, validation_sets
 from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
-from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
-from roxxel_dist.train.evaluate import HELD_OUT
-from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
 
-BUILD_LIMIT_S = 6 * 3600.0
 LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_TOKENS = 160
 
@@ -93,15 +82,14 @@ class Experiment:
             with _nothing_left_behind(directory), usage_errors():
                 changed = changed_fields(saved, self.config, amend=amend)
                 path = data_path or saved.get(RECORD, {}).get("data_path")
-                data = self._open(path, run, resume)
-                self._know_vocabulary(data)
-                prompt = self._prompt(data.tokenizer)
-                curriculum, held_out = self._curriculum(data)
-                trainer = self._trainer(run, curriculum, held_out, amend)
+                made = recipe(self.config, self._open(path, run, resume))
+                self.config = made.config
+                prompt = self._prompt(made.data.tokenizer)
+                trainer = self._trainer(run, made, amend)
             try:
                 # All ranks learn it, if the disk is full already.
-                _on_primary("record", lambda: self._write_down(trainer, run, path, data, saved, changed))
-                self._run(trainer, run, data.tokenizer, prompt)
+                on_primary("record", lambda: self._write_down(trainer, run, path, made.data, saved, changed))
+                self._run(trainer, run, made.data.tokenizer, prompt)
             finally:
                 trainer.close()
         return run
@@ -121,23 +109,7 @@ class Experiment:
         # Rank 0 looks for all: it may be making it already when another rank comes here.
         if agree("corpus is made", "yes" if resume and is_tokens(run / DATA) else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
-        if data_path is None:
-            raise ValueError("no data: name a text file, a folder or shards with --data_path")
-        if is_tokens(data_path):
-            return Roxxel(data_path)
-        kind, size = self.config.tokenizer_type, self.config.vocab_size
-        _on_primary("corpus", lambda: build([data_path], run / DATA, tokenizer=kind, vocab_size=size).close())
-        return Roxxel(run / DATA)
-
-    def _know_vocabulary(self, data: Roxxel) -> None:
-        known, wanted = data.vocab_size, self.config.vocab_size
-        if known is None and wanted is None:
-            raise ValueError("the shards do not say how large their vocabulary is: give --vocab_size")
-        if known is not None and wanted is not None and wanted < known:
-            raise ValueError(
-                f"vocab_size is {wanted}, but the data has {known} tokens: leave it out, or use at least {known}"
-            )
-        self.config.vocab_size = wanted or known
+        return open_corpus(self.config, data_path, run / DATA)
 
     def _prompt(self, tokenizer: Tokenizer | None) -> list[int]:
         """The ids that the sample at the end continues; found out now, before hours of training."""
@@ -145,38 +117,20 @@ class Experiment:
             return []
         return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
-    def _curriculum(self, data: Roxxel) -> tuple[Curriculum, Roxxel]:
-        """The phases over the training part of the data, and the held-out part."""
-        curriculum, held_out = curriculum_of(self.config, data)
-        devices, grad_accum = jax.device_count(), self.config.grad_accum
-        for i, phase in enumerate(curriculum.phases):
-            rows = phase.batch_size or 0
-            # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
-            if rows > devices and rows % grad_accum == 0 and (rows // grad_accum) % devices:
-                raise ValueError(
-                    f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
-                    f"({grad_accum}): use a multiple of {devices * grad_accum}"
-                )
-        return curriculum, held_out
-
-    def _trainer(self, run: Path, curriculum: Curriculum, held_out: Roxxel, amend: bool) -> Trainer:
-        config, loop = self.config, self.config.part(LoopConfig)
-        shape, rngs = config.part(ModelConfig), {"params": loop.seed, "dropout": loop.seed + 1}
-        optimizer = NamedOptimizer(config.part(OptimizerConfig))
-        optimizer.config.check(curriculum.total_steps)
-        wandb = loop.wandb if is_primary() and loop.wandb != "off" else None
+    def _trainer(self, run: Path, made: Recipe, amend: bool) -> Trainer:
+        wandb = self.config.wandb if is_primary() and self.config.wandb != "off" else None
         return Trainer(
-            lambda: Transformer(shape, nnx.Rngs(**rngs)),
-            optimizer,
-            curriculum,
-            token_losses,
+            made.build,
+            made.optimizer,
+            made.curriculum,
+            made.loss,
             run,
-            validation=validation_sets(config, curriculum.primary_streamer) or {HELD_OUT: held_out},
-            mesh=make_mesh(),
-            grad_accum_steps=loop.grad_accum,
+            validation=made.validation,
+            mesh=made.mesh(),
+            grad_accum_steps=made.grad_accum,
             amend=amend,
             trackers=[self._wandb(run, wandb)] if wandb else [],
-            **{**loop.options(), "val_fraction": 0.0},  # it is held out already
+            **made.options,
         )
 
     def _wandb(self, run: Path, mode: Literal["offline", "online"]) -> WandbTracker:
@@ -201,7 +155,7 @@ class Experiment:
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
             (run / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        say(f"model: {summary['parameters']:,} parameters, {num_devices(make_mesh())} device(s), run directory {run}")
+        say(f"model: {summary['parameters']:,} parameters, {num_devices(trainer.mesh)} device(s), run directory {run}")
         train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
         parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
         say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
@@ -243,26 +197,13 @@ def _saved(run: Path) -> dict[str, Any]:
     return load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
 
 
-def _on_primary(what: str, act: Callable[[], Any]) -> None:
-    """Do something on rank 0 alone; its error is everybody's."""
-    message = ""
-    if is_primary():
-        try:
-            with usage_errors():
-                act()
-        except UsageError as error:
-            message = str(error) or repr(error)
-    if message := agree(what, message, BUILD_LIMIT_S):
-        raise UsageError(message)
-
-
 @contextlib.contextmanager
 def _held(run: Path, resume: bool) -> Iterator[RunDirectory]:
     """The run directory, held by rank 0 for all."""
     directory = RunDirectory(run)
     try:
         with _nothing_left_behind(directory):
-            _on_primary("run directory is free", lambda: directory.claim(resume))
+            on_primary("run directory is free", lambda: directory.claim(resume))
         yield directory
     finally:
         directory.release()

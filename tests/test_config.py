@@ -37,6 +37,12 @@ def test_numbers_as_people_write_them(tmp_path):
         ("batchsize: 3", "did you mean 'batch_size'"),
         ("- a\n- b", "expected `field: value` lines, found a list"),
         ("a: [", "not valid YAML"),
+        ("lr: 1e-3\ndim: 8\nlr: 2e-3", "line 3: 'lr' is given twice"),
+        ("model: {dim: 8, dim: 16}", "'dim' is given twice"),
+        ("dim: 8\nmodel: {dim: 16}", "'dim' is given twice, in sections or outside"),
+        ("model: {dim: 8}\nloop: {dim: 16}", "'dim' is given twice"),
+        ("model: {dims: 8}", "did you mean 'dim'"),
+        ("modell: {dim: 8}", "there is no field 'modell'"),
     ],
 )
 def test_a_wrong_file_is_told(tmp_path, text, message):
@@ -65,6 +71,12 @@ def test_a_missing_file_is_told(tmp_path):
         ({"val_fraction": 1.0}, "val_fraction is 1.0: it must be at least 0 and below 1"),
         ({"log_every": 0}, "log_every is 0: it must be at least 1"),
         ({"phases": []}, "phases is an empty list"),
+        ({"n_devices": -1}, "n_devices is -1: it must be at least 0"),
+        ({"use_moe": True}, "use_moe is True: not built yet; leave it out, or set it to False"),
+        ({"pos_encoding": "absolute"}, "pos_encoding is 'absolute': not built yet; .* 'rotary', which is built"),
+        ({"use_swiglu": False}, "use_swiglu is False: not built yet"),
+        ({"use_lora": True, "lora_rank": 4}, "use_lora is True: not built yet"),
+        ({"n_experts": "four"}, "n_experts is 'four': it must be a whole number"),
     ],
 )
 def test_errors_name_the_field_the_value_and_the_rule(fields, message):
@@ -77,3 +89,41 @@ def test_every_field_has_a_home_and_a_docstring():
         assert set(field_docs(part)) == {field.name for field in fields(part)}, part
     assert set(field_types()) == set(Config().to_dict())
     assert "global" in field_docs(LoopConfig)["phases"]
+
+
+def test_sections_are_flattened(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {dim: 64, dropout_rate: 0.1}\noptimizer: {optimizer: lion, lr: 5e-4}\nmla: {mla: false, rope_dim: 16}\n"
+        "lora: {lora_rank: 4}\nmoe:\n  n_experts: 8\nloop: {phases: [{steps: 3, batch_size: 2, seq_len: 17}]}\n"
+        "seed: 7\n"
+    )
+    config = Config.from_yaml(path)
+    config.validate()
+    found = (config.dim, config.optimizer, config.lr, config.rope_dim, config.lora_rank, config.n_experts, config.seed)
+    assert found == (64, "lion", 5e-4, 16, 4, 8, 7)
+    assert config.phases == [{"steps": 3, "batch_size": 2, "seq_len": 17}]
+    config.save_yaml(tmp_path / "flat.yaml")
+    assert Config.from_yaml(tmp_path / "flat.yaml").to_dict() == config.to_dict()
+
+
+SEEDS = """
+    epochs optimizer tokenizer_type max_context weight_tying dropout_rate lr batch_size grad_accum warmup_steps dim
+    num_blocks kv_heads use_moe n_experts top_k_mlp expansion alpha_balance sliding_window context_window no_sink
+    pos_encoding n_heads head_size vocab_size use_swiglu activation norm_type rope_scale_factor mla down_dim_q
+    down_dim_kv rope_dim inference gradient_checkpointing use_bf16 grad_clip patience eval_iters lr_schedule use_lora
+    lora_rank lora_alpha lora_dropout lora_targets n_devices wandb_project
+"""
+
+
+def test_the_fields_of_the_seeds_are_known_and_their_defaults_can_be_used():
+    assert set(SEEDS.split()) <= set(field_types())
+    config = Config()
+    config.validate()
+    lora = (config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
+    assert (*lora, config.grad_clip, config.n_devices, config.patience) == (8, 16.0, 0.0, "attention", 1.0, 0, 0)
+    assert (config.use_lora, config.use_moe, config.n_heads, config.head_size) == (False, False, None, None)
+
+
+def test_numbers_of_what_is_off_are_accepted():
+    Config(n_experts=16, top_k_mlp=1, alpha_balance=0.1, context_window=32, lora_rank=4, down_dim_q=8).validate()

@@ -141,3 +141,13 @@ def test_default_folders_are_unique(tmp_path, monkeypatch):
     assert len(set(names)) == 3
     monkeypatch.setenv("ROXXEL_RUN_ID", "20260101_000000")
     assert str(default_run_dir()) == "runs/run_20260101_000000"
+
+
+def test_on_some_of_the_devices(text, tmp_path):
+    run = Experiment(config(n_devices=4, batch_size=12)).fit(text, tmp_path / "run")
+    assert "4 device(s)" in (run / "logs" / "rank-0.log").read_text()
+    with pytest.raises(UsageError, match="batch_size is 12, which does not divide by 8 devices x grad_accum"):
+        Experiment(config(batch_size=12)).fit(text, tmp_path / "other")
+    with pytest.raises(UsageError, match=r"n_devices is 9, but 8 device.s. are here"):
+        Experiment(config(n_devices=9)).fit(text, tmp_path / "other")
+    assert not (tmp_path / "other").exists()

@@ -15,6 +15,7 @@ LAYERS = [
     ["cli_data", "cli_doctor", "cli_jobs", "cli_launch"],
     ["launcher"],
     ["experiment", "load"],
+    ["assemble"],
     ["flags"],
     ["reading", "save"],
     ["record", "run_directory"],

@@ -181,6 +181,8 @@ class LoopConfig(LoopOptions):
     """Steps between checkpoints."""
     val_fraction: float = 0.1
     """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
+    n_devices: int = 0
+    """Devices to use, of all processes together; 0 for all."""
     deterministic: bool = False
     """Ask XLA for the same bits every time, which costs speed on a GPU."""
     wandb: Literal["off", "offline", "online"] = "off"
@@ -194,6 +196,7 @@ class LoopConfig(LoopOptions):
         super().__post_init__()
         for name in ("batch_size", "grad_accum"):
             _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("n_devices", self.n_devices, 0)
         if not self.epochs > 0:
             raise ValueError(f"epochs is {self.epochs}: it must be above 0")
         if self.phases is not None and not self.phases:

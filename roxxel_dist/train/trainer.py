@@ -63,6 +63,7 @@ class Trainer:
         options: the fields of `train.config.LoopOptions`, such as `log_every`.
 
     Attributes:
+        mesh: the devices it trains on.
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
         notes: what `run` says of an amendment before it trains: both plans, and what the schedule does.
 
@@ -90,7 +91,7 @@ class Trainer:
     ) -> None:
         self.options = LoopOptions(**options)
         enable_compilation_cache()
-        mesh = mesh or make_mesh()
+        self.mesh = mesh = mesh or make_mesh()
         self._sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
         curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(curriculum.shapes, grad_accum_steps)

@@ -1,0 +1,154 @@
+"""From a Config and a corpus to all that a run is made of; every command that trains or looks at training uses it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.process import agree, is_primary, process_count
+from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.data.build import build
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.transformer import Transformer, token_losses
+from roxxel_dist.reading import curriculum_of, validation_sets
+from roxxel_dist.train.config import LoopConfig, OptimizerConfig
+from roxxel_dist.train.evaluate import HELD_OUT
+from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.train.step import LossFn
+
+BUILD_LIMIT_S = 6 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The parts of a run, ready to be used; none is on a device yet."""
+
+    config: Any
+    """The `Config`, its vocabulary known."""
+    build: Callable[[], nnx.Module]
+    """Makes the model, the same one each time; to be called under jit."""
+    loss: LossFn
+    optimizer: NamedOptimizer
+    curriculum: Curriculum
+    """The phases over the part of the data that is trained on."""
+    validation: Mapping[str, Roxxel]
+    """Data sets to validate on by name: those of the config, or else what is held out, as `HELD_OUT`."""
+    data: Roxxel
+    """The corpus as it is on disk, held-out part included."""
+    grad_accum: int
+    """Micro-batches a step."""
+    options: dict[str, Any]
+    """The fields of `LoopOptions`. Nothing is left to hold out: `curriculum` is without it already."""
+
+    def mesh(self) -> Mesh:
+        """The devices of this run, of all processes.
+
+        Raises:
+            ValueError: there are not so many, a process has none of them, or a phase's batch does not divide by them.
+        """
+        mesh = make_mesh(self.config.n_devices)
+        processes = {device.process_index for device in mesh.devices.flat}
+        if len(processes) < process_count():
+            raise ValueError(
+                f"n_devices is {self.config.n_devices}, which leaves none to {process_count() - len(processes)} of "
+                f"{process_count()} processes: use 0 for all, or launch fewer"
+            )
+        check_division(self.curriculum, mesh.size, self.grad_accum)
+        return mesh
+
+
+def recipe(config: Any, data: Roxxel) -> Recipe:
+    """All that a run of `config` on `data` is made of. Touches no device and no run directory.
+
+    Args:
+        config: a `Config`; it is left as it is.
+        data: the corpus, from `open_corpus`.
+
+    Raises:
+        ValueError: a field breaks its rule, or does not fit the data.
+    """
+    config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
+    config.validate()
+    loop, optimizer = config.part(LoopConfig), NamedOptimizer(config.part(OptimizerConfig))
+    curriculum, held_out = curriculum_of(config, data)
+    optimizer.config.check(curriculum.total_steps)
+    return Recipe(
+        config=config,
+        build=model_builder(config),
+        loss=token_losses,
+        optimizer=optimizer,
+        curriculum=curriculum,
+        validation=validation_sets(config, data) or {HELD_OUT: held_out},
+        data=data,
+        grad_accum=loop.grad_accum,
+        options={**loop.options(), "val_fraction": 0.0},
+    )
+
+
+def model_builder(config: Any) -> Callable[[], nnx.Module]:
+    """What makes the model of a config whose `vocab_size` is known: the same weights each time."""
+    shape, rngs = config.part(ModelConfig), {"params": config.seed, "dropout": config.seed + 1}
+    return lambda: Transformer(shape, nnx.Rngs(**rngs))
+
+
+def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel:
+    """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
+
+    Raises:
+        ValueError: nothing is named, or it cannot be read.
+    """
+    if data_path is None:
+        raise ValueError("no data: name a text file, a folder or shards with --data_path")
+    if is_tokens(data_path):
+        return Roxxel(data_path)
+    kind, size = config.tokenizer_type, config.vocab_size
+    on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())
+    return Roxxel(into)
+
+
+def on_primary(what: str, act: Callable[[], Any]) -> None:
+    """Do something on rank 0 alone; its error is everybody's.
+
+    Raises:
+        UsageError: on every rank, with the message of what went wrong on rank 0.
+    """
+    message = ""
+    if is_primary():
+        try:
+            with usage_errors():
+                act()
+        except UsageError as error:
+            message = str(error) or repr(error)
+    if message := agree(what, message, BUILD_LIMIT_S):
+        raise UsageError(message)
+
+
+def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> None:
+    """Raises ValueError for a phase whose rows would leave a remainder on so many devices."""
+    for i, phase in enumerate(curriculum.phases):
+        rows = phase.batch_size or 0
+        # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
+        if rows > devices and rows % grad_accum == 0 and (rows // grad_accum) % devices:
+            raise ValueError(
+                f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
+                f"({grad_accum}): use a multiple of {devices * grad_accum}"
+            )
+
+
+def _vocabulary(config: Any, data: Roxxel) -> int:
+    known, wanted = data.vocab_size, config.vocab_size
+    size = wanted or known
+    if size is None:
+        raise ValueError("the shards do not say how large their vocabulary is: give --vocab_size")
+    if known is not None and wanted is not None and wanted < known:
+        raise ValueError(
+            f"vocab_size is {wanted}, but the data has {known} tokens: leave it out, or use at least {known}"
+        )
+    return size
