@@ -76,13 +76,13 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     return parse_config(TrainArgs, words, "train", str(saved) if "resume" in told and saved.exists() else None)
 
 
-def parse_config(kind: type[T], words: list[str], name: str, path: str | None = None) -> tuple[T, Any]:
+def parse_config(kind: type[T], words: list[str], command: str, path: str | None = None) -> tuple[T, Any]:
     """(arguments, Config) of a command that takes every field of a Config beside its own flags.
 
     Args:
         kind: the command's own flags, `config` among them.
         words: the command line.
-        name: of the command.
+        command: its name.
         path: the file to read where `--config` names none.
 
     Raises:
@@ -93,7 +93,7 @@ def parse_config(kind: type[T], words: list[str], name: str, path: str | None = 
     words = _plain_switches(words, kind)
     path = dict(_flags(words)).get("config") or path
     base = Config.from_yaml(path) if path else Config()
-    args: Any = parse(_with_fields(base, kind), words, name)
+    args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}
     for name in NESTED:
         try:

@@ -20,6 +20,8 @@ LEAST_RISE = 0.1
 """The same as a share of the first loss, for a loss that never fell."""
 NOISES = 2.0
 """A loss that fell by less than so many times its usual change from step to step did not fall."""
+LEAST_FALL = 1e-3
+"""Nor did one that fell by less than this share of itself."""
 FEWEST = 10
 """Steps that say anything at all."""
 
@@ -91,7 +93,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> 
     lowest = curve.index(min(curve))
     noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(usable))
     start = statistics.fmean(usable[: max(1, len(usable) // AVERAGED)])
-    if lowest == 0 or start - curve[lowest] <= NOISES * noise:
+    if lowest == 0 or start - curve[lowest] <= max(NOISES * noise, LEAST_FALL * abs(start)):
         raise ValueError(
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "
             f"smaller min_lr if it rose, a larger max_lr if it did not move"

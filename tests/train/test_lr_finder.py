@@ -96,7 +96,7 @@ def test_divergence():
     ids=["flat", "waves", "rising", "noise"],
 )
 def test_a_loss_that_does_not_fall_suggests_nothing(losses):
-    with pytest.raises(ValueError, match="did not fall between learning rates of 1.00e-06 and"):
+    with pytest.raises(ValueError, match=r"did not fall between learning rates of 1\.00e-06 and"):
         suggest(RATES, losses, 100)
 
 
