@@ -36,7 +36,7 @@ def test_a_sweep_of_text_leaves_nothing_behind(text, tmp_path):
     suggested, rates, losses = experiment.find_lr(text, num_steps=40)
     assert len(rates) == len(losses)
     assert rates[0] == 1e-6
-    assert 1e-4 < suggested < 0.1
+    assert 1e-3 < suggested <= rates[-1]
     assert suggested in rates
     assert min(losses) < losses[0] - 0.5
     assert config.to_dict() == experiment.config.to_dict() == before
@@ -51,7 +51,7 @@ def test_what_cannot_be_swept(text, tmp_path):
     with pytest.raises(UsageError, match="min_lr is -1: it must be above 0"):
         experiment.find_lr(text, min_lr=-1)
     with pytest.raises(UsageError, match="the loss did not fall between learning rates"):
-        experiment.find_lr(text, min_lr=1e-9, max_lr=1e-8, num_steps=12)
+        experiment.find_lr(text, min_lr=1e-9, max_lr=1e-8, num_steps=30)
     with pytest.raises(UsageError, match="use a smaller batch_size or seq_len, or more text"):
         Experiment(Config(**{**SMALL, "batch_size": 10_000_000})).find_lr(text)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]

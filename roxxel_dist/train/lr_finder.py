@@ -18,7 +18,7 @@ RISE = 0.5
 """Share of what the loss had fallen by that it must climb again to count as diverged."""
 LEAST_RISE = 0.1
 """The same as a share of the first loss, for a loss that never fell."""
-NOISES = 2.0
+NOISES = 4.0
 """A loss that fell by less than so many times its usual change from step to step did not fall."""
 LEAST_FALL = 1e-3
 """Nor did one that fell by less than this share of itself."""
