@@ -2,8 +2,8 @@
 
     python benchmarks/train_loop.py [FOLDER]
 
-The rows of `train_save.py`, `train_restart.py` and `train_rate.py` are in the table too. Another row is another function
-in ROWS.
+The rows of `train_save.py`, `train_restart.py` and `train_rate.py` are in the table too. Another row is another
+function in ROWS.
 """
 
 import os
