@@ -14,12 +14,12 @@ from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
-    "find-lr": "find a learning rate",
     "eval": "repeat a validation",
     "sweep": "search for the best configuration",
     "report": "pictures and tables of runs and studies",
@@ -198,6 +198,7 @@ COMMANDS: dict[str, Command] = {
     "data": data,
     "batch": batch,
     "train": train,
+    "find-lr": find_lr,
     "save": save,
     "generate": generate,
     "launch": launch,

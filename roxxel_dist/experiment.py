@@ -24,6 +24,7 @@ from roxxel_dist.config import RECORD, usage_errors
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.find_lr import find_lr
 from roxxel_dist.lineage import data_of, forked_from, saved_config
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
@@ -116,6 +117,26 @@ class Experiment:
             finally:
                 trainer.close()
         return run
+
+    def find_lr(
+        self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
+    ) -> tuple[float, list[float], list[float]]:
+        """(a learning rate to train with, the rates of a sweep, the loss at each of them).
+
+        A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
+        1506.01186); it ends early where the loss diverges. The rate is that at which the smoothed loss falls most
+        steeply. Nothing is kept: no run directory is made or read, and this experiment's `lr` stays what it is.
+
+        Args:
+            data_path: a text file, a folder of text, or shards.
+            min_lr: rate of the first step.
+            max_lr: rate of the last step.
+            num_steps: at least 10.
+
+        Raises:
+            UsageError: the config, the data or the rates do not allow it, or the loss did not fall.
+        """
+        return find_lr(self.config, data_path, min_lr=min_lr, max_lr=max_lr, num_steps=num_steps)
 
     def _was_finished(self, run: Path, saved: dict[str, Any]) -> bool:
         """Say so, if it was: then nothing else matters, the data may be gone."""

@@ -75,9 +75,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     Raises:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
     """
-    import yaml
-
-    words, model_args = _without_model_args(_plain_switches(words, TrainArgs))
+    words = _plain_switches(words, TrainArgs)
     own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
     told = {name: value for name, value in _flags(words) if name in own}
     if "amend" in told and "resume" not in told:
@@ -90,9 +88,27 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
     saved = [Path(told.get("run_dir", "")) / CONFIG] if "resume" in told else []
     saved += [run_step(told["fork"]).run / CONFIG] if "fork" in told else []
-    path = told.get("config") or next((path for path in saved if path.exists()), None)
+    return parse_config(TrainArgs, words, "train", next((str(path) for path in saved if path.exists()), None))
+
+
+def parse_config(kind: type[T], words: list[str], command: str, path: str | None = None) -> tuple[T, Any]:
+    """(arguments, Config) of a command that takes every field of a Config beside its own flags.
+
+    Args:
+        kind: the command's own flags, `config` among them.
+        words: the command line.
+        command: its name.
+        path: the file to read where `--config` names none.
+
+    Raises:
+        ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
+    """
+    import yaml
+
+    words, model_args = _without_model_args(_plain_switches(words, kind))
+    path = dict(_flags(words)).get("config") or path
     base = Config.from_yaml(path) if path else Config()
-    args = parse(_with_fields(base), words, "train")
+    args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}
     for name in NESTED:
         try:
@@ -160,19 +176,19 @@ def _flags(words: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _with_fields(base: Any) -> type[TrainArgs]:
-    """`TrainArgs` and every field of a Config, with `base`'s values as defaults."""
+def _with_fields(base: Any, kind: type) -> type:
+    """The flags of a command and every field of a Config, with `base`'s values as defaults."""
     import yaml
 
     docs = {name: text for part in PARTS for name, text in field_docs(part).items()}
     fields: list[Any] = []
-    for name, kind in field_types().items():
-        default, shown = getattr(base, name), kind
+    for name, held in field_types().items():
+        default, shown = getattr(base, name), held
         if name in NESTED:
             shown, default = str | None, yaml.safe_dump(default, default_flow_style=True).strip() if default else None
-        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if kind is bool else [])]
+        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if held is bool else [])]
         field = dataclasses.field(default_factory=lambda kept=default: kept)  # a list is no default, but may be kept
         fields.append((name, Annotated[(shown, *marks)], field))
     return dataclasses.make_dataclass(
-        "Train", fields, bases=(TrainArgs,), kw_only=True, frozen=True, namespace={"__doc__": TrainArgs.__doc__}
+        kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True, namespace={"__doc__": kind.__doc__}
     )

@@ -12,10 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_data", "cli_doctor", "cli_jobs", "cli_launch"],
+    ["cli_data", "cli_doctor", "cli_jobs", "cli_launch", "cli_runs"],
     ["launcher"],
     ["trainer"],
     ["experiment", "load"],
+    ["find_lr"],
     ["assemble"],
     ["flags"],
     ["lineage", "reading", "save"],
