@@ -14,6 +14,7 @@ from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_report import report
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
@@ -22,7 +23,6 @@ NOT_BUILT = {
     "find-lr": "find a learning rate",
     "eval": "repeat a validation",
     "sweep": "search for the best configuration",
-    "report": "pictures and tables of runs and studies",
     "plan": "phases, memory and time of a run before it starts",
     "export": "weights for other programs",
     "launch slurm": "start ranks in a SLURM job",
@@ -196,6 +196,7 @@ COMMANDS: dict[str, Command] = {
     "train": train,
     "save": save,
     "generate": generate,
+    "report": report,
     "launch": launch,
     "doctor": doctor,
     "ps": ps,
