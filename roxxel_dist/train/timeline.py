@@ -51,11 +51,12 @@ class Timeline:
     def heard(self, record: Record) -> None:
         """The activity of this rank is another one from now on."""
         self._done = record.done
-        self._end()
         self._stepped |= record.activity == "step"
         # Nothing that is watched: before the first step it is a part of the start, after the last it is not training.
-        self._activity = record.activity or ("" if self._stepped else "start")
-        self._first = record.entered
+        activity = record.activity or ("" if self._stepped else "start")
+        if activity != self._activity:
+            self._end()
+            self._activity, self._first = activity, record.entered
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A step was logged."""
