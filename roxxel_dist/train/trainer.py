@@ -38,6 +38,7 @@ from roxxel_dist.train.programs import Programs
 from roxxel_dist.train.report import Reporter
 from roxxel_dist.train.state import init_state
 from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics
+from roxxel_dist.train.timeline import Timeline
 from roxxel_dist.train.trackers.choose import trackers_for
 
 
@@ -70,8 +71,7 @@ class Trainer:
         notes: what `run` says of that before it trains, where there is more to it than the newest checkpoint.
 
     Raises:
-        ValueError: a batch that does not divide, data that a phase does not fit in, or a run directory that holds
-            another run.
+        ValueError: a batch that does not divide, too little data for a phase, or the run directory of another run.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Trainer:
         self.store = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
         self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
         self._progress = Progress.from_env(process_index())
+        self._timeline = Timeline(None if process_index() else self._folder, self._progress)
         try:
             start = begin(self.store, curriculum, self._optimizer, self.options, amend=amend, origin=origin)
             self._parts, self._state, model_settings = init_state(
@@ -116,7 +117,7 @@ class Trainer:
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
             go_back(self.store, start, self.last_step)
-            self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), *trackers])
+            self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), self._timeline, *trackers])
         except BaseException:
             self.store.close()
             self._programs.close()
@@ -126,7 +127,6 @@ class Trainer:
         self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._keeper = Keeper(self._folder, self.store, self.last_step, say)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
-        self.notes, self.stopped = start.notes, False
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the phase that comes first, and load the checkpoint meanwhile."""
@@ -189,6 +189,7 @@ class Trainer:
             if at_the_end is not None:
                 at_the_end()
             self._keeper.mark_finished(self.step)
+            self._timeline.finished()
         return self.state
 
     def _train(self) -> None:
