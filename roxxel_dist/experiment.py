@@ -208,7 +208,7 @@ class Experiment:
         say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
         for name, one in made.curriculum.mix_streamers.items():
             say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
-        if not trainer.notes:  # else they have it
+        if not trainer.start.notes:  # else they have it
             say(trainer.plan.describe())
         for line in changed:
             say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")

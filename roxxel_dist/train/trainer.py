@@ -67,8 +67,7 @@ class Trainer:
     Attributes:
         mesh: the devices it trains on.
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
-        start: where the run was taken up.
-        notes: what `run` says of that before it trains, where there is more to it than the newest checkpoint.
+        start: where the run was taken up, and what `run` says of that.
 
     Raises:
         ValueError: a batch that does not divide, too little data for a phase, or the run directory of another run.
@@ -111,7 +110,7 @@ class Trainer:
                 dtype=jnp.bfloat16 if self.options.use_bf16 else None, restored=start.step > 0, load=start.load,
             )  # fmt: skip
             self.start, self.plan, self._standing = start, start.plan, start.standing
-            self.start_step = self.step = start.step
+            self.start_step, self.step, self.stopped = start.step, start.step, False
             self.last_step = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
