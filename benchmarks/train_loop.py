@@ -2,7 +2,8 @@
 
     python benchmarks/train_loop.py [FOLDER]
 
-The rows of `train_save.py` and `train_restart.py` are in the table too. Another row is another function in ROWS.
+The rows of `train_save.py`, `train_restart.py` and `train_rate.py` are in the table too. Another row is another
+function in ROWS.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import train_rate
 import train_restart
 import train_save
 from measure import Result, table
@@ -103,8 +105,13 @@ def restarting(data: Roxxel, folder: Path) -> Iterable[Result]:
     return train_restart.restarts(folder)
 
 
+def suggested_rates(data: Roxxel, folder: Path) -> Iterable[Result]:
+    """Training at the rate that find-lr suggests against training at seven others."""
+    return train_rate.suggested_rates(folder)
+
+
 ROWS: list[Callable[[Roxxel, Path], Iterable[Result]]] = [
-    main_thread_time, wall_time, phase_boundary, saving, restarting,
+    main_thread_time, wall_time, phase_boundary, saving, restarting, suggested_rates,
 ]  # fmt: skip
 
 

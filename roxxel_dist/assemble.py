@@ -19,6 +19,7 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.lineage import check_tokenizer, tokenizer_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.own import find_function
 from roxxel_dist.model.transformer import Transformer, token_losses
@@ -148,8 +149,13 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel
     if data_path is None:
         raise ValueError("no data: name a text file, a folder or shards with --data_path")
     if is_tokens(data_path):
-        return Roxxel(data_path)
+        data = Roxxel(data_path)
+        if config.init_from is not None:
+            check_tokenizer(config.init_from, data)
+        return data
     kind, size = config.tokenizer_type, config.vocab_size
+    if config.init_from is not None:
+        kind, size = str(tokenizer_of(config.init_from)), None
     progress = Progress.from_env(process_index())
     progress.say("")  # a launcher's limit for the start is not meant for a large text
     on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())

@@ -14,15 +14,15 @@ from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_report import report
+from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, parse, parse_train
+from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
-    "find-lr": "find a learning rate",
     "eval": "repeat a validation",
     "sweep": "search for the best configuration",
-    "report": "pictures and tables of runs and studies",
     "plan": "phases, memory and time of a run before it starts",
     "export": "weights for other programs",
     "launch slurm": "start ranks in a SLURM job",
@@ -90,13 +90,17 @@ def train(words: list[str]) -> int:
     """Train a model through a curriculum, on all the processes this one belongs to."""
     with usage_errors():
         args, config = parse_train(words)
+        skipped = steps_to_skip(args.skip_steps)
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.train.badstep import BadStep
     from roxxel_dist.train.checkpoint import SaveError
 
     experiment = Experiment(config)
     try:
-        experiment.fit(args.data_path, args.run_dir, args.resume, args.amend)
+        experiment.fit(
+            args.data_path, args.run_dir, args.resume, args.amend,
+            fork=args.fork, from_step=args.from_step, skip_steps=skipped,
+        )  # fmt: skip
     except (BadStep, SaveError) as problem:  # no fault of the program: its log has the traceback
         print(f"roxxel-dist: {problem}", file=sys.stderr, flush=True)
         return EXIT_FAILED
@@ -194,8 +198,10 @@ COMMANDS: dict[str, Command] = {
     "data": data,
     "batch": batch,
     "train": train,
+    "find-lr": find_lr,
     "save": save,
     "generate": generate,
+    "report": report,
     "launch": launch,
     "doctor": doctor,
     "ps": ps,

@@ -20,16 +20,19 @@ from roxxel_dist.cluster.process import (
     pin_threads,
     what_decides_bits,
 )
-from roxxel_dist.config import RECORD, load_yaml, usage_errors
+from roxxel_dist.config import RECORD, usage_errors
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.find_lr import find_lr
+from roxxel_dist.lineage import data_of, forked_from, saved_config
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
+from roxxel_dist.train.origin import Origin
 from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
 
@@ -54,6 +57,9 @@ class Experiment:
         run_dir: str | Path | None = None,
         resume: bool = False,
         amend: bool = False,
+        fork: str | None = None,
+        from_step: int | None = None,
+        skip_steps: tuple[int, int] | None = None,
     ) -> Path:
         """Train and return the run directory.
 
@@ -62,6 +68,10 @@ class Experiment:
             run_dir: where the run is kept; by default a new `runs/run_YYYYMMDD_HHMMSS`.
             resume: continue the run in `run_dir` from its newest checkpoint, or begin where there is none.
             amend: the phases or the shards of the resumed run are other ones from here on.
+            fork: RUN@STEP, a kept checkpoint of another run whose whole state the new one begins with; that run is only
+                read. The phases may be other ones behind that step.
+            from_step: go back to this kept checkpoint of the resumed run; later ones are deleted.
+            skip_steps: with `from_step`, leave out what these steps (the first and the last, from 1) would have read.
 
         Raises:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
@@ -70,28 +80,36 @@ class Experiment:
         with usage_errors():
             self.config.validate()
             # A launched run without a name has the launcher's: started again, it is the same folder.
-            saved = _saved(Path(run_dir or default_run_dir())) if resume else {}
+            folder = Path(run_dir or default_run_dir())
+            saved = saved_config(folder) if resume else {}
+            parent = forked_from(fork, saved, folder)
+            origin = Origin(
+                fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps
+            )
+            before = saved_config(parent.run) if parent and not saved else saved
             if self.config.datasets is None:
-                self.config.datasets = saved.get("datasets")
+                self.config.datasets = before.get("datasets")
             named = self.config.datasets or {}
             if data_path and "self" in named:
                 self.config.datasets = {**named, "self": os.path.abspath(data_path)}
             if self.config.deterministic:
                 make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
-        pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
+        pin_threads(before.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
         run = Path(agree("run directory", str(run_dir or default_run_dir())))
-        if resume and not amend and self._was_finished(run, saved):
+        if resume and not amend and from_step is None and self._was_finished(run, saved):
             return run
         with _held(run, resume) as directory:
             with _nothing_left_behind(directory), usage_errors():
-                changed = changed_fields(saved, self.config, amend=amend)
-                path = primary_path(self.config, data_path) or saved.get(RECORD, {}).get("data_path")
+                whose = str(parent) if parent and not saved else ""
+                changed = changed_fields(before, self.config, amend=amend or bool(whose), whose=whose)
+                named = primary_path(self.config, data_path)
+                path = named or data_of(before, parent.run if parent and not saved else None)
                 made = recipe(self.config, self._open(path, run, resume))
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
-                trainer = self._trainer(run, made, amend)
+                trainer = self._trainer(run, made, amend, origin)
             try:
                 # All ranks learn it, if the disk is full already.
                 on_primary("record", lambda: self._write_down(trainer, run, path, made, saved, changed))
@@ -99,6 +117,26 @@ class Experiment:
             finally:
                 trainer.close()
         return run
+
+    def find_lr(
+        self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
+    ) -> tuple[float, list[float], list[float]]:
+        """(a learning rate to train with, the rates of a sweep, the loss at each of them).
+
+        A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
+        1506.01186); it ends early where the loss diverges. The rate is that at which the smoothed loss falls most
+        steeply. Nothing is kept: no run directory is made or read, and this experiment's `lr` stays what it is.
+
+        Args:
+            data_path: a text file, a folder of text, or shards.
+            min_lr: rate of the first step.
+            max_lr: rate of the last step.
+            num_steps: at least 10.
+
+        Raises:
+            UsageError: the config, the data or the rates do not allow it, or the loss did not fall.
+        """
+        return find_lr(self.config, data_path, min_lr=min_lr, max_lr=max_lr, num_steps=num_steps)
 
     def _was_finished(self, run: Path, saved: dict[str, Any]) -> bool:
         """Say so, if it was: then nothing else matters, the data may be gone."""
@@ -123,7 +161,7 @@ class Experiment:
             return []
         return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
-    def _trainer(self, run: Path, made: Recipe, amend: bool) -> Trainer:
+    def _trainer(self, run: Path, made: Recipe, amend: bool, origin: Origin) -> Trainer:
         wandb = self.config.wandb if is_primary() and self.config.wandb != "off" else None
         return Trainer(
             made.build,
@@ -135,6 +173,7 @@ class Experiment:
             mesh=made.mesh(),
             grad_accum_steps=made.grad_accum,
             amend=amend,
+            origin=origin,
             trackers=[self._wandb(run, wandb)] if wandb else [],
             **made.options,
         )
@@ -152,11 +191,12 @@ class Experiment:
         summary = summarize(trainer.state.params, trainer.state.optimizer)
         if not trainer.finished:
             place = str(Path(data_path).absolute()) if data_path else str((run / DATA).absolute())
-            record = describe_environment() | {"data_path": place, "corpus": data.fingerprint}
+            record = describe_environment() | {"data_path": place, "corpus": data.fingerprint} | trainer.start.record
             record["bits"] = what_decides_bits()
             if before := saved.get(RECORD):
                 changed = [*changed, *differences(before.get("bits", {}), record["bits"])]
-                resumes = [*before.get("resumes", []), {"step": trainer.start_step, "commit": record["git_commit"]}]
+                this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record
+                resumes = [*before.get("resumes", []), this]
                 record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
             self.config.save_yaml(run / CONFIG, record)
             if data.tokenizer is not None:
@@ -168,10 +208,10 @@ class Experiment:
         say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
         for name, one in made.curriculum.mix_streamers.items():
             say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
-        if not trainer.notes:  # else they have it
+        if not trainer.start.notes:  # else they have it
             say(trainer.plan.describe())
         for line in changed:
-            say(f"changed since the run began: {line}")
+            say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
 
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         def at_the_end() -> None:
@@ -200,10 +240,6 @@ class Experiment:
             model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed, eos_id=tokenizer.eos_id
         )
         return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
-
-
-def _saved(run: Path) -> dict[str, Any]:
-    return load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import tyro
 
 from roxxel_dist.config import PARTS, Config, field_docs, field_types
 from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.train.origin import run_step
 
 T = TypeVar("T")
 Switch = tyro.conf.FlagCreatePairsOff[bool]
@@ -58,6 +59,14 @@ class TrainArgs:
     """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
     amend: Switch = False
     """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
+    fork: str | None = None
+    """RUN@STEP: a new run that begins with the parameters, moments, random streams and position in the data of a kept
+    checkpoint of RUN, and its config unless --config is given. Other phases and another schedule hold behind that step;
+    RUN is only read."""
+    from_step: int | None = None
+    """With --resume: go back to this kept checkpoint of the run. Later checkpoints and rows of the log are deleted."""
+    skip_steps: str | None = None
+    """With --from_step: A:B, leave out what the steps A to B would have read."""
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
@@ -66,18 +75,40 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     Raises:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
     """
-    import yaml
-
-    words, model_args = _without_model_args(_plain_switches(words, TrainArgs))
-    told = {name: value for name, value in _flags(words) if name in ("config", "run_dir", "resume", "amend")}
+    words = _plain_switches(words, TrainArgs)
+    own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
+    told = {name: value for name, value in _flags(words) if name in own}
     if "amend" in told and "resume" not in told:
         raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in told and "run_dir" not in told:
         raise ValueError("--resume does not say which run: name its folder with --run_dir")
-    saved = Path(told.get("run_dir", "")) / CONFIG
-    path = told.get("config") or (saved if "resume" in told and saved.exists() else None)
+    if "from_step" in told and "resume" not in told:
+        raise ValueError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
+    if "from_step" in told and "fork" in told:
+        raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
+    saved = [Path(told.get("run_dir", "")) / CONFIG] if "resume" in told else []
+    saved += [run_step(told["fork"]).run / CONFIG] if "fork" in told else []
+    return parse_config(TrainArgs, words, "train", next((str(path) for path in saved if path.exists()), None))
+
+
+def parse_config(kind: type[T], words: list[str], command: str, path: str | None = None) -> tuple[T, Any]:
+    """(arguments, Config) of a command that takes every field of a Config beside its own flags.
+
+    Args:
+        kind: the command's own flags, `config` among them.
+        words: the command line.
+        command: its name.
+        path: the file to read where `--config` names none.
+
+    Raises:
+        ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
+    """
+    import yaml
+
+    words, model_args = _without_model_args(_plain_switches(words, kind))
+    path = dict(_flags(words)).get("config") or path
     base = Config.from_yaml(path) if path else Config()
-    args = parse(_with_fields(base), words, "train")
+    args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}
     for name in NESTED:
         try:
@@ -121,6 +152,20 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def steps_to_skip(text: str | None) -> tuple[int, int] | None:
+    """The first and the last step of A:B, or None.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    if text is None:
+        return None
+    first, mark, last = text.partition(":")
+    if not (mark and first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
+    return int(first), int(last)
+
+
 def _flags(words: list[str]) -> list[tuple[str, str]]:
     """(name, value) of every flag, as far as that can be told without knowing which take one."""
     pairs = []
@@ -131,19 +176,19 @@ def _flags(words: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _with_fields(base: Any) -> type[TrainArgs]:
-    """`TrainArgs` and every field of a Config, with `base`'s values as defaults."""
+def _with_fields(base: Any, kind: type) -> type:
+    """The flags of a command and every field of a Config, with `base`'s values as defaults."""
     import yaml
 
     docs = {name: text for part in PARTS for name, text in field_docs(part).items()}
     fields: list[Any] = []
-    for name, kind in field_types().items():
-        default, shown = getattr(base, name), kind
+    for name, held in field_types().items():
+        default, shown = getattr(base, name), held
         if name in NESTED:
             shown, default = str | None, yaml.safe_dump(default, default_flow_style=True).strip() if default else None
-        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if kind is bool else [])]
+        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if held is bool else [])]
         field = dataclasses.field(default_factory=lambda kept=default: kept)  # a list is no default, but may be kept
         fields.append((name, Annotated[(shown, *marks)], field))
     return dataclasses.make_dataclass(
-        "Train", fields, bases=(TrainArgs,), kw_only=True, frozen=True, namespace={"__doc__": TrainArgs.__doc__}
+        kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True, namespace={"__doc__": kind.__doc__}
     )

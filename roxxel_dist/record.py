@@ -19,8 +19,8 @@ DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_frac
 """What decides which tokens a step reads."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 """Of that, what decides it only where no phases are given."""
-STATE_FIELDS = ("optimizer", "use_bf16")
-"""What decides what a checkpoint holds, beside the model."""
+STATE_FIELDS = ("optimizer", "use_bf16", "init_from")
+"""What decides what a checkpoint holds, beside the model, and what the first one held."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
 """Of that, what --amend may change."""
 
@@ -64,8 +64,8 @@ def summarize(params: dict[str, jax.Array], opt_state: Any) -> dict[str, Any]:
     }
 
 
-def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False) -> list[str]:
-    """What a resumed run's config says otherwise than the saved one, a line each.
+def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, whose: str = "") -> list[str]:
+    """What a run's config says otherwise than the saved one, a line each; `whose` names that, if it is another run's.
 
     Raises:
         ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
@@ -75,12 +75,12 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False) -
     fixed = {"model"} | shape
     fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
     fixed -= set(AMENDABLE) if amend else set()
-    changed = []
+    changed, other = [], whose or "the run that shall be resumed"
     for name, value in config.to_dict().items():
         if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):
             if name in fixed:
                 raise ValueError(
-                    f"{name} is {value}, and the run that shall be resumed has {saved[name]}: leave it as it was, or "
+                    f"{name} is {value}, and {other} has {saved[name]}: leave it as it was, or "
                     f"start a new run" + (" (or change it from here on with --amend)" if name in AMENDABLE else "")
                 )
             changed.append(f"{name} {saved[name]} -> {value}")

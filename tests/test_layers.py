@@ -12,13 +12,14 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_data", "cli_doctor", "cli_jobs", "cli_launch"],
+    ["cli_data", "cli_doctor", "cli_jobs", "cli_launch", "cli_report", "cli_runs"],
     ["launcher"],
     ["trainer"],
     ["experiment", "load"],
+    ["find_lr"],
     ["assemble"],
-    ["flags"],
-    ["reading", "save"],
+    ["flags", "report"],
+    ["lineage", "reading", "save"],
     ["record", "run_directory"],
     ["config"],
     ["train"],
@@ -32,7 +33,7 @@ EXCEPTIONS = [("data", "stream")]  # Roxxel.stream imports it when it is called
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
-NO_JAX = ["roxxel_dist.reading", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
+NO_JAX = ["roxxel_dist.reading", "roxxel_dist.report.pictures", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
 LIGHT = ["roxxel_dist", "roxxel_dist.cli", "roxxel_dist.config", "roxxel_dist.launcher.supervisor"]
 HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "ray", "wandb", "tokenizers", "matplotlib"}
 

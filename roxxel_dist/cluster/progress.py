@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,9 +58,14 @@ def _activity(number: int) -> str:
 
 
 class Progress:
-    """Writes the record of one rank. Without a file (nobody launched this process) every call is free."""
+    """Writes the record of one rank. Without a file (nobody launched this process) every call is free.
+
+    Attributes:
+        listener: called with the new record whenever the activity changes.
+    """
 
     def __init__(self, path: str | None, rank: int) -> None:
+        self.listener: Callable[[Record], None] | None = None
         self._map: mmap.mmap | None = None
         self._offset = rank * RECORD.size
         self._now = Record(pid=os.getpid())
@@ -110,7 +115,10 @@ class Progress:
             self.say(before)
 
     def _write(self, record: Record) -> None:
-        self._now = record = replace(record, time=time.time())
+        before, self._now = self._now, replace(record, time=time.time())
+        record = self._now
+        if record.activity != before.activity and self.listener is not None:
+            self.listener(record)
         if self._map is not None:
             number = ACTIVITIES.index(record.activity)
             values = (record.entered, record.done, record.time, record.phase, number, record.pid)

@@ -228,11 +228,33 @@ class CheckpointStore:
         """
         return self._restore(step, {"params": like}, whole=False)["params"]
 
+    def go_back(self, step: int, meta: dict[str, Any]) -> None:
+        """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
+
+        Raises:
+            ValueError: there is none of that step, it is damaged, or the folder cannot be written.
+        """
+        self.settle()
+        later = [other for other in self.steps() if other > step]
+        saved, problem = self._read(step), ""
+        if is_primary():
+            try:
+                files.rewrite_meta(self.folder / str(step), json.dumps({**saved, "meta": meta}))
+                files.delete_all(
+                    self.folder / str(other) for other in later
+                )  # in this order: cut off, the old run is there
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if problem := agree(self._name, problem):
+            raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
+        self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
+
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
         if wrong := files.difference(self._read(step)["shapes"], files.shapes(like), whole=whole):
+            what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer ({wrong}): "
-                f"use the config that it was made with, or a new run directory"
+                f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
+                f"it was made with" + (", or a new run directory" if whole else "")
             )
         with self._readable(step):
             return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)

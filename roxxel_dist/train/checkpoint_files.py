@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,23 @@ def delete(checkpoint: Path) -> None:
     except OSError:  # it is gone, or stays; neither concerns the save that made it superfluous
         return
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def delete_all(checkpoints: Iterable[Path]) -> None:
+    """Take checkpoints away, one after the other.
+
+    Raises:
+        OSError: one of them stays.
+    """
+    for checkpoint in checkpoints:
+        delete(checkpoint)
+        if checkpoint.exists():
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
+
+
+def rewrite_meta(checkpoint: Path, meta: str) -> None:
+    """Change what a checkpoint says beside its arrays, in one instant."""
+    write_file(checkpoint / META, meta.encode())
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:

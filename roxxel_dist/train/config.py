@@ -115,6 +115,9 @@ class LoopOptions:
     """End the run after this many steps; the schedule still spans the whole curriculum."""
     seed: int = 42
     """Of the weights, the data order and dropout."""
+    init_from: str | None = None
+    """Begin with the weights of another run, RUN or RUN@STEP, and its tokenizer where the data is text. Moments, random
+    streams and the position in the data are new."""
     val_fraction: float = 0.0
     """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
     patience: int = 0
@@ -134,6 +137,10 @@ class LoopOptions:
     """Cut parameters and moments over all devices instead of keeping a copy on each."""
     profile_steps: list[int] | None = None
     """[A, B]: write a trace of the steps A to B into the run directory."""
+
+    def kept(self) -> dict[str, Any]:
+        """Which checkpoints are kept, as `CheckpointStore` takes it."""
+        return {name: getattr(self, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
 
     def is_due(self, what: Literal["log", "eval", "checkpoint"], step: int, last_step: int) -> bool:
         """Whether it is done after `step`, counted from 1: the first and the last step of a run are always due."""

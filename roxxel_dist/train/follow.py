@@ -1,7 +1,7 @@
 """Which plan a resumed run follows: the one it had, or the one it had and another from here on."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from roxxel_dist.curriculum.phases import Curriculum
@@ -9,8 +9,10 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer
+from roxxel_dist.train.origin import RunStep
 from roxxel_dist.train.schedule import schedule_change
 from roxxel_dist.train.standing import Standing
+from roxxel_dist.train.state import Leaves
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,20 @@ class Start:
     """Of the corpus and the curriculum, for the next checkpoints."""
     standing: Standing
     notes: tuple[str, ...] = ()
-    """What people should know."""
+    """What people should know; where there is anything, the plan is among it."""
+    source: RunStep | None = None
+    """The checkpoint of another run to restore; its own where None."""
+    load: Callable[[Leaves], Leaves] | None = None
+    """Gives a new run the parameters of another one."""
+    rewritten: dict[str, Any] | None = None
+    """What the checkpoint of `step` shall say from now on, as the newest: the run goes back to it."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Where it comes from, to be kept with the run's config."""
+
+    @property
+    def whence(self) -> str:
+        """Whose checkpoint is restored, in words."""
+        return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
 
 
 def take_up(
@@ -41,18 +56,30 @@ def take_up(
         return Start(0, plan, identity(curriculum, options.seed), Standing())
     saved = store.meta(step)
     before, standing = Plan.from_state(saved["plan"]), Standing.of(saved)
-    done = step >= min(before.total_steps, options.max_steps or before.total_steps)
-    if not amend and (done or standing.gave_up(options.patience)):
+    if not amend and (step >= end_of(before, options) or standing.gave_up(options.patience)):
         return Start(step, before, {}, standing)  # finished, whatever has become of its data since
     plan = plan_to_follow(curriculum, options.seed, saved, step, amend=amend, where=str(store.folder.parent))
     notes: tuple[str, ...] = ()
     if len(plan.amendments) > len(before.amendments):
-        told = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{plan.describe()}"
-        notes, standing.waited = (told,), 0  # else a run that ended by `patience` would end again at once
-        old, new = saved.get("schedule"), schedule_of(optimizer, plan.total_steps)
-        if old and new:
-            notes = (told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"]))
+        notes = changes(saved, before, plan, optimizer, step)
+        standing.waited = 0  # else a run that ended by `patience` would end again at once
     return Start(step, plan, identity(curriculum, options.seed), standing, notes)
+
+
+def end_of(plan: Plan, options: LoopOptions) -> int:
+    """The step after which a run ends."""
+    return min(plan.total_steps, options.max_steps or plan.total_steps)
+
+
+def changes(saved: Mapping[str, Any], before: Plan, plan: Plan, optimizer: Optimizer, step: int) -> tuple[str, ...]:
+    """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
+    other, told = plan.fingerprint != before.fingerprint, plan.describe()
+    if other:
+        told = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{told}"
+    old, new = saved.get("schedule"), schedule_of(optimizer, plan.total_steps)
+    if old and new and old != new:
+        return told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
+    return (told,)
 
 
 def to_keep(
@@ -122,6 +149,6 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
     for shard, (old, new) in enumerate(zip(before, map(tuple, now), strict=False)):
         if old != new:
             raise ValueError(
-                f"the data {name!r} differs from what the run read, from shard {shard} on: --amend takes shards that "
-                f"are added at the end or taken away from it, with the same val_fraction"
+                f"the data {name!r} differs from what the run read, from shard {shard} on: --amend and --fork take "
+                f"shards that are added at the end or taken away from it, with the same val_fraction"
             )

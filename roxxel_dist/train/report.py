@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.cluster.process import process_count, process_index
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.train.follow import Start
 from roxxel_dist.train.hardware import mfu, peak_memory_gb
 from roxxel_dist.train.health import Health
 from roxxel_dist.train.log_queue import LogQueue
@@ -92,16 +93,16 @@ class Reporter:
         self.logger.row(make_row(done, found.scalars, extra, more))
         return True
 
-    def introduce(self, sharding: NamedSharding, notes: Sequence[str], *, finished: bool) -> None:
-        """The first lines; `notes` are the last of them."""
+    def introduce(self, sharding: NamedSharding, start: Start, *, finished: bool) -> None:
+        """The first lines; the notes of `start` are the last of them."""
         mesh = sharding.mesh
         held = f"{len(mesh.local_devices or [])} of {mesh.size} {jax.devices()[0].platform} devices"
         self.logger.text(f"rank {process_index()} of {process_count()}: {held}")
         if finished:
             self.logger.text(f"this run is finished: step {self.start_step} is restored, nothing to do")
         elif self.start_step:
-            self.logger.text(f"resuming after step {self.start_step} of {self.last_step}, from its checkpoint")
-        for note in notes:
+            self.logger.text(f"resuming after step {self.start_step} of {self.last_step}, from {start.whence}")
+        for note in start.notes:
             self.logger.text(note)
 
     def phase(self, step: int, sharding: NamedSharding) -> None:

@@ -19,6 +19,8 @@ class Standing:
     """Validations since then."""
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""
+    went_back: str = ""
+    """The launched job that went back by hand: started again with the same words, it does not go back once more."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Standing":

@@ -134,6 +134,7 @@ def init_state(
     fsdp: bool = False,
     dtype: Any = None,
     restored: bool = False,
+    load: Callable[[Leaves], Leaves] | None = None,
 ) -> tuple[ModelParts, TrainState, Leaves]:
     """The state before the first step, on the mesh.
 
@@ -147,6 +148,7 @@ def init_state(
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
         restored: the state will be read from a checkpoint: of a callable's parameters, and of all moments, nothing is
             computed; `jax.ShapeDtypeStruct`s with shardings stand for them.
+        load: gives the parameters, placed as those that it is shown, instead of the ones the module begins with.
 
     Returns:
         What does not change, the state, and the module's settings: float32[] scalars by name, inputs of every step.
@@ -164,7 +166,7 @@ def init_state(
         parts, shapes, programs = _trace(model, mesh, dtype)
         places, leaves = _places(parts, shapes, mesh, fsdp), {}
         with jax.set_mesh(mesh):
-            for program in programs(places, restored):
+            for program in programs(places, restored or load is not None):
                 leaves |= program()
         for name in set(parts.params.names) - set(leaves):
             shape = jax.eval_shape(partial(_cast, dtype=dtype), shapes[name])
@@ -172,6 +174,8 @@ def init_state(
     params, settings, rest = (
         {name: leaves[name] for name in part.names} for part in (parts.params, parts.settings, parts.rest)
     )
+    if load is not None:
+        params = load(params)
     program = _optimizer_program(init_optimizer, params, mesh)
     opt_state = program.eval_shape(params) if restored else program(params)
     everywhere = NamedSharding(mesh, P())

@@ -6,7 +6,6 @@ disk before the save begins, so no checkpoint is ahead of its log, and a step wh
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,21 @@ from roxxel_dist.train.badstep import BadStep, Watch
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import HELD_OUT, ask
-from roxxel_dist.train.follow import take_up, to_keep
+from roxxel_dist.train.follow import end_of, to_keep
+from roxxel_dist.train.fork import begin, go_back, restore_start, rewound
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
 from roxxel_dist.train.log_queue import LogQueue, Tracker
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.optimizer import as_optimizer, first_state
+from roxxel_dist.train.origin import NEWEST, Origin
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.profile import Profiler
 from roxxel_dist.train.programs import Programs
 from roxxel_dist.train.report import Reporter
-from roxxel_dist.train.standing import Standing
 from roxxel_dist.train.state import init_state
 from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics
+from roxxel_dist.train.timeline import Timeline
 from roxxel_dist.train.trackers.choose import trackers_for
 
 
@@ -59,17 +60,17 @@ class Trainer:
         data_sharding: of a (rows, tokens) batch; by default rows over the mesh's first axis.
         grad_accum_steps: micro-batches a step; divides the batch of every phase.
         amend: the curriculum may be another one than the run's, from here on.
+        origin: another run's checkpoint to begin with, or an older one of its own to go back to.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
         options: the fields of `train.config.LoopOptions`, such as `log_every`.
 
     Attributes:
         mesh: the devices it trains on.
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
-        notes: what `run` says of an amendment before it trains: both plans, and what the schedule does.
+        start: where the run was taken up, and what `run` says of that.
 
     Raises:
-        ValueError: a batch that does not divide, data that a phase does not fit in, or a run directory that holds
-            another run.
+        ValueError: a batch that does not divide, too little data for a phase, or the run directory of another run.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Trainer:
         data_sharding: NamedSharding | None = None,
         grad_accum_steps: int = 1,
         amend: bool = False,
+        origin: Origin = NEWEST,
         trackers: Sequence[Tracker] = (),
         **options: Any,
     ) -> None:
@@ -97,23 +99,24 @@ class Trainer:
         check_batches(curriculum.shapes, grad_accum_steps)
         self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
         self._optimizer = as_optimizer(optimizer)
-        dtype = jnp.bfloat16 if self.options.use_bf16 else None
-        kept = {name: getattr(self.options, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
-        self.store = CheckpointStore(self._folder / "checkpoints", **kept)
+        self.store = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
         self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
         self._progress = Progress.from_env(process_index())
+        self._timeline = Timeline(None if process_index() else self._folder, self._progress)
         try:
-            start = take_up(self.store, curriculum, self._optimizer, self.options, amend=amend)
+            start = begin(self.store, curriculum, self._optimizer, self.options, amend=amend, origin=origin)
             self._parts, self._state, model_settings = init_state(
-                model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp, dtype=dtype, restored=start.step > 0
-            )
-            self.plan, self._standing, self._identity = start.plan, start.standing, start.identity
-            self.start_step = self.step = start.step
-            self.last_step = min(self.options.max_steps or self.plan.total_steps, self.plan.total_steps)
+                model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp,
+                dtype=jnp.bfloat16 if self.options.use_bf16 else None, restored=start.step > 0, load=start.load,
+            )  # fmt: skip
+            self.start, self.plan, self._standing = start, start.plan, start.standing
+            self.start_step, self.step, self.stopped = start.step, start.step, False
+            self.last_step = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
-            self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), *trackers])
+            go_back(self.store, start, self.last_step)
+            self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), self._timeline, *trackers])
         except BaseException:
             self.store.close()
             self._programs.close()
@@ -123,7 +126,6 @@ class Trainer:
         self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._keeper = Keeper(self._folder, self.store, self.last_step, say)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
-        self.notes, self.stopped = start.notes, False
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the phase that comes first, and load the checkpoint meanwhile."""
@@ -137,7 +139,7 @@ class Trainer:
             self._phases.prepare(self._stream_from(self.step))
         if self.step:
             with self._progress.doing("restore"):
-                self._state = restore(self.store, self.step, self._state)
+                self._state = restore_start(self.store, self.start, self._state)
 
     def _stream_from(self, step: int) -> Stream:
         return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
@@ -169,7 +171,9 @@ class Trainer:
         """
         with self.logger, watching_for_stop(), self._keeper:
             self._progress.say("start")
-            self._reporter.introduce(self._sharding, self.notes, finished=self.finished)
+            self._reporter.introduce(self._sharding, self.start, finished=self.finished)
+            if self.start.source is not None:  # from here on the run needs no other one
+                self._save(self.step)
             while not (self.finished or self.stopped):
                 try:
                     self._train()
@@ -184,6 +188,7 @@ class Trainer:
             if at_the_end is not None:
                 at_the_end()
             self._keeper.mark_finished(self.step)
+            self._timeline.finished()
         return self.state
 
     def _train(self) -> None:
@@ -209,15 +214,8 @@ class Trainer:
         """Take up the last checkpoint, and leave the rows of the bad step out."""
         self._settle()
         self._progress.say("restore")
-        good, options = self._keeper.last_good(), self.options
-        if options.on_bad_step != "rewind" or good is None or self._standing.rewinds >= options.max_rewinds:
-            raise bad
-        self._standing = replace(Standing.of(self.store.meta(good)), rewinds=self._standing.rewinds + 1)
+        good, self.plan, self._standing = rewound(self.store, bad, self.plan, self._standing, self.options)
         self._state, self.step = restore(self.store, good, self._state), good
-        try:
-            self.plan = self.plan.amend(bad.step - 1, skip=1)
-        except ValueError as error:  # steps that went well before: nothing is the same twice here
-            raise bad from error
         self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
         self._reporter.rewind(good, self.plan)
 
@@ -291,9 +289,12 @@ class Trainer:
         best = "val_loss" in extra and self._standing.judge(extra["val_loss"])
         if save or best or self._standing.gave_up(self.options.patience):
             self._progress.say("save")
-            meta = to_keep(done, self.plan, self._identity, self._standing, self._optimizer)
-            self._keeper.save(done, self._state, meta, extra.get("val_loss"))
+            self._save(done, extra.get("val_loss"))
         self._reporter.meter.resume()
+
+    def _save(self, done: int, val_loss: float | None = None) -> None:
+        meta = to_keep(done, self.plan, self.start.identity, self._standing, self._optimizer)
+        self._keeper.save(done, self._state, meta, val_loss)
 
     def _check(self, health: Any) -> None:
         self._watch.check(health, self.plan, self._keeper.last_good)

@@ -1,0 +1,131 @@
+"""Reading a learning rate off a sweep: the pure curve and its picture (range test, Smith 2017, arXiv 1506.01186)."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+AVERAGED = 10
+"""The smoothed loss is a running mean over about this fraction of the sweep: a tenth."""
+WINDOW = 8
+"""The slope at a step is that of the line through the smoothed losses this fraction of the sweep around it: an eighth.
+
+Of the widths tried, with sweeps of 50 to 200 steps over 4 to 6 decades, these two came closest to the best rate; the
+difference between neighbours, or a mean over a fixed number of steps, picks out noise in long and short sweeps.
+"""
+RISE = 0.5
+"""Share of what the loss had fallen by that it must climb again to count as diverged."""
+LEAST_RISE = 0.1
+"""The same as a share of the first loss, for a loss that never fell."""
+NOISES = 4.0
+"""A loss that fell by less than so many times its usual change from step to step did not fall."""
+LEAST_FALL = 1e-3
+"""Nor did one that fell by less than this share of itself."""
+FEWEST = 10
+"""Steps that say anything at all."""
+
+
+def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
+    """Learning rates from `min_lr` to `max_lr`, each the same factor above the one before.
+
+    Raises:
+        ValueError: the ends are not above 0 and in this order, or there are too few steps.
+    """
+    if not 0 < min_lr < math.inf:
+        raise ValueError(f"min_lr is {min_lr}: it must be above 0, and finite")
+    if not min_lr < max_lr < math.inf:
+        raise ValueError(f"max_lr is {max_lr}: it must be above min_lr ({min_lr}), and finite")
+    if num_steps < FEWEST:
+        raise ValueError(f"num_steps is {num_steps}: a curve needs at least {FEWEST} steps")
+    return [min_lr * (max_lr / min_lr) ** (step / (num_steps - 1)) for step in range(num_steps)]
+
+
+def smooth(losses: Sequence[float], num_steps: int) -> list[float]:
+    """The running mean of the losses of a sweep, or of its beginning, with weights that decay into the past.
+
+    It begins at 0, and the share of that 0 is divided out (the bias correction of Adam, Kingma & Ba 2015, arXiv
+    1412.6980): the first value is the first loss, and a constant loss stays what it is.
+
+    Args:
+        losses: one a step.
+        num_steps: of the whole sweep, at least `FEWEST`.
+    """
+    past = 1 - AVERAGED / num_steps
+    mean, result = 0.0, []
+    for count, loss in enumerate(losses, 1):
+        mean = past * mean + (1 - past) * loss
+        result.append(mean / (1 - past**count))
+    return result
+
+
+def diverged(losses: Sequence[float], num_steps: int) -> bool:
+    """Whether the last loss is no number, or the smoothed loss has climbed far above its lowest value."""
+    if not losses:
+        return False
+    if not math.isfinite(losses[-1]):
+        return True
+    curve = smooth(losses, num_steps)
+    lowest = min(curve)
+    return curve[-1] - lowest > max(RISE * (curve[0] - lowest), LEAST_RISE * abs(curve[0]))
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> float:
+    """The rate at which the smoothed loss falls most steeply by the logarithm of the rate, before its lowest point.
+
+    Args:
+        rates: one a step, evenly spaced by their logarithm.
+        losses: as many. What comes after the loss diverged is left out.
+        num_steps: of the sweep, had it not stopped early.
+
+    Raises:
+        ValueError: the loss did not fall.
+    """
+    usable = list(itertools.takewhile(math.isfinite, losses))
+    if len(usable) < FEWEST:
+        raise ValueError(
+            f"the loss was good for {len(usable)} steps only, up to a learning rate of "
+            f"{rates[max(len(usable) - 1, 0)]:.2e}: use a smaller min_lr"
+        )
+    ends = (count for count in range(1, len(usable) + 1) if diverged(usable[:count], num_steps))
+    usable = usable[: next(ends, len(usable))]
+    curve = smooth(usable, num_steps)
+    lowest = curve.index(min(curve))
+    noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(usable))
+    start = statistics.fmean(usable[: max(1, len(usable) // AVERAGED)])
+    if lowest == 0 or start - curve[lowest] <= max(NOISES * noise, LEAST_FALL * abs(start)):
+        raise ValueError(
+            f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "
+            f"smaller min_lr if it rose, a larger max_lr if it did not move"
+        )
+    half = max(1, round(num_steps / WINDOW))
+    slopes = [_slope(curve[max(step - half, 0) : step + half + 1]) for step in range(lowest + 1)]
+    return rates[slopes.index(min(slopes))]
+
+
+def _slope(values: Sequence[float]) -> float:
+    """The slope a step of the line through some values, by least squares."""
+    return statistics.linear_regression(range(len(values)), values).slope
+
+
+def plot_sweep(
+    rates: Sequence[float], losses: Sequence[float], num_steps: int, suggested: float, picture: Path
+) -> None:
+    """Draw a sweep as a PNG: the loss by the learning rate, as it was and smoothed, and the suggestion as a line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color="0.7", lw=0.8, label="loss")
+    axes.plot(rates, smooth(losses, num_steps), lw=1.6, label="smoothed")
+    axes.axvline(suggested, color="tab:red", ls="--", lw=1.2, label=f"suggested: {suggested:.2e}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+    axes.grid(alpha=0.25)
+    axes.legend()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(picture))

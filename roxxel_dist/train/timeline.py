@@ -1,0 +1,137 @@
+"""`timeline.jsonl`: what the time of a run went to, attempt by attempt.
+
+A row is {"attempt", "activity", "begin" (unix time), "seconds", "steps"}. One is written when an activity other than a
+step ends, and one at every logged step for the steps since (`steps`: the first and the last of them, from 1), so that a
+kill -9 loses little. An attempt is a process that trained in the run directory, from 0; a row "finished" of no length
+says that the run had no step left. The file is append-only, also where steps are done a second time. No jax.
+"""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.progress import Progress, Record
+
+NAME = "timeline.jsonl"
+FINISHED = "finished"
+TAIL_BYTES = 4096
+
+
+class Timeline:
+    """Writes the rows: a tracker, for the logged steps, and the listener of a `Progress`, for all else.
+
+    It begins with "start". A disk that takes no more rows ends it, with a line, and not the training.
+
+    Args:
+        run: the run directory; None keeps nothing (every rank but the first).
+        progress: of this rank.
+    """
+
+    durable = True
+
+    def __init__(self, run: Path | None, progress: Progress) -> None:
+        self._path = run and run / NAME
+        progress.listener = self.heard
+        self._file: FileIO | None = None
+        self._attempt = 0
+        self._activity, self._since = "start", time.monotonic()
+        self._first = self._done = 0
+        self._stepped = self._torn = False
+
+    @staticmethod
+    def say(text: str) -> None:
+        """Tell people a line; the logger puts its own way here."""
+        print(text, flush=True)
+
+    def heard(self, record: Record) -> None:
+        """The activity of this rank is another one from now on."""
+        self._done = record.done
+        self._stepped |= record.activity == "step"
+        # Nothing that is watched: before the first step it is a part of the start, after the last it is not training.
+        activity = record.activity or ("" if self._stepped else "start")
+        if activity != self._activity:
+            self._end()
+            self._activity, self._first = activity, record.entered
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A step was logged."""
+        if self._activity == "step":
+            self._done = int(row["step"])
+            self._end()
+
+    def finished(self) -> None:
+        """The run has no step left: the time until somebody takes it up again is not lost."""
+        self._activity = FINISHED
+        self._since = time.monotonic()
+        self._end()
+        self._activity = ""
+
+    def close(self) -> None:
+        """Write what is under way and close the file."""
+        self._end()
+        if self._file is not None:
+            self._file.close()
+        self._path = self._file = None
+
+    def _end(self) -> None:
+        """Write the row of what was done until now; of steps, where one is done."""
+        steps = [self._first, self._done] if self._activity == "step" else None
+        now = time.monotonic()
+        if self._activity and not (steps and self._done < self._first):
+            seconds = now - self._since
+            row = {"activity": self._activity, "begin": round(time.time() - seconds, 3), "seconds": round(seconds, 6)}
+            self._write(row | ({"steps": steps} if steps else {}))
+        self._since, self._first = now, self._done + 1
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        try:
+            if self._file is None:  # not before there is a row: a run that cannot begin leaves nothing behind
+                self._file = self._open(self._path)
+            line = (json.dumps({"attempt": self._attempt, **row}) + "\n").encode()
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.say(f"{self._path} is not continued ({error.strerror}): `report` will count the time as down")
+            self._path = None
+
+    def _open(self, path: Path) -> FileIO:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tail = _tail(path)
+        self._attempt = max((row["attempt"] + 1 for row in _rows(tail)), default=0)
+        self._torn = bool(tail) and not tail.endswith("\n")  # by a kill: what comes is not to be a part of that row
+        # Without a buffer a row is one call, and on a full disk nothing is left to write at the end.
+        return path.open("ab", buffering=0)
+
+
+def _tail(path: Path) -> str:
+    """How a file ends; empty where there is none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode(errors="replace")
+
+
+def read_timeline(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run, in order, without those that a kill tore; empty where there is no timeline."""
+    path = run / NAME
+    return _rows(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    """The lines that are rows."""
+    found = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            found.append({**row, "attempt": int(row["attempt"]), "seconds": float(row["seconds"])})
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,37 @@
+"""A fork, a run with another's weights, and a run that goes back, on two processes."""
+
+import hashlib
+
+from commands import launched, losses, make_corpus, run
+
+
+def test_on_two_processes(tmp_path):
+    make_corpus(tmp_path)
+    first = run(*launched(2, 1, "run", "--num_blocks", 1, "--max_steps", 10), cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    whole = losses(tmp_path / "run")
+    before = {f: hashlib.sha256(f.read_bytes()).digest() for f in (tmp_path / "run").rglob("*") if f.is_file()}
+
+    words = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 1, "--", "train"]
+    fork = run(*words, "--fork", "run@5", "--run_dir", "fork", cwd=tmp_path)
+    assert fork.returncode == 0, fork.stdout + fork.stderr
+    assert losses(tmp_path / "fork") == {step: loss for step, loss in whole.items() if step > 5}
+    tuned = run(*launched(2, 1, "tuned", "--num_blocks", 1, "--init_from", "run", "--max_steps", 2), cwd=tmp_path)
+    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    assert losses(tmp_path / "tuned")[1][0] < whole[1][0]
+    assert before == {f: hashlib.sha256(f.read_bytes()).digest() for f in (tmp_path / "run").rglob("*") if f.is_file()}
+
+    missing = run(*words, "--fork", "run@7", "--run_dir", "none", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "run has no checkpoint of step 7; kept are 1, 5, " in missing.stdout + missing.stderr
+    assert not (tmp_path / "none").exists()
+
+    back = run(
+        *words, "--run_dir", "run", "--resume", "--from_step", 5, "--skip_steps", "7:8", "--max_steps", 9, cwd=tmp_path
+    )
+    assert back.returncode == 0, back.stdout + back.stderr
+    again = losses(tmp_path / "run")
+    assert sorted(again) == list(range(1, 10))
+    assert {step: again[step][0] for step in range(1, 7)} == {step: whole[step][0] for step in range(1, 7)}
+    assert again[7] != whole[7]
+    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 9

@@ -1,0 +1,137 @@
+"""Runs that come from another run, from the config to the folder that they leave."""
+
+import hashlib
+import shutil
+
+import pytest
+
+from roxxel_dist import Config, Experiment, Roxxel
+from roxxel_dist.cli import main
+from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.flags import parse_train, steps_to_skip
+
+SMALL = {
+    "dim": 16,
+    "num_blocks": 1,
+    "max_context": 16,
+    "batch_size": 8,
+    "eval_iters": 1,
+    "log_every": 1,
+    "max_to_keep": None,
+    "tokenizer_type": "char",
+}
+
+
+def contents(path):
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """A run of 6 steps on text, with checkpoints of the steps 1, 3 and 6."""
+    folder = tmp_path_factory.mktemp("parent")
+    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    run = Experiment(Config(**SMALL, max_steps=6, checkpoint_every=3)).fit(folder / "text.txt", folder / "run")
+    (folder / "text.txt").unlink()
+    return run
+
+
+def test_a_fork_takes_config_and_data_and_remembers_where_it_came_from(parent, tmp_path):
+    before = contents(parent)
+    _, config = parse_train(["--fork", f"{parent}@3", "--max_steps", "8", "--lr", "1e-4"])
+    assert (config.dim, config.max_steps, config.lr) == (16, 8, 1e-4)
+    fork = Experiment(config).fit(run_dir=tmp_path / "fork", fork=f"{parent}@3")
+    assert contents(parent) == before
+    saved = load_yaml(fork / "config.yaml")
+    assert saved["record"]["forked_from"] == {"run": str(parent), "step": 3}
+    assert saved["record"]["data_path"] == str(parent / "data")
+    assert saved["record"]["pjrt_nproc"] == load_yaml(parent / "config.yaml")["record"]["pjrt_nproc"]
+    assert (fork / "tokenizer.json").read_bytes() == (parent / "tokenizer.json").read_bytes()
+    log = (fork / "logs" / "rank-0.log").read_text()
+    assert f"changed since {parent}@3: lr 0.0003 -> 0.0001" in log
+    assert "resuming after step 3 of 8" in log
+    config.max_steps = 9
+    Experiment(config).fit(run_dir=fork, resume=True)
+    again = load_yaml(fork / "config.yaml")["record"]
+    assert again["forked_from"] == saved["record"]["forked_from"]
+    assert [resume["step"] for resume in again["resumes"]] == [8]
+    with pytest.raises(UsageError, match=f"was forked from {parent}@3: leave fork out, or name another run_dir"):
+        Experiment(config).fit(run_dir=fork, resume=True, fork=f"{parent}@6")
+
+
+def test_what_a_fork_cannot_be(parent, tmp_path):
+    config = Config.from_yaml(parent / "config.yaml")
+    for fork, fields, message in (
+        (f"{parent}@5", {}, "has no checkpoint of step 5; kept are 1, 3, 6"),
+        (f"{parent}", {}, "it must say at which step, as in"),
+        (f"{parent}@6", {}, "the new run ends at step 6: give it longer phases, or a larger max_steps"),
+        (f"{tmp_path}@6", {}, "is not a run directory, it has no config.yaml"),
+        (f"{parent}@3", {"dim": 32}, "dim is 32, and .*run@3 has 16: leave it as it was, or start a new run"),
+        (f"{parent}@3", {"init_from": str(parent)}, "init_from is .*, and .*run@3 has None"),
+    ):
+        changed = Config.from_dict({**config.to_dict(), **fields})
+        with pytest.raises(UsageError, match=message):
+            Experiment(changed).fit(run_dir=tmp_path / "fork", fork=fork)
+        assert not (tmp_path / "fork").exists()
+    with pytest.raises(UsageError, match="a fork needs a run_dir of its own"):
+        Experiment(config).fit(run_dir=parent, resume=True, fork=f"{parent}@3")
+
+
+def test_weights_and_tokenizer_of_another_run(parent, tmp_path):
+    """New text becomes the tokens that the weights know, whatever tokenizer it would have got."""
+    text = tmp_path / "new.txt"
+    text.write_text("1 is 1.\n2 plus 2 is 4.\n" * 300)  # fewer characters than the parent's text
+    config = Config(**SMALL, max_steps=2, init_from=f"{parent}@6")
+    run = Experiment(config).fit(text, tmp_path / "run")
+    assert (run / "tokenizer.json").read_bytes() == (parent / "tokenizer.json").read_bytes()
+    saved = load_yaml(run / "config.yaml")
+    assert saved["init_from"] == f"{parent}@6"
+    assert saved["record"]["initialized_from"] == {"run": str(parent), "step": 6}
+    config.init_from = None
+    config.max_steps = 3
+    with pytest.raises(UsageError, match="init_from is None, and the run that shall be resumed has"):
+        Experiment(config).fit(run_dir=run, resume=True)
+
+
+def test_data_of_another_tokenizer_is_refused(parent, tmp_path):
+    with Roxxel(tmp_path / "other_*.rox") as other:
+        other.write([list(range(1, 9)) * 40] * 20, vocab_size=19, tokenizer_fingerprint="0123456789abcdef")
+    config = Config(**SMALL, max_steps=2, init_from=str(parent))
+    with pytest.raises(UsageError, match="and the data was made with 0123456789abcdef: build the data with"):
+        Experiment(config).fit(tmp_path / "other_*.rox", tmp_path / "run")
+    wider = Config(**{**SMALL, "dim": 32}, max_steps=2, init_from=str(parent))
+    with pytest.raises(UsageError, match=r"init_from is .*run@6: .* is of another model \(params/.* in it and .* here"):
+        Experiment(wider).fit(parent / "data", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_going_back_in_a_finished_run(parent, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(parent, run)
+    config = Config.from_yaml(run / "config.yaml")
+    Experiment(config).fit(run_dir=run, resume=True, from_step=3, skip_steps=(4, 5))
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "going back from step 6 to step 3, and leaving out what steps 4 to 5 read" in log
+    last = load_yaml(run / "config.yaml")["record"]["resumes"][-1]
+    assert (last["step"], last["back_from"], last["skipped"]) == (3, 6, [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from_step", "3"], "--from_step goes back in a run that is resumed: add --resume and --run_dir"),
+        (["--skip_steps", "3-4"], "--skip_steps is '3-4': write the first and the last step to leave out"),
+        (["--skip_steps", "3:4", "--run_dir", "x"], "skip_steps leaves rows out behind a step that the run goes back"),
+        (["--run_dir", "x", "--resume", "--from_step", "3", "--fork", "a@3"], "use one of the two"),
+    ],
+)
+def test_words_that_do_not_go_together(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_to_skip():
+    assert steps_to_skip("120:128") == (120, 128)
+    assert steps_to_skip(None) is None
