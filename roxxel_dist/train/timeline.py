@@ -25,7 +25,8 @@ TAIL_BYTES = 4096
 class Timeline:
     """Writes the rows: a tracker, for the logged steps, and the listener of a `Progress`, for all else.
 
-    It begins with "start". A disk that takes no more rows ends it, with a line, and not the training.
+    It begins with "start". Nothing is on disk before `open`, so a run that cannot begin leaves none. A disk that takes
+    no more rows ends it, with a line, and not the training.
 
     Args:
         run: the run directory; None keeps nothing (every rank but the first).
@@ -38,6 +39,7 @@ class Timeline:
         self._path = run and run / NAME
         progress.listener = self.heard
         self._file: FileIO | None = None
+        self._early: list[dict[str, Any]] | None = []
         self._attempt = 0
         self._activity, self._since = "start", time.monotonic()
         self._first = self._done = 0
@@ -47,6 +49,12 @@ class Timeline:
     def say(text: str) -> None:
         """Tell people a line; the logger puts its own way here."""
         print(text, flush=True)
+
+    def open(self) -> None:
+        """The run begins: write from now on, and what was before."""
+        early, self._early = self._early, None
+        for row in early or ():
+            self._write(row)
 
     def heard(self, record: Record) -> None:
         """The activity of this rank is another one from now on."""
@@ -89,10 +97,13 @@ class Timeline:
         self._since, self._first = now, self._done + 1
 
     def _write(self, row: dict[str, Any]) -> None:
+        if self._early is not None:
+            self._early.append(row)
+            return
         if self._path is None:
             return
         try:
-            if self._file is None:  # not before there is a row: a run that cannot begin leaves nothing behind
+            if self._file is None:
                 self._file = self._open(self._path)
             line = (json.dumps({"attempt": self._attempt, **row}) + "\n").encode()
             if self._file.write(line) < len(line):

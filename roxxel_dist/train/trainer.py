@@ -46,8 +46,7 @@ class Trainer:
     """Trains an NNX module through a curriculum on a mesh; continues where `save_path` left off.
 
     Args:
-        model: an `nnx.Module`, the same on every process; or a function that builds one, which is then built straight
-            into its shards.
+        model: an `nnx.Module`, the same on every process; or a function that builds one, straight into its shards.
         optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
         loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged.
@@ -170,6 +169,7 @@ class Trainer:
             BadStep: a loss is no number, and `on_bad_step` does not help.
         """
         with self.logger, watching_for_stop(), self._keeper:
+            self._timeline.open()
             self._progress.say("start")
             self._reporter.introduce(self._sharding, self.start, finished=self.finished)
             if self.start.source is not None:  # from here on the run needs no other one

@@ -197,6 +197,7 @@ def test_a_disk_that_takes_nothing_ends_the_timeline_and_not_the_training(tmp_pa
     (tmp_path / "timeline.jsonl").symlink_to("/dev/full")
     progress = Progress(None, 0)
     timeline = Timeline(tmp_path, progress)
+    timeline.open()
     progress.say("start")
     progress.enter(1)
     progress.finish(1)
@@ -211,6 +212,7 @@ def test_a_disk_that_takes_nothing_ends_the_timeline_and_not_the_training(tmp_pa
 def test_other_ranks_write_nothing(tmp_path):
     progress = Progress(None, 1)
     timeline = Timeline(None, progress)
+    timeline.open()
     progress.enter(1)
     timeline.row({"step": 1})
     timeline.close()
