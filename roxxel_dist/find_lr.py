@@ -11,6 +11,7 @@ from roxxel_dist.assemble import on_primary, open_corpus, recipe
 from roxxel_dist.cluster.process import agree, initialize, is_primary, make_deterministic, pin_threads
 from roxxel_dist.config import usage_errors
 from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.reading import primary_path
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.lr_finder import suggest, sweep_rates
 from roxxel_dist.train.lr_sweep import sweep, sweep_stream
@@ -23,6 +24,7 @@ def find_lr(
     with usage_errors():
         config.validate()
         rates = sweep_rates(min_lr, max_lr, num_steps)
+        data_path = primary_path(config, data_path)
         if config.deterministic:
             make_deterministic()
     pin_threads()

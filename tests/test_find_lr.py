@@ -77,6 +77,7 @@ def test_the_command_says_what_is_wrong(text, capsys):
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(text):
     words = ["find-lr", "--data_path", text, "--num_steps", "20", "--out", "here.png", "--plot"]
     words += [word for name, value in {**SMALL, "n_devices": 0}.items() for word in (f"--{name}", value)]

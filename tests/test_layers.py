@@ -26,7 +26,7 @@ LAYERS = [
     ["stream"],
     ["curriculum"],
     ["data"],
-    ["model"],
+    ["model", "sharding"],
     ["cluster"],
 ]
 EXCEPTIONS = [("data", "stream")]  # Roxxel.stream imports it when it is called
