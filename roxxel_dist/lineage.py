@@ -8,7 +8,7 @@ from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.curriculum.amend import Amendment
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.locate import find_shards, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.run_directory import CONFIG, DATA, TOKENIZER
 from roxxel_dist.train.origin import RunStep, run_step
@@ -125,10 +125,10 @@ def data_at(
         ValueError: there are no shards, or other ones.
     """
     path = named or data_of({RECORD: record}, wanted.run)
-    if path is None or not is_tokens(path):
+    if path is None or not is_tokens(path) or not find_shards(path):
         raise ValueError(
             f"data_path is {path}: there are no shards. Put the data of {wanted.run} back, or name it with "
-            f"--data_path; text becomes shards with `roxxel-dist data build TEXT --out DIR --tokenizer {wanted.run / TOKENIZER}`"
+            f"--data_path; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
         )
     plan, corpus = Plan.from_state(saved["plan"]), saved["corpus"].partition("+")[0]
     data, newest = Roxxel(path), _shards(plan.amendments[-1])
