@@ -32,12 +32,13 @@ SMALL = {
 KEPT = [1, 2, 3, 4, 6, 7]
 GRU = {"model": "own_model:build", "loss": "own_model:loss", "model_args": {"width": 16}}
 VARIANTS = {
-    "named sets, bf16 parameters, cut up": {
+    "named sets, a blend, bf16 parameters, cut up": {
+        "datasets": {"code": "third_*.rox"},
         "dim": 128,
         "fsdp": True,
         "validation": {"first": "other_*.rox", "second": "third_*.rox"},
         "use_bf16": True,
-        "phases": [{**SMALL["phases"][0], "packing": "documents"}],
+        "phases": [{**SMALL["phases"][0], "packing": "documents", "weights": {"self": 0.5, "code": 0.5}}],
     },
     "a model of one's own": {
         **GRU,
