@@ -86,12 +86,7 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
     curriculum, held_out = curriculum_of(config, data)
     optimizer.config.check(curriculum.total_steps)
     validation = validation_sets(config, data)
-    for name, one in {**curriculum.mix_streamers, **validation}.items():
-        if (one.vocab_size or 0) > config.vocab_size:
-            raise ValueError(
-                f"the data {name!r} has {one.vocab_size} tokens, and vocab_size is {config.vocab_size}: build it with "
-                f"the tokenizer of the data to train on, or use a larger vocab_size"
-            )
+    check_vocabularies({**curriculum.mix_streamers, **validation}, config.vocab_size)
     return Recipe(
         config=config,
         build=model_builder(config),
@@ -178,6 +173,16 @@ def on_primary(what: str, act: Callable[[], Any]) -> None:
             message = str(error) or repr(error)
     if message := agree(what, message, BUILD_LIMIT_S):
         raise UsageError(message)
+
+
+def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
+    """Raises ValueError for a data set with tokens that a model of `vocab_size` does not know."""
+    for name, one in sets.items():
+        if (one.vocab_size or 0) > vocab_size:
+            raise ValueError(
+                f"the data {name!r} has {one.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
+                f"the tokenizer of the data to train on, or use a larger vocab_size"
+            )
 
 
 def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> None:

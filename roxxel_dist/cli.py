@@ -12,6 +12,7 @@ import tyro
 
 from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
+from roxxel_dist.cli_eval import evaluate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cli_report import report
@@ -21,7 +22,6 @@ from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
-    "eval": "repeat a validation",
     "sweep": "search for the best configuration",
     "plan": "phases, memory and time of a run before it starts",
     "export": "weights for other programs",
@@ -200,6 +200,7 @@ COMMANDS: dict[str, Command] = {
     "train": train,
     "find-lr": find_lr,
     "save": save,
+    "eval": evaluate,
     "generate": generate,
     "report": report,
     "launch": launch,

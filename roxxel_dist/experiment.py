@@ -25,7 +25,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.find_lr import find_lr
-from roxxel_dist.lineage import data_of, forked_from, saved_config
+from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields, describe_environment, summarize
@@ -196,6 +196,7 @@ class Experiment:
             if before := saved.get(RECORD):
                 changed = [*changed, *differences(before.get("bits", {}), record["bits"])]
                 this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record
+                this |= {"bits": record["bits"], "changed_from": changed_from(saved, self.config)}
                 resumes = [*before.get("resumes", []), this]
                 record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
             self.config.save_yaml(run / CONFIG, record)

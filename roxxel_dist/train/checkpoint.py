@@ -228,6 +228,14 @@ class CheckpointStore:
         """
         return self._restore(step, {"params": like}, whole=False)["params"]
 
+    def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
+
+        Raises:
+            ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
+        """
+        return self._restore(step, like, whole=False)
+
     def go_back(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
 

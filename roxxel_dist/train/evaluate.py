@@ -116,6 +116,11 @@ class Validation:
                     losses[name][-1].block_until_ready()
         return losses
 
+    def reads(self, shape: Shape) -> dict[str, tuple[int, int]]:
+        """(batches, tokens) that are read of each data set, by name."""
+        plans = {name: self._stream(name, shape).plan for name in self._sets}
+        return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
+
     def summarize(self, losses: Mapping[str, list[float]], shape: Shape) -> dict[str, float]:
         """{"val_loss", "val_loss/<name>", "train_eval_loss"}: means, that of all sets weighted by the tokens read."""
         result, total, weight = {}, 0.0, 0

@@ -52,6 +52,12 @@ class Programs:
         barrier("compiled", COMPILE_LIMIT_S)
         return program
 
+    def wait_together(self) -> None:
+        """Until every rank has all that it has begun to compile: as `get_together`, where it is not one program."""
+        for found in list(self._found.values()):
+            found.result()
+        barrier("compiled", COMPILE_LIMIT_S)
+
     def ready(self, key: Hashable) -> bool:
         """Whether `get` would return at once."""
         return self._found[key].done()

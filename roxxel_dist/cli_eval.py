@@ -1,0 +1,108 @@
+"""The command that repeats a validation."""
+
+import dataclasses
+import json
+import math
+import sys
+from typing import Any
+
+import tyro
+
+from roxxel_dist.cluster.contract import EXIT_FAILED
+from roxxel_dist.config import usage_errors
+from roxxel_dist.flags import Switch, parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalArgs:
+    """Repeat a run's validation from a kept checkpoint, to the last bit, and compare it with the log. The run is only
+    read, and may be training; exits with 1 if a checkpoint does not give its own losses."""
+
+    run: tyro.conf.Positional[str]
+    """RUN@STEP, or RUN for its newest checkpoint."""
+    best: Switch = False
+    """The checkpoint with the lowest val_loss."""
+    data_path: str | None = None
+    """Shards; the run remembers its own. Other tokens than the run's are another question, and not compared."""
+    validation: str | None = None
+    """Data sets to validate on instead of the run's: '{name: PATH}'."""
+    eval_iters: int | None = None
+    """Batches to read of each data set, if not as many as the run did."""
+    json: Switch = False
+    """Print one JSON object instead of the table."""
+
+
+def evaluate(words: list[str]) -> int:
+    """Repeat a run's validation from a checkpoint, to the last bit."""
+    args = parse(EvalArgs, words, "eval")
+    with usage_errors():
+        validation = _named_sets(args.validation)
+    from roxxel_dist.cluster.process import agree, is_primary
+    from roxxel_dist.evaluation import Asked, evaluate
+
+    asked = Asked(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)
+    found = evaluate(args.run, asked, best=args.best)
+    if is_primary():
+        print(json.dumps(_as_json(found)) if args.json else _as_text(found), flush=True)
+        if found.broken:
+            print(_alarm(found), file=sys.stderr, flush=True)
+    return EXIT_FAILED if agree("eval", "broken" if found.broken else "") else 0
+
+
+def _named_sets(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--validation is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"--validation is {text!r}: write names and paths, such as '{{code: data/code}}'")
+    return found
+
+
+def _as_json(found: Any) -> dict[str, Any]:
+    from roxxel_dist.report.validation import rows_of
+
+    def finite(row: dict[str, Any]) -> dict[str, Any]:
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+    compared = bool(found.logged) and not found.changed
+    return {
+        "run": str(found.run),
+        "step": found.step,
+        **finite(dict(found.losses)),
+        "data": [finite(row) for row in rows_of(found.losses, found.reads)],
+        "logged": dict(found.logged) or None,
+        "same_as_logged": not found.deviations if compared else None,
+        "changed": list(found.changed),
+        "different": list(found.different),
+    }
+
+
+def _as_text(found: Any) -> str:
+    from roxxel_dist.report.validation import rows_of, validation_table
+
+    lines = [f"{found.run}, step {found.step}", validation_table(rows_of(found.losses, found.reads))]
+    if found.changed:
+        lines.append(f"not compared with the log, as another question was asked: {'; '.join(found.changed)}")
+    elif not found.logged:
+        lines.append(f"not compared with the log: it has no validation of step {found.step}")
+    elif not found.deviations:
+        lines.append("the same as in the log, to the last bit")
+    else:
+        lines += ["not the same as in the log:", *(f"  {line}" for line in found.deviations)]
+        if found.different:
+            lines += ["which may come from what was another then:", *(f"  {line}" for line in found.different)]
+    return "\n".join(lines)
+
+
+def _alarm(found: Any) -> str:
+    return (
+        f"roxxel-dist: THE CHECKPOINT OF STEP {found.step} IN {found.run} DOES NOT GIVE ITS OWN LOSSES "
+        f"({'; '.join(found.deviations)}), and devices, versions and flags are those that the run had. Either its "
+        f"arrays or the log were changed, or what is not compared: the data sets that validation names, the code of a "
+        f"model or loss of your own, other packages than jax"
+    )

@@ -1,0 +1,32 @@
+"""A run of two processes with two devices each, evaluated on as many, and on fewer."""
+
+import json
+
+from commands import launched, make_corpus, rows, run
+
+
+def test_two_processes_give_the_losses_of_the_log(tmp_path):
+    make_corpus(tmp_path)
+    trained = run(*launched(2, 2, "run", "--num_blocks", 1, "--max_steps", 6), cwd=tmp_path)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    logged = {
+        name: value for name, value in rows(tmp_path / "run")[6].items() if name.endswith(("val_loss", "eval_loss"))
+    }
+    assert len(logged) == 2
+    words = ["eval", "run@6", "--json"]
+    for processes, devices in ((2, 2), (1, 1)):
+        ranks = ["launch", "local", "--nprocs", processes, "--devices-per-proc", devices, "--max-restarts", 0, "--"]
+        result = run(*ranks, *words, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        said = [line[line.index("{") :] for line in result.stdout.splitlines() if '"val_loss"' in line]
+        assert len(said) == 1  # rank 0 alone
+        found = json.loads(said[0])
+        if devices == 2:
+            assert found["logged"] == {name: found[name] for name in logged} == logged
+            assert (found["same_as_logged"], found["different"]) == (True, [])
+        else:  # other devices: the same question, told what is different
+            assert any(line.startswith("processes: 2 -> 1") for line in found["different"])
+            assert abs(found["val_loss"] - logged["val_loss"]) < 1e-4
+    missing = run(*ranks, "eval", "run@3", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "run has no checkpoint of step 3; kept are 1, 5, 6" in missing.stdout + missing.stderr

@@ -1,0 +1,300 @@
+"""`roxxel-dist eval`: the numbers of the log come out again, from the command line, and nothing of the run changes."""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from runs import rows, saved
+
+from roxxel_dist import Roxxel
+from roxxel_dist.cli import main
+from roxxel_dist.report.validation import deviations, perplexity
+
+SMALL = {
+    "dim": 16,
+    "num_blocks": 1,
+    "max_context": 32,
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "eval_iters": 3,
+    "log_every": 1,
+    "eval_every": 2,
+    "checkpoint_every": 2,
+    "keep_steps": [3],
+    "max_to_keep": 20,
+    "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 3, "batch_size": 16, "seq_len": 33}],
+}
+KEPT = [1, 2, 3, 4, 6, 7]
+GRU = {"model": "own_model:build", "loss": "own_model:loss", "model_args": {"width": 16}}
+VARIANTS = {
+    "named sets, a blend, bf16 parameters, cut up": {
+        "datasets": {"code": "third_*.rox"},
+        "dim": 128,
+        "fsdp": True,
+        "validation": {"first": "other_*.rox", "second": "third_*.rox"},
+        "use_bf16": True,
+        "phases": [{**SMALL["phases"][0], "packing": "documents", "weights": {"self": 0.5, "code": 0.5}}],
+    },
+    "a model of one's own": {
+        **GRU,
+        "bf16_compute": True,
+        "phases": [{"steps": 4, "batch_size": 8, "seq_len": 9}],
+    },
+}
+
+
+def write(path, seed, *, append=False, tokenizer="0123456789abcdef"):
+    """30 documents of random tokens below 60, in several shards."""
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(1, 60, rng.integers(100, 600)).astype(np.uint8) for _ in range(30)]
+    with Roxxel(path) as data:
+        data.write(documents, vocab_size=60, max_shard_bytes=4000, append=append, tokenizer_fingerprint=tokenizer)
+
+
+def train(*words, **fields):
+    with open("small.yaml", "w") as file:
+        yaml.safe_dump({**SMALL, **fields}, file)
+    assert main(["train", "--config", "small.yaml", *map(str, words)]) == 0
+
+
+def evaluated(capsys, *words, code=0):
+    """What `eval WORDS --json` prints."""
+    capsys.readouterr()
+    assert main(["eval", *map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words):
+    capsys.readouterr()
+    assert main(["eval", *map(str, words)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    return told.err
+
+
+def validations(run):
+    """Of each step with a validation, what metrics.jsonl and training_log.csv say of it; they say the same."""
+    found = {}
+    with (run / "training_log.csv").open() as file:
+        table = {int(row["step"]): row for row in csv.DictReader(file)}
+    for row in rows(run):
+        names = [name for name in row if name.startswith("val_loss") or name == "train_eval_loss"]
+        if names:
+            found[row["step"]] = {name: row[name] for name in names}
+            assert found[row["step"]] == {name: float(table[row["step"]][name]) for name in names}
+    return found
+
+
+def losses(result):
+    return {name: value for name, value in result.items() if name.startswith("val_loss") or name == "train_eval_loss"}
+
+
+def contents(folder):
+    return {
+        path: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with data and a run of two phases of different shapes, in `run`."""
+    folder = tmp_path_factory.mktemp("eval")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for number, name in enumerate(("data", "other", "third")):
+            write(f"{name}_*.rox", number)
+        train("--data_path", "data_*.rox", "--run_dir", "run")
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def work(made, tmp_path, monkeypatch):
+    """A copy of that folder, as working directory."""
+    shutil.copytree(made, tmp_path / "work")
+    config = tmp_path / "work" / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(made), str(tmp_path / "work")))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def test_every_checkpoint_gives_the_losses_of_its_row(made, capsys):
+    run = made / "run"
+    before, wanted = contents(run), validations(run)
+    assert saved(run) == KEPT
+    assert sorted(wanted) == [step for step in KEPT if step != 3]
+    for step in KEPT:
+        result = evaluated(capsys, f"{run}@{step}")
+        if step == 3:  # between two validations
+            assert (result["logged"], result["same_as_logged"]) == (None, None)
+            assert min(losses(result).values()) > 0
+            continue
+        assert losses(result) == result["logged"] == wanted[step]
+        assert result["same_as_logged"] is True
+        assert (result["changed"], result["different"]) == ([], [])
+        held_out, training = result["data"]
+        assert (held_out["name"], held_out["loss"]) == ("held out", result["val_loss"])
+        assert held_out["perplexity"] == perplexity(result["val_loss"])
+        assert training["tokens"] == 3 * (8 * 17 if step <= 4 else 16 * 33)
+    assert contents(run) == before
+    assert len({loss["val_loss"] for loss in wanted.values()}) == len(wanted)
+
+
+def test_the_newest_and_the_best(made, capsys):
+    run, wanted = made / "run", validations(made / "run")
+    assert evaluated(capsys, run)["step"] == 7
+    best = min(wanted, key=lambda step: wanted[step]["val_loss"])
+    assert evaluated(capsys, run, "--best")["step"] == best
+    assert main(["eval", f"{run}@4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run}, step 4"
+    assert lines[1].split() == ["data", "loss", "perplexity", "batches", "tokens"]
+    assert lines[2].split()[:3] == ["held", "out", f"{wanted[4]['val_loss']:.6f}"]
+    assert lines[-1] == "the same as in the log, to the last bit"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_for_other_runs(work, variant, capsys):
+    train("--data_path", "data_*.rox", "--run_dir", "mine", **VARIANTS[variant])
+    os.chdir("/")  # the paths of a run hold wherever one is
+    wanted = validations(work / "mine")
+    for step in (1, 4):
+        result = evaluated(capsys, f"{work / 'mine'}@{step}")
+        assert losses(result) == wanted[step]
+        assert result["same_as_logged"] is True
+        if "named" in variant:
+            assert [row["name"] for row in result["data"]] == ["first", "second", "all of them", "training data"]
+            assert {"val_loss", "val_loss/first", "val_loss/second", "train_eval_loss"} == losses(result).keys()
+
+
+def test_whatever_became_of_the_run(work, capsys):
+    """Rows from before a resume with other settings, phases and shards, a fork, and a run that went back."""
+    first = validations(work / "run")
+    write("data_*.rox", 9, append=True)
+    longer = [*SMALL["phases"], {"steps": 3, "batch_size": 8, "seq_len": 17}]
+    train("--run_dir", "run", "--resume", "--amend", "--data_path", "data_*.rox", phases=longer, eval_iters=2)
+    train("--fork", "run@8", "--run_dir", "fork", phases=longer, eval_iters=2)
+    wanted = validations(work / "run")
+    assert {step: wanted[step] for step in first} == first
+    assert sorted(wanted) == [1, 2, 4, 6, 7, 8, 10]
+    read = {}
+    for step, row in wanted.items():
+        result = evaluated(capsys, f"run@{step}")
+        assert losses(result) == row
+        assert result["same_as_logged"] is True
+        read[step] = result["data"][0]["batches"]
+    assert read == {1: 3, 2: 3, 4: 3, 6: 2, 7: 2, 8: 2, 10: 2}
+    assert evaluated(capsys, "fork@8")["logged"] is None
+    assert losses(evaluated(capsys, "fork@10")) == validations(work / "fork")[10] == wanted[10]
+
+    train(
+        "--run_dir",
+        "run",
+        "--resume",
+        "--from_step",
+        8,
+        "--skip_steps",
+        "9:9",
+        "--lr",
+        1e-2,
+        phases=longer,
+        eval_iters=4,
+    )
+    again = validations(work / "run")
+    assert again[10] != wanted[10]
+    for step, row in again.items():
+        assert losses(evaluated(capsys, f"run@{step}")) == row
+
+
+def test_another_question_is_not_compared(work, capsys):
+    own = evaluated(capsys, "run@4")
+    fewer = evaluated(capsys, "run@4", "--eval_iters", 1)
+    assert fewer["changed"] == ["--eval_iters is 1, and the run had 3"]
+    assert fewer["same_as_logged"] is None
+    assert fewer["val_loss"] != own["val_loss"]
+    assert fewer["data"][0]["batches"] == 1
+    other = evaluated(capsys, "run@4", "--validation", "{third: third_*.rox, data: data_*.rox}")
+    assert other["changed"] == ["--validation names other data"]
+    assert [row["name"] for row in other["data"]] == ["third", "data", "all of them", "training data"]
+    assert other["train_eval_loss"] == own["train_eval_loss"]
+    elsewhere = evaluated(capsys, "run@4", "--data_path", "other_*.rox")
+    assert elsewhere["changed"] == ["--data_path names other tokens than the run's"]
+    assert elsewhere["val_loss"] != own["val_loss"]
+    assert main(["eval", "run@4", "--data_path", "other_*.rox"]) == 0
+    assert "not compared with the log, as another question was asked: --data_path" in capsys.readouterr().out
+    for path in work.glob("data_*.rox"):  # the same tokens in another place are the same question
+        path.rename(path.with_name(path.name.replace("data", "moved")))
+    moved = evaluated(capsys, "run@4", "--data_path", "moved_*.rox", "--eval_iters", 3)
+    assert losses(moved) == losses(own)
+    assert moved["same_as_logged"] is True
+
+
+def test_a_checkpoint_that_does_not_give_its_losses_is_told(work, capsys):
+    log, config = work / "run" / "metrics.jsonl", work / "run" / "config.yaml"
+    row = rows(work / "run")[3]
+    wrong = float(np.nextafter(row["val_loss"], 9))
+    log.write_text(log.read_text().replace(repr(row["val_loss"]), repr(wrong)))
+    result = evaluated(capsys, "run@4", code=1)
+    assert (result["same_as_logged"], result["val_loss"]) == (False, row["val_loss"])
+    assert main(["eval", "run@4"]) == 1
+    told = capsys.readouterr()
+    assert f"val_loss: {row['val_loss']!r} here, {wrong!r} in the log" in told.out
+    assert "THE CHECKPOINT OF STEP 4 IN run DOES NOT GIVE ITS OWN LOSSES" in told.err
+    assert main(["eval", "run@2"]) == 0
+
+    kept = yaml.safe_load(config.read_text())
+    kept["record"]["bits"]["jax"] = "0.0.1"
+    config.write_text(yaml.safe_dump(kept))
+    capsys.readouterr()
+    assert main(["eval", "run@4"]) == 0
+    told = capsys.readouterr()
+    assert "which may come from what was another then:\n  jax: '0.0.1' -> " in told.out
+    assert told.err == ""
+
+
+def test_what_cannot_be_evaluated(work, capsys):
+    assert "nowhere is not a run directory, it has no config.yaml; name the folder" in refused(capsys, "nowhere")
+    assert "run has no checkpoint of step 5; kept are 1, 2, 3, 4, 6, 7" in refused(capsys, "run@5")
+    assert "RUN is run@4, and --best takes the step" in refused(capsys, "run@4", "--best")
+    assert "--validation is 'x': write names and paths" in refused(capsys, "run", "--validation", "x")
+    assert "validation: 'x' is 3: write names" in refused(capsys, "run", "--validation", "{x: 3}")
+    assert "validation 'x' is none: there are no shards" in refused(capsys, "run", "--validation", "{x: none}")
+    assert "eval_iters is 0: it must be at least 1" in refused(capsys, "run", "--eval_iters", "0")
+    (work / "text.txt").write_text("words")
+    assert "data_path is text.txt: there are no shards" in refused(capsys, "run", "--data_path", "text.txt")
+    meta = work / "run" / "checkpoints" / "7" / "meta.json"
+    meta.write_text(meta.read_text()[:100])
+    assert "the checkpoint of step 7 is damaged" in refused(capsys, "run")
+    write("data_*.rox", 5)
+    told = refused(capsys, "run@6")
+    assert "it is not what run was trained on" in told
+    assert "put that back, or name data with --data_path" in told
+    for path in work.glob("data_*.rox"):
+        path.unlink()
+    assert "Put the data of run back, or name it with --data_path" in refused(capsys, "run@6")
+
+
+def test_a_run_that_validates_on_nothing(work, capsys):
+    train("--data_path", "data_*.rox", "--run_dir", "mine", "--max_steps", 1, val_fraction=0.0)
+    assert "mine has nothing to validate on (val_fraction is 0.0" in refused(capsys, "mine")
+    assert "no checkpoint of mine was saved with a val_loss; kept are 1, name one as mine@1" in refused(
+        capsys, "mine", "--best"
+    )
+    assert evaluated(capsys, "mine", "--validation", "{other: other_*.rox}")["val_loss"] > 3
+
+
+def test_deviations_are_exact():
+    assert deviations({"val_loss": 1.5}, {"val_loss": 1.5}) == []
+    assert deviations({"val_loss": 1.5, "train_eval_loss": 2.0}, {"val_loss": 1.25}) == [
+        "val_loss: 1.5 here, 1.25 in the log, +0.25",
+        "train_eval_loss: 2.0 here, not measured in the log",
+    ]
+    assert perplexity(1e9) == float("inf")
