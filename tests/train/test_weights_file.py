@@ -21,6 +21,7 @@ from roxxel_dist.train import exporter as exporter_module
 from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.exporter import BEST, NEWEST, Exporter
+from roxxel_dist.train.health import healthy
 from roxxel_dist.train.origin import Origin
 from roxxel_dist.train.state import TrainState
 from roxxel_dist.train.weights_file import link_weights, read_weights, step_of, temporary_of, write_weights
@@ -51,7 +52,7 @@ def checkpoints(folder, losses, value=0.0):
     store = CheckpointStore(folder / "checkpoints", max_to_keep=None)
     for step, val_loss in losses.items():
         params = {"w": jnp.full((300, 100), value + step)}
-        store.save(step, TrainState(jnp.int32(step), params, {}, {"mu": params}, None), {}, val_loss)
+        store.save(step, TrainState(jnp.int32(step), params, {}, {"mu": params}, healthy()), {}, val_loss)
     store.wait()
     return store
 
@@ -156,7 +157,7 @@ def test_one_that_is_best_and_newest_is_written_once(tmp_path):
     best, newest = tmp_path / BEST, tmp_path / NEWEST
     assert value(best) == value(newest) == (2, 2.0)
     assert best.samefile(newest)
-    store.save(3, TrainState(jnp.int32(3), {"w": jnp.full((300, 100), 3.0)}, {}, {}, None), {}, 0.5)
+    store.save(3, TrainState(jnp.int32(3), {"w": jnp.full((300, 100), 3.0)}, {}, {}, healthy()), {}, 0.5)
     store.close()
     assert export(store, (BEST, 3)) == []
     assert (value(best), value(newest)) == ((3, 3.0), (2, 2.0))
