@@ -21,6 +21,7 @@ from roxxel_dist.cluster.process import (
     what_decides_bits,
 )
 from roxxel_dist.config import RECORD, usage_errors
+from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
@@ -202,7 +203,7 @@ class Experiment:
             self.config.save_yaml(run / CONFIG, record)
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
-            (run / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            write_file(run / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
         say(f"model: {summary['parameters']:,} parameters, {num_devices(trainer.mesh)} device(s), run directory {run}")
         train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
         parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.parts import by_part
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
@@ -53,11 +54,15 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def summarize(params: dict[str, jax.Array], opt_state: Any) -> dict[str, Any]:
-    """Sizes of a model: parameters in all, memory of weights and optimizer in MB (10^6 bytes), dtype."""
+    """Sizes of a model: parameters in all and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
+
+    Of arrays that are cut over devices or processes, the whole counts, once.
+    """
     leaves = list(params.values())
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
     return {
         "parameters": sum(leaf.size for leaf in leaves),
+        "parameters_by_part": by_part(params),
         "weights_mem_MB": sum(leaf.nbytes for leaf in leaves) / MB,
         "optimizer_mem_MB": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / MB,
         "dtype": dtypes[0] if len(dtypes) == 1 else ", ".join(dtypes),

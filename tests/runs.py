@@ -14,7 +14,7 @@ PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]
 
 def model(**fields):
     """The same weights each time."""
-    shape = ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64, **fields)
+    shape = ModelConfig(**{"dim": 16, "num_blocks": 1, "vocab_size": 500, "max_context": 64} | fields)
     return Transformer(shape, nnx.Rngs(params=0, dropout=1))
 
 

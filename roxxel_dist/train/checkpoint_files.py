@@ -25,7 +25,7 @@ from roxxel_dist.cluster.process import agree, collect, process_index
 from roxxel_dist.data.commit import sync_folder, write_file
 from roxxel_dist.train.standing import META
 
-STATE = "state"
+STATE, PARAMS = "state", "params/"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -195,6 +195,24 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
     return _data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
+
+
+def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a train state's `shapes`, those of the parameters, by name."""
+    mine = {name.removeprefix(PARAMS): shape for name, shape in shapes.items() if name.startswith(PARAMS)}
+    return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
+
+
+def read_params(checkpoint: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """The parameters of a train state, whole and in memory; one process reads them alone, and asks no device."""
+    like = {"params": dict(shapes)}
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
+    args = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
+    handler = array_handler()
+    try:
+        return handler.restore(epath.Path(checkpoint / STATE), args=args)["params"]
+    finally:
+        handler.close()
 
 
 def cause(error: BaseException) -> str:

@@ -111,6 +111,8 @@ class LoopOptions:
     """Every so many steps one is saved that is never deleted."""
     keep_steps: list[int] | None = None
     """These steps are saved, and never deleted."""
+    export_weights: bool = True
+    """Write the weights of the best checkpoint and of the last one into a file each too, where they are below 2 GB."""
     max_steps: int | None = None
     """End the run after this many steps; the schedule still spans the whole curriculum."""
     seed: int = 42

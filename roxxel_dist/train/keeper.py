@@ -8,11 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from roxxel_dist.cluster.process import is_primary
+from roxxel_dist.cluster.process import barrier, is_primary
 from roxxel_dist.cluster.request import SaveRequests
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.cursor import write_cursor
+from roxxel_dist.train.exporter import BEST, NEWEST, Exporter
+from roxxel_dist.train.log_queue import CRASH_LIMIT_S
 from roxxel_dist.train.state import TrainState
+
+WEIGHTS_LIMIT_S = 600.0
+"""Seconds that the weights of a finished run may take to be written."""
+STOP_LIMIT_S = 10.0
+"""Of one that was asked to stop: whoever asked does not wait for long, and the run comes back to them."""
+LAST_WORDS_LIMIT_S = 3600.0
+"""Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
 
 
 class Keeper:
@@ -23,18 +32,25 @@ class Keeper:
         store: its checkpoints.
         last_step: of the run.
         say: where lines for people go.
+        export: whether to write the weights into files of their own too.
     """
 
-    def __init__(self, folder: Path, store: CheckpointStore, last_step: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, store: CheckpointStore, last_step: int, say: Callable[[str], None], *, export: bool
+    ) -> None:
         self._folder, self._store, self._last_step, self._say = folder, store, last_step, say
         self._requests = SaveRequests(folder)
+        self._exporter = Exporter(folder, store.folder, say, enabled=export and is_primary())
 
     def __enter__(self) -> "Keeper":
         self._requests.__enter__()
+        if is_primary():
+            self._exporter.begin(self._store.latest_step() or 0, self._store.best_step())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._requests.__exit__(kind, error, tb)
+        self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
 
     def asked(self, step: int) -> bool:
         """Whether somebody wants `step` saved; to be called once a step, on every rank."""
@@ -53,6 +69,8 @@ class Keeper:
             else:
                 self._requests.answered(ended.step)
                 self._point(ended.step, finished=False)
+                if self._store.best_step() == ended.step:
+                    self._exporter.want(BEST, ended.step)
 
     def last_good(self) -> int | None:
         """The newest checkpoint's step; one that is under way counts too, if it ends well."""
@@ -68,9 +86,17 @@ class Keeper:
         self._store.wait()
         self.hear()
         self._requests.answered(step)
+        if (newest := self._store.latest_step()) is not None:
+            self._exporter.want(NEWEST, newest)
 
     def mark_finished(self, step: int) -> None:
-        """Write down that the run has no step left."""
+        """Write down that the run has no step left, once its weights are written.
+
+        Raises:
+            TimeoutError: rank 0 does not come to its end.
+        """
+        self._exporter.wait(WEIGHTS_LIMIT_S)
+        barrier("weights", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
         self._point(step, finished=True)
 
     def _point(self, step: int, *, finished: bool) -> None:

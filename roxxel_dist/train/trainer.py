@@ -123,7 +123,7 @@ class Trainer:
         say = self.logger.text
         self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
         self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say)
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=self.options.export_weights)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:

@@ -1,5 +1,6 @@
 """What one rank alone does or knows never keeps the others waiting."""
 
+import hashlib
 import json
 import os
 
@@ -7,6 +8,7 @@ import pytest
 from commands import rows, run, start, wait_for
 
 from roxxel_dist.cluster.mailbox import post_request, take_answer
+from roxxel_dist.train.weights_file import read_weights, step_of
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")
 SLOW_COMPILE = os.path.join(os.path.dirname(__file__), "slow_compile.py")
@@ -30,7 +32,7 @@ def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
     log = (tmp_path / "started.log").read_text()
     first, second = (json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
-    step, kept, best, plans = first
+    step, kept, best, plans, cut, digests = first
     assert (step, best, plans) == (50, 20, 2)
     assert kept[-1] == 50
     assert "going back to step 5; the rows of step 7 are left out" in log
@@ -38,6 +40,13 @@ def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
     assert list(rows(tmp_path / "run")) == list(range(1, 51))
     assert answer is not None
     assert 20 <= answer["step"] <= 50
+    # Rank 0 has read them back alone: whole arrays, of which it held a half.
+    assert "embedding.embedding" in cut
+    params, written = read_weights(tmp_path / "run" / "model_weights.msgpack")
+    assert written == 50
+    assert {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in params.items()} == digests
+    assert params["embedding.embedding"].shape == (500, 144)
+    assert step_of(tmp_path / "run" / "best_model_weights.msgpack") == 20
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """Run by every rank: trains in FOLDER/run with a batch that breaks it, patience, and a loss that rank 0 alone knows.
 
+The largest parameters are cut over the ranks, and none has the whole of one.
+
 The evaluation of step 20 lasts, on rank 0 alone, until the file FOLDER/go is there: meanwhile the other ranks run ahead
 into the next collective. Each rank leaves in FOLDER/end-RANK.json how it ended.
 """
 
+import hashlib
 import json
 import sys
 import time
@@ -13,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.process import barrier, initialize, is_primary, process_index
@@ -47,13 +51,17 @@ def evaluate(state):
 
 
 trainer = Trainer(
-    lambda: Transformer(ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=32), nnx.Rngs(0)),
+    lambda: Transformer(ModelConfig(dim=144, num_blocks=1, vocab_size=500, max_context=32), nnx.Rngs(0)),
     optax.adam(1e-3), curriculum, loss_fn, run, eval_fn=evaluate, log_every=1, eval_every=10, checkpoint_every=5,
-    patience=3, on_bad_step="rewind",
+    patience=3, on_bad_step="rewind", fsdp=True,
 )  # fmt: skip
 trainer.run()
 trainer.close()
-end = [trainer.step, trainer.store.steps(), trainer.store.best_step(), len(trainer.plan.amendments)]
+params = trainer.state.params
+cut = [name for name, leaf in params.items() if not leaf.is_fully_replicated]
+whole = multihost_utils.process_allgather(params, tiled=True)
+digests = {name: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for name, leaf in whole.items()}
+end = [trainer.step, trainer.store.steps(), trainer.store.best_step(), len(trainer.plan.amendments), cut, digests]
 (folder / f"end-{process_index()}.json").write_text(json.dumps(end))
 barrier("end", limit_s=60)
 directory.release()
