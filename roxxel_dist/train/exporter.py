@@ -104,7 +104,7 @@ class Exporter:
             self._enabled = False
             self._say(
                 f"the weights take {size / 1e9:.1f} GB: {NEWEST} and {BEST} are written below {LIMIT / 1e9:.0f} GB; "
-                f"roxxel-dist export writes larger ones"
+                f"the checkpoints have larger ones"
             )
             return None
         params = files.read_params(checkpoint, shapes)
