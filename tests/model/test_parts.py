@@ -1,0 +1,50 @@
+"""What a model's parameters are spent on."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+from own_model import Recurrent
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.parts import by_part
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.state import take_apart
+
+
+def parameters(build):
+    return by_part(jax.eval_shape(lambda: take_apart(build(nnx.Rngs(0)))[1]))
+
+
+def test_the_built_in_model():
+    """Told from shapes alone, and counted by hand."""
+    shape = ModelConfig(dim=32, num_blocks=3, vocab_size=50, kv_heads=2, weight_tying=False)
+    parts = parameters(lambda rngs: Transformer(shape, rngs))
+    assert set(parts) == {"embedding", "blocks", "norm", "head"}
+    assert (parts["embedding"], parts["norm"], parts["head"]) == (50 * 32, 32, 50 * 32)
+    whole = jax.tree.leaves(nnx.state(Transformer(shape, nnx.Rngs(0)), nnx.Param))
+    assert sum(parts.values()) == sum(leaf.size for leaf in whole)
+    assert (
+        parts["blocks"]
+        == 3 * parameters(lambda rngs: Transformer(ModelConfig(**{**vars(shape), "num_blocks": 1}), rngs))["blocks"]
+    )
+
+
+def test_a_model_of_ones_own():
+    parts = parameters(lambda rngs: Recurrent(20, 8, 2, 0.0, rngs))
+    assert set(parts) == {"embedding", "layers", "out"}
+    assert (parts["embedding"], parts["out"]) == (20 * 8, 8 * 20 + 20)
+
+
+def test_arrays_without_a_module():
+    assert by_part({"w": np.zeros((2, 3)), "b.0": np.zeros(3), "b.1": np.zeros(1), "w.x": np.zeros(())}) == {
+        "w": 7,
+        "b": 4,
+    }
+
+
+def test_it_needs_no_jax():
+    code = "import sys, roxxel_dist.model.parts; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
