@@ -79,8 +79,9 @@ def look_ahead(
     parts, state, settings = abstract_state(
         model, first_state(optimizer), mesh, fsdp=options.fsdp, dtype=jnp.bfloat16 if options.use_bf16 else None
     )
-    one: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    return parts, state, {**settings, **dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), one)}
+    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), one)
+    return parts, state, settings | numbers
 
 
 def device_bytes(tree: Any) -> int:
