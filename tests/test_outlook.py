@@ -7,13 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from runs import rows
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.assemble import recipe
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
 from roxxel_dist.outlook.look import Asked, outlook
 from roxxel_dist.outlook.table import table
+from roxxel_dist.train.ahead import layout
 from roxxel_dist.train.optimizer import first_state
 from roxxel_dist.train.state import init_state
 
@@ -84,6 +88,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
     assert "at 100 tokens/s (given)" in table(given)
 
 
+@pytest.mark.slow
 def test_an_amended_run_keeps_its_plan(run, tmp_path):
     phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 33}]
     config = Config(**{**SMALL, "phases": phases}, tokenizer_type="byte")
@@ -115,18 +120,27 @@ def test_memory_is_that_of_the_real_state(corpus, more):
     assert [one["name"] for one in found.arrays] == list(state.params)
 
 
-def test_the_devices_that_repeat_the_work_of_others_are_counted(corpus):
-    phases = [{"steps": 1, "batch_size": rows, "seq_len": length} for rows, length in ((16, 17), (1, 17))]
+@pytest.mark.parametrize(
+    ("shape", "grad_accum", "shared"),
+    [
+        ((16, 17), 1, ("rows", 8, 0)),
+        ((16, 17), 2, ("rows", 8, 0)),
+        ((1, 16), 1, ("tokens", 8, 0)),
+        ((8, 17), 2, ("nothing", 1, 7)),
+    ],
+)
+def test_how_devices_share_a_batch(shape, grad_accum, shared):
+    found = layout(NamedSharding(make_mesh(), P("data", None)), *shape, grad_accum)
+    assert (found.cut, found.pieces, found.repeated) == shared
+
+
+def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
+    phases = [{"steps": 1, "batch_size": rows, "seq_len": 17} for rows in (16, 1)]
     found = outlook(Config(**{**SMALL, "phases": phases}), corpus_path(corpus), Asked(devices=8, processes=4))
-    assert [(p.layout.cut, p.layout.pieces, p.layout.repeated) for p in found.phases] == [
-        ("rows", 8, 0), ("nothing", 1, 7),
-    ]  # fmt: skip
     assert [phase.rows_a_process for phase in found.phases] == [4, 1]
     text = table(found)
     assert "8 cpu device(s) in 4 processes" in text
-    assert "7 of 8 devices repeat the work of others" in text
-    few = outlook(Config(**{**SMALL, "n_devices": 2, "grad_accum": 2}), corpus_path(corpus), SIMULATED)
-    assert (few.devices, few.phases[0].layout.pieces) == (2, 2)
+    assert "phase 2: a batch of 1 rows x 17 tokens: each device has all of it; 7 of 8 devices repeat the work" in text
 
 
 def test_passes_are_what_the_rows_read(corpus, tmp_path):

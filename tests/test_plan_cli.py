@@ -21,19 +21,8 @@ eval_iters: 1
 phases: [{steps: 4, batch_size: 8, seq_len: 17}]
 """
 BIG = [
-    "--dim",
-    16384,
-    "--kv_heads",
-    16,
-    "--num_blocks",
-    6,
-    "--vocab_size",
-    32000,
-    "--fsdp",
-    "True",
-    "--use_bf16",
-    "True",
-]
+    "--dim", 16384, "--kv_heads", 16, "--num_blocks", 8, "--vocab_size", 32000, "--fsdp", "True", "--use_bf16", "True",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
