@@ -1,13 +1,17 @@
 """From a Config and a corpus to all that a run is made of; every command that trains or looks at training uses it."""
 
+import contextlib
 import copy
 import dataclasses
+import shutil
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -53,18 +57,24 @@ class Recipe:
     options: dict[str, Any]
     """The fields of `LoopOptions`. Nothing is left to hold out: `curriculum` is without it already."""
 
-    def mesh(self) -> Mesh:
+    def mesh(self, processes: int | None = None) -> Mesh:
         """The devices of this run, of all processes.
+
+        Args:
+            processes: how many shall share the devices that are here, in order; by default those that do.
 
         Raises:
             ValueError: there are not so many, a process has none of them, or a phase's batch does not divide by them.
         """
-        mesh = make_mesh(self.config.n_devices)
-        processes = {device.process_index for device in mesh.devices.flat}
-        if len(processes) < process_count():
+        mesh, every = make_mesh(self.config.n_devices), processes or process_count()
+        if processes:
+            used = -(-mesh.size * processes // jax.device_count())
+        else:
+            used = len({device.process_index for device in mesh.devices.flat})
+        if used < every:
             raise ValueError(
-                f"n_devices is {self.config.n_devices}, which leaves none to {process_count() - len(processes)} of "
-                f"{process_count()} processes: use 0 for all, or launch fewer"
+                f"n_devices is {self.config.n_devices}, which leaves none to {every - used} of {every} processes: use "
+                f"0 for all, or launch fewer"
             )
         check_division(self.curriculum, mesh.size, self.grad_accum)
         return mesh
@@ -156,6 +166,34 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel
     on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())
     progress.say("start")
     return Roxxel(into)
+
+
+@contextlib.contextmanager
+def folder_for_now(data_path: str | Path | None, name: str) -> Iterator[Path]:
+    """Where `open_corpus` makes text into shards for a command that keeps nothing: a folder that exists for so long.
+
+    It is on a disk that all ranks share: the working directory's, as for runs. Rank 0 may take the folder away when its
+    own last step is done: no rank does a step before it has read its rows, and none finishes one alone.
+
+    Args:
+        data_path: the data; where it is no text, nothing is made.
+        name: of the command.
+    """
+    folder = Path()
+    if data_path is None or is_tokens(data_path):
+        yield folder
+        return
+
+    def make() -> None:
+        nonlocal folder
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=Path.cwd()))
+
+    on_primary("folder for the corpus", make)
+    try:
+        yield Path(agree("folder of the corpus", str(folder))) / "data"
+    finally:
+        if is_primary():
+            shutil.rmtree(folder)
 
 
 def on_primary(what: str, act: Callable[[], Any]) -> None:

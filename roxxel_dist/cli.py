@@ -15,6 +15,7 @@ from roxxel_dist.cli_doctor import doctor
 from roxxel_dist.cli_eval import evaluate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_plan import plan
 from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
@@ -23,7 +24,6 @@ from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
     "sweep": "search for the best configuration",
-    "plan": "phases, memory and time of a run before it starts",
     "export": "weights for other programs",
     "launch slurm": "start ranks in a SLURM job",
     "launch k8s": "start ranks in Kubernetes",
@@ -199,6 +199,7 @@ COMMANDS: dict[str, Command] = {
     "batch": batch,
     "train": train,
     "find-lr": find_lr,
+    "plan": plan,
     "save": save,
     "eval": evaluate,
     "generate": generate,

@@ -1,16 +1,12 @@
 """A learning rate for a Config and its data, found by a sweep that leaves nothing behind."""
 
 import contextlib
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.assemble import on_primary, open_corpus, recipe
-from roxxel_dist.cluster.process import agree, initialize, is_primary, make_deterministic, pin_threads
+from roxxel_dist.assemble import folder_for_now, open_corpus, recipe
+from roxxel_dist.cluster.process import initialize, make_deterministic, pin_threads
 from roxxel_dist.config import usage_errors
-from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.reading import primary_path
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.lr_finder import suggest, sweep_rates
@@ -31,7 +27,7 @@ def find_lr(
     initialize()
     with contextlib.ExitStack() as held:
         with usage_errors():
-            folder = held.enter_context(_folder_for(data_path))
+            folder = held.enter_context(folder_for_now(data_path, "find-lr"))
             made = recipe(config, held.enter_context(open_corpus(config, data_path, folder)))
             options = LoopOptions(**made.options)
             stream = sweep_stream(made.curriculum, num_steps, options.seed, made.mesh(), made.grad_accum)
@@ -42,27 +38,3 @@ def find_lr(
     rates = rates[: len(losses)]
     with usage_errors():
         return suggest(rates, losses, num_steps), rates, losses
-
-
-@contextlib.contextmanager
-def _folder_for(data_path: str | Path | None) -> Iterator[Path]:
-    """Where a corpus of text is made into shards: a folder that exists for so long, on a disk that all ranks share.
-
-    That is the working directory's, as for runs. Rank 0 may take the folder away when its own last step is done: no
-    rank does a step before it has read its rows, and none finishes one alone.
-    """
-    folder = Path()
-    if data_path is None or is_tokens(data_path):
-        yield folder
-        return
-
-    def make() -> None:
-        nonlocal folder
-        folder = Path(tempfile.mkdtemp(prefix=".find-lr-", dir=Path.cwd()))
-
-    on_primary("folder for the corpus", make)
-    try:
-        yield Path(agree("folder of the corpus", str(folder))) / "data"
-    finally:
-        if is_primary():
-            shutil.rmtree(folder)

@@ -169,7 +169,7 @@ def steps_to_skip(text: str | None) -> tuple[int, int] | None:
 def _flags(words: list[str]) -> list[tuple[str, str]]:
     """(name, value) of every flag, as far as that can be told without knowing which take one."""
     pairs = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             pairs.append((name.replace("-", "_"), value if equals else following))

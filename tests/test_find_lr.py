@@ -41,7 +41,8 @@ def test_a_sweep_of_text_leaves_nothing_behind(text, tmp_path):
     assert min(losses) < losses[0] - 0.5
     assert config.to_dict() == experiment.config.to_dict() == before
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]
-    assert experiment.find_lr(text, num_steps=40) == (suggested, rates, losses)
+    named = Experiment(Config(**SMALL, datasets={"self": str(text)}))
+    assert named.find_lr(None, num_steps=40) == (suggested, rates, losses)
 
 
 def test_what_cannot_be_swept(text, tmp_path):

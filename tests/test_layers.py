@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_data", "cli_doctor", "cli_eval", "cli_jobs", "cli_launch", "cli_report", "cli_runs"],
+    ["cli_data", "cli_doctor", "cli_eval", "cli_jobs", "cli_launch", "cli_plan", "cli_report", "cli_runs"],
     ["launcher"],
     ["trainer"],
     ["experiment", "load"],
-    ["evaluation", "find_lr"],
+    ["evaluation", "find_lr", "outlook"],
     ["assemble"],
     ["flags", "report"],
     ["lineage", "reading", "save"],

@@ -1,12 +1,16 @@
 """Devices of all processes as one mesh, and how arrays lie on it."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def make_mesh(n_devices: int = 0, axes: Sequence[str] = ("data",)) -> Mesh:
@@ -29,6 +33,29 @@ def make_mesh(n_devices: int = 0, axes: Sequence[str] = ("data",)) -> Mesh:
     shape = (count,) + (1,) * (len(axes) - 1)
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
     return Mesh(np.asarray(devices[:count]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def simulate_devices(count: int) -> None:
+    """Have jax make so many CPU devices and no others. It comes before jax makes its first device.
+
+    Raises:
+        ValueError: fewer than 1, or jax has made others already.
+    """
+    if count < 1:
+        raise ValueError(f"devices is {count}: it must be at least 1")
+    if not xla_bridge.backends_are_initialized():
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        # Two ways to say how many there are, and jax takes the flag.
+        os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+        return
+    here = jax.devices()
+    if here[0].platform != "cpu" or len(here) != count:
+        raise ValueError(
+            f"devices is {count}, and jax has made {len(here)} {here[0].platform} device(s) already: leave it out, or "
+            f"plan in a process of its own"
+        )
 
 
 def num_devices(mesh: Mesh) -> int:

@@ -236,6 +236,10 @@ class CheckpointStore:
         """
         return self._restore(step, like, whole=False)
 
+    def check_params(self, step: int, like: dict[str, Any]) -> None:
+        """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
+        self._check(step, {"params": like}, whole=False)
+
     def go_back(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
 
@@ -257,13 +261,16 @@ class CheckpointStore:
             raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
-    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
+    def _check(self, step: int, like: Any, *, whole: bool) -> None:
         if wrong := files.difference(self._read(step)["shapes"], files.shapes(like), whole=whole):
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
                 f"it was made with" + (", or a new run directory" if whole else "")
             )
+
+    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
+        self._check(step, like, whole=whole)
         with self._readable(step):
             return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
 

@@ -193,16 +193,38 @@ def restore_start(store: CheckpointStore, start: Start, like: TrainState) -> Tra
         return restore(theirs, step, like)
 
 
-def _with_weights(init_from: str, start: Start) -> Start:
+def weights_of(init_from: str) -> RunStep:
+    """The checkpoint that a run has its weights from.
+
+    Raises:
+        ValueError: there is none such.
+    """
     with opened("init_from", run_step(init_from)) as (_, step):
-        wanted = RunStep(run_step(init_from).run, step)
+        return RunStep(run_step(init_from).run, step)
+
+
+@contextlib.contextmanager
+def _weights(wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
+    with opened("init_from", wanted) as found:
+        try:
+            yield found
+        except ValueError as error:
+            raise ValueError(f"init_from is {wanted}: {error}") from error
+
+
+def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
+    """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
+    with _weights(wanted) as (store, step):
+        store.check_params(step, like)
+
+
+def _with_weights(init_from: str, start: Start) -> Start:
+    wanted = weights_of(init_from)
+    step = wanted.step
 
     def load(like: Leaves) -> Leaves:
-        with opened("init_from", wanted) as (store, step):
-            try:
-                return store.restore_params(step, like)
-            except ValueError as error:
-                raise ValueError(f"init_from is {wanted}: {error}") from error
+        with _weights(wanted) as (store, step):
+            return store.restore_params(step, like)
 
     told = f"the weights are those of {wanted}; moments, random streams and the position in the data are new"
     record = {"initialized_from": {"run": str(wanted.run.absolute()), "step": step}}

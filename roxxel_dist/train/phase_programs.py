@@ -67,10 +67,15 @@ class PhasePrograms:
 
     def prepare(self, stream: Stream) -> Any:
         """Begin to compile what the phase of the stream's next step needs, and return the key of its step."""
+        key = self.prepare_step(stream)
+        self._validation.prepare(self._like, self._settings, stream.plan.segment(stream.step).shape)
+        return key
+
+    def prepare_step(self, stream: Stream) -> Any:
+        """Begin to compile the stream's next step alone, and return its key."""
         batch = stream.abstract()
         key = batch_key(batch)
         self._programs.prepare(key, self._step, self._like, self._settings, batch)
-        self._validation.prepare(self._like, self._settings, stream.plan.segment(stream.step).shape)
         return key
 
     def validate(

@@ -1,7 +1,7 @@
 """Compiled programs, made ahead of the step that needs them."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,10 +18,11 @@ class Programs:
 
     Args:
         mesh: the mesh that is set while a program is traced, so that a model may name its axes.
+        options: of XLA's compiler, by their names; its own choices where not given.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
+        self._mesh, self._options = mesh, None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._found: dict[Hashable, Future[Any]] = {}
         self.seconds: dict[Hashable, float] = {}
@@ -65,7 +66,7 @@ class Programs:
     def _compile(self, key: Hashable, jitted: Any, args: Any) -> Any:
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            program = jitted.lower(*args).compile()
+            program = jitted.lower(*args).compile(compiler_options=self._options)
         self.seconds[key] = time.perf_counter() - start
         return program
 

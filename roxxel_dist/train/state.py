@@ -169,8 +169,7 @@ def init_state(
             for program in programs(places, restored or load is not None):
                 leaves |= program()
         for name in set(parts.params.names) - set(leaves):
-            shape = jax.eval_shape(partial(_cast, dtype=dtype), shapes[name])
-            leaves[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[name])
+            leaves[name] = _described(shapes[name], places[name], dtype)
     params, settings, rest = (
         {name: leaves[name] for name in part.names} for part in (parts.params, parts.settings, parts.rest)
     )
@@ -181,6 +180,27 @@ def init_state(
     everywhere = NamedSharding(mesh, P())
     step, health = jax.tree.map(lambda leaf: _spread(leaf, everywhere), (jnp.zeros((), jnp.int32), healthy()))
     return parts, TrainState(step, params, rest, opt_state, health), settings
+
+
+def abstract_state(
+    model: Callable[[], nnx.Module], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, fsdp: bool, dtype: Any
+) -> tuple[ModelParts, TrainState, Leaves]:
+    """What `init_state` gives, as `jax.ShapeDtypeStruct`s with shardings: nothing is computed. It raises the same."""
+    parts, shapes, _ = _trace(model, mesh, dtype)
+    places = _places(parts, shapes, mesh, fsdp)
+    params, settings, rest = (
+        {name: _described(shapes[name], places[name], dtype if part is parts.params else None) for name in part.names}
+        for part in (parts.params, parts.settings, parts.rest)
+    )
+    opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
+    everywhere = NamedSharding(mesh, P())
+    step, health = jax.tree.map(lambda x: _described(x, everywhere), (jnp.zeros((), jnp.int32), healthy()))
+    return parts, TrainState(step, params, rest, opt_state, health), settings
+
+
+def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
+    shape = jax.eval_shape(partial(_cast, dtype=dtype), leaf)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
 
 def _trace(

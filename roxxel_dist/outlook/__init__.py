@@ -1,0 +1,1 @@
+"""What a run would be, before it is launched."""

@@ -1,0 +1,203 @@
+"""What a run would be, against what it is: every number compared with the real thing."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from runs import rows
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.assemble import recipe
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.config import UsageError
+from roxxel_dist.outlook.look import Asked, outlook
+from roxxel_dist.outlook.table import table
+from roxxel_dist.train.ahead import layout
+from roxxel_dist.train.optimizer import first_state
+from roxxel_dist.train.state import init_state
+
+SIMULATED = Asked(devices=8)
+"""As many as the tests have anyway; what is compiled for them is compiled in half the time."""
+SMALL = {
+    "dim": 16, "num_blocks": 1, "max_context": 32, "dropout_rate": 0.1, "eval_iters": 1, "log_every": 1,
+    "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 3, "batch_size": 16, "seq_len": 33}],
+}  # fmt: skip
+ONE = {**SMALL, "phases": SMALL["phases"][:1]}
+WIDE = {**SMALL, "dim": 256, "phases": [{"steps": 4, "batch_size": 16, "seq_len": 17}]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the small config on a text, beside that text."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    Experiment(Config(**SMALL, tokenizer_type="byte")).fit(folder / "text.txt", folder / "run")
+    return folder / "run"
+
+
+def on_first_device(tree):
+    """Bytes of the buffers that a tree of arrays has on one device."""
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
+    ]
+    return sum(
+        shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == jax.devices()[0]
+    )
+
+
+def real_state(config, data):
+    """(the state before the first step, settings) as training makes them."""
+    made = recipe(config, data)
+    dtype = jnp.bfloat16 if config.use_bf16 else None
+    return init_state(made.build, first_state(made.optimizer), made.mesh(), fsdp=config.fsdp, dtype=dtype)[1:]
+
+
+def test_it_is_what_the_run_is(run):
+    found = outlook(Config(**SMALL, tokenizer_type="byte"), run / "data", Asked())
+    summary, logged = json.loads((run / "model_summary.json").read_text()), rows(run)
+    assert found.parameters == sum(found.parts.values()) == summary["parameters"]
+    assert (found.steps, found.tokens) == (logged[-1]["step"], logged[-1]["tokens"]) == (7, 4 * 8 * 17 + 3 * 16 * 33)
+    assert found.state["parameters"] / 1e6 == summary["weights_mem_MB"]
+    assert found.state["optimizer"] / 1e6 == summary["optimizer_mem_MB"]
+    ends = [[row for row in logged if row["phase"] == phase.phase][-1] for phase in found.phases]
+    assert [row["step"] for row in ends] == [phase.first_step + phase.steps - 1 for phase in found.phases]
+    assert np.diff([0, *(row["tokens"] for row in ends)]).tolist() == [phase.tokens for phase in found.phases]
+    told = (run / "logs" / "rank-0.log").read_text()
+    assert all(line in told for line in found.description.splitlines())
+    assert found.validation.keys() == {""}
+    assert found.validation[""] > 0
+    assert (found.devices, found.processes, found.platform, found.simulated) == (8, 1, "cpu", False)
+    assert found.seconds is None
+    assert found.speed == "unknown: give --tokens_per_s"
+    assert found.problems == ()
+
+
+def test_a_run_is_planned_with_its_data_and_speed(run):
+    found = outlook(Config.from_yaml(run / "config.yaml"), None, Asked(run=run))
+    measured = np.median([row["tokens_per_s"] for row in rows(run) if "tokens_per_s" in row])
+    assert found.seconds == pytest.approx(found.tokens / measured)
+    assert sum(phase.seconds for phase in found.phases) == pytest.approx(found.seconds)
+    assert str(run) in found.speed
+    given = outlook(Config.from_yaml(run / "config.yaml"), None, Asked(run=run, tokens_per_s=100.0))
+    assert given.seconds == given.tokens / 100
+    assert "at 100 tokens/s (given)" in table(given)
+
+
+@pytest.mark.slow
+def test_an_amended_run_keeps_its_plan(run, tmp_path):
+    phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 33}]
+    config = Config(**{**SMALL, "phases": phases}, tokenizer_type="byte")
+    new = Experiment(config).fit(None, tmp_path / "fork", fork=f"{run}@7")
+    found = outlook(Config.from_yaml(new / "config.yaml"), None, Asked(run=new))
+    assert "step 8: amended" in found.description
+    assert (found.steps, found.tokens) == (rows(new)[-1]["step"], rows(new)[-1]["tokens"])
+
+
+@pytest.mark.parametrize("more", [{}, {"fsdp": True, "use_bf16": True, "optimizer": "lion", "grad_accum": 2}])
+def test_memory_is_that_of_the_real_state(corpus, more):
+    config = Config(**{**WIDE, **more})
+    state, settings = real_state(config, corpus)
+    found = outlook(config, corpus_path(corpus), SIMULATED)
+    [phase] = found.phases
+    held = {"parameters": on_first_device(state.params), "optimizer": on_first_device(state.opt_state)}
+    assert {name: found.state[name] for name in held} == held
+    numbers = 4 * 7  # what a schedule is made of and the spike factor, float32[] each
+    batch = 16 // 8 * 17 * 4
+    assert phase.memory.arguments == on_first_device((state, settings)) + numbers + batch
+    assert phase.memory.temporaries > 0
+    assert phase.memory.peak == sum(
+        (phase.memory.arguments, phase.memory.temporaries, phase.memory.results, phase.memory.code)
+    )
+    whole = {name: leaf.size * leaf.dtype.itemsize for name, leaf in state.params.items()}
+    cut = {one["name"] for one in found.arrays if any(one["cut"])}
+    assert cut == ({name for name, leaf in state.params.items() if leaf.size >= 1 << 16} if config.fsdp else set())
+    assert found.state["parameters"] == sum(n // 8 if name in cut else n for name, n in whole.items())
+    assert [one["name"] for one in found.arrays] == list(state.params)
+
+
+@pytest.mark.parametrize(
+    ("shape", "grad_accum", "shared"),
+    [
+        ((16, 17), 1, ("rows", 8, 0)),
+        ((16, 17), 2, ("rows", 8, 0)),
+        ((1, 16), 1, ("tokens", 8, 0)),
+        ((8, 17), 2, ("nothing", 1, 7)),
+    ],
+)
+def test_how_devices_share_a_batch(shape, grad_accum, shared):
+    found = layout(NamedSharding(make_mesh(), P("data", None)), *shape, grad_accum)
+    assert (found.cut, found.pieces, found.repeated) == shared
+
+
+def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
+    phases = [{"steps": 1, "batch_size": rows, "seq_len": 17} for rows in (16, 1)]
+    found = outlook(Config(**{**SMALL, "phases": phases}), corpus_path(corpus), Asked(devices=8, processes=4))
+    assert [phase.rows_a_process for phase in found.phases] == [4, 1]
+    text = table(found)
+    assert "8 cpu device(s) in 4 processes" in text
+    assert "phase 2: a batch of 1 rows x 17 tokens: each device has all of it; 7 of 8 devices repeat the work" in text
+
+
+def test_passes_are_what_the_rows_read(corpus, tmp_path):
+    phases = [{"epochs": 1.5, "batch_size": 4, "seq_len": 33, "weights": {"self": 3, "more": 1}, "blend": "row"}]
+    config = Config(**{**SMALL, "phases": phases, "datasets": {"more": corpus_path(corpus)}, "val_fraction": 0.0})
+    found = outlook(config, corpus_path(corpus), SIMULATED)
+    plan = recipe(config, corpus).curriculum.plan(config.seed)
+    read = np.bincount(np.concatenate([plan.rows(step).dataset for step in range(plan.total_steps)])) * 33
+    for name, tokens in zip(plan.datasets, read, strict=True):
+        assert found.datasets[name]["passes"] == pytest.approx(tokens / found.datasets[name]["tokens"], abs=0.05)
+    assert found.phases[0].weights == {"self": 0.75, "more": 0.25}
+    assert found.flops == pytest.approx(found.tokens * found.phases[0].flops_per_token)
+
+
+def test_a_run_that_max_steps_ends(corpus):
+    found = outlook(Config(**SMALL, max_steps=3), corpus_path(corpus), SIMULATED)
+    assert (found.steps, found.tokens, len(found.phases)) == (3, 3 * 8 * 17, 1)
+    assert found.notes == ("max_steps ends the run after step 3 of 7",)
+
+
+def test_a_model_of_ones_own(corpus):
+    config = Config(**ONE, model="own_model:build", loss="own_model:loss", model_args={"depth": 2})
+    found = outlook(config, corpus_path(corpus), SIMULATED)
+    params = real_state(config, corpus)[0].params
+    assert found.parameters == sum(leaf.size for leaf in params.values())
+    assert list(found.parts) == ["embedding", "layers", "out"]
+    assert found.phases[0].flops_per_token == 6 * found.parameters
+
+
+def test_what_is_too_large_is_a_problem(corpus):
+    config = Config(**WIDE)
+    fits = outlook(config, corpus_path(corpus), Asked(devices=8, device_memory_gb=1.0))
+    [needs] = [phase.memory.peak for phase in fits.phases]
+    assert (fits.problems, fits.memory_limit) == ((), 10**9)
+    found = outlook(config, corpus_path(corpus), Asked(devices=8, device_memory_gb=(needs - 1000) / 1e9))
+    [problem] = found.problems
+    assert problem.startswith("phase 1: 16 rows x 17 tokens: its step needs 0.0")
+    assert "gradient_checkpointing, fsdp, use_bf16 or bf16_compute, or more devices" in problem
+    again = outlook(config, corpus_path(corpus), SIMULATED)  # its program is in the cache by now
+    assert again.phases[0].memory == fits.phases[0].memory
+
+
+def test_what_cannot_be_asked(corpus):
+    config, data = Config(**SMALL), corpus_path(corpus)
+    for asked, message in (
+        ({"devices": 0}, "devices is 0: it must be at least 1"),
+        ({"processes": -1}, "processes is -1: it must be at least 1"),
+        ({"tokens_per_s": 0.0}, "tokens_per_s is 0.0: it must be above 0"),
+        ({"device_memory_gb": math.inf}, "device_memory_gb is inf: it must be above 0, and finite"),
+        ({"devices": 4}, "devices is 4, and jax has made 8 cpu"),
+        ({"processes": 3}, r"processes is 3, which does not divide the 8 device\(s\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            outlook(config, data, Asked(**asked))
+    with pytest.raises(UsageError, match="n_devices is 2, which leaves none to 3 of 4 processes"):
+        outlook(Config(**SMALL, n_devices=2), data, Asked(devices=8, processes=4))
+
+
+def corpus_path(corpus):
+    return str(corpus.shards[0].path.parent)

@@ -1,0 +1,184 @@
+"""`plan` on the command line: what it prints, what it leaves, and that it refuses what `train` refuses."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from commands import command, environment, run
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.cli import main
+from roxxel_dist.data.build import build
+
+SMALL = """
+dim: 16
+num_blocks: 1
+max_context: 32
+eval_iters: 1
+phases: [{steps: 4, batch_size: 8, seq_len: 17}]
+"""
+BIG = [
+    "--dim", 16384, "--kv_heads", 16, "--num_blocks", 8, "--vocab_size", 32000, "--fsdp", "True", "--use_bf16", "True",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a text, shards of it, other shards, a short text, a run, and a config."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    (folder / "short.txt").write_text("A very short text.\n")
+    build([folder / "text.txt"], folder / "data", tokenizer="byte").close()
+    build([folder / "text.txt"], folder / "chars", tokenizer="char").close()
+    (folder / "small.yaml").write_text(SMALL)
+    config = Config.from_yaml(folder / "small.yaml")
+    config.phases = [{"steps": 1, "batch_size": 8, "seq_len": 17}]
+    Experiment(config).fit(folder / "data", folder / "run")
+    return folder
+
+
+@pytest.fixture
+def work(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(made)
+    before = tree(made)
+    yield made
+    assert tree(made) == before, "something was left"
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+WORDS = ["--config", "small.yaml", "--data_path", "data"]
+PHASE = "[{{steps: 2, batch_size: {}, seq_len: {}}}]"
+MISTAKES = [
+    ([*WORDS, "--config", "none.yaml"], "none.yaml: cannot be read"),
+    ([*WORDS, "--data_path", "nowhere"], "nowhere"),
+    (["--config", "small.yaml"], "no data: name a text file, a folder or shards with --data_path"),
+    ([*WORDS, "--data_path", "short.txt", "--tokenizer_type", "byte"], "does not fit in the data 'self'"),
+    ([*WORDS, "--phases", PHASE.format(4096, 33)], "a batch of 4096 rows of 33 tokens does not fit"),
+    ([*WORDS, "--phases", "[{epochs: 0.0001, batch_size: 8, seq_len: 17}]"], "these epochs are less than a step"),
+    ([*WORDS, "--phases", PHASE.format(12, 17)], "batch_size is 12, which does not divide by 8 devices"),
+    ([*WORDS, "--phases", PHASE.format(8, 17), "--grad_accum", "3"], "does not divide by grad_accum (3)"),
+    ([*WORDS, "--phases", PHASE.format(8, 65)], "phase 1: seq_len is 65, and the model reads at most"),
+    ([*WORDS, "--phases", "[{steps: 1, batch_size: 8}]"], "batch_size and seq_len must be given"),
+    ([*WORDS, "--val_fraction", "0.00005"], "tokens are held out, too few for a batch of 8 rows"),
+    ([*WORDS, "--validation", "{other: nowhere}"], "validation 'other' is"),
+    ([*WORDS, "--validation", "{other: chars}"], "validation 'other' was made with tokenizer"),
+    ([*WORDS, "--datasets", "{code: chars}"], "datasets 'code' was made with tokenizer"),
+    ([*WORDS, "--phases", "[{steps: 1, batch_size: 8, seq_len: 17, weights: {code: 1}}]"], "code"),
+    ([*WORDS, "--vocab_size", "100"], "vocab_size is 100, but the data has 257 tokens"),
+    ([*WORDS, "--n_devices", "9"], "n_devices is 9, but 8 device(s) are here"),
+    ([*WORDS, "--warmup_steps", "4"], "warmup_steps is 4: it must be below"),
+    ([*WORDS, "--use_moe", "True"], "use_moe is True: not built yet"),
+    ([*WORDS, "--init_from", "nowhere"], "init_from is nowhere: nowhere has no checkpoint"),
+    ([*WORDS, "--init_from", "run@9"], "run has no checkpoint of step 9; kept are 1"),
+    ([*WORDS, "--init_from", "run", "--dim", "32"], "init_from is run@1: the checkpoint of step 1"),
+    ([*WORDS, "--init_from", "run", "--data_path", "chars"], "init_from is run, whose tokenizer is"),
+    ([*WORDS, "--model", "own_model:missing"], "has no 'missing'"),
+    ([*WORDS, "--model", "own_model:build", "--model_args.depth", "0"], "model_args.depth is 0: it must be at least 1"),
+    ([*WORDS, "--data_path", "chars", "--sample_prompt", "π"], "π"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words)[-50:] for words, _ in MISTAKES])
+def test_plan_refuses_what_train_refuses(work, capsys, words, message):
+    said = []
+    for name in ("train", "plan"):
+        more = ["--run_dir", "new"] if name == "train" else []
+        assert main([name, *words, *more]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        said.append([line for line in output.err.splitlines() if line.startswith("roxxel-dist: ")])
+    assert message in said[0][0]
+    assert said[0] == said[1]
+
+
+def test_a_plan_as_text_and_as_json(work, capsys):
+    words = ["plan", *WORDS, "--devices", "8", "--tokens_per_s", "1000", "--arrays"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "1  1 to 4           8 x 17     544",
+        "8 cpu device(s), simulated",
+        "0.0002 h for 544 tokens at 1,000 tokens/s",
+    ):
+        assert line in text
+    for name in ("embedding.embedding", "blocks.0.attention.qkv.kernel", "norm.scale"):
+        assert re.search(rf"^{re.escape(name)}  .*whole", text, re.MULTILINE)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) < 180
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    summary = json.loads((work / "run" / "model_summary.json").read_text())
+    assert (found["parameters"], found["steps"], found["tokens"]) == (summary["parameters"], 4, 4 * 8 * 17)
+    assert found["seconds"] == 0.544
+    assert len(found["arrays"]) == text.count("  float32  ")
+
+
+def test_what_does_not_fit_is_told_and_refused(work, capsys):
+    assert main(["plan", *WORDS, "--devices", "8", "--device_memory_gb", "1e-4"]) == 2
+    told = capsys.readouterr()
+    assert "a device has 100.00 kB" in told.out
+    assert re.search(r"roxxel-dist: phase 1: 8 rows x 17 tokens: its step needs 0\.00 GB of each device", told.err)
+    assert "use a smaller batch_size" in told.err
+
+
+def test_a_run_is_planned_by_its_name(work, capsys):
+    assert main(["plan", "run", "--devices", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 8 * 17
+    assert main(["plan", "run"]) == 0
+    assert "passes" in capsys.readouterr().out
+    assert main(["plan"]) == 2
+    assert "no data: name a text file" in capsys.readouterr().err
+    assert main(["plan", "rum"]) == 2
+    assert "there is no rum: did you mean run?" in capsys.readouterr().err
+    assert main(["plan", "run", "--devices", "0"]) == 2
+    assert "devices is 0: it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_text_is_planned_for_other_devices_and_leaves_nothing(made, tmp_path):
+    shutil.copy(made / "text.txt", tmp_path)
+    words = ["--data_path", "text.txt", "--dim", 16, "--num_blocks", 1, "--max_context", 16, "--batch_size", 12]
+    more = ["--devices", 6, "--processes", 3, "--tokenizer_type", "byte", "--json"]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PJRT_NPROC": ""}
+    result = run("plan", *words, *more, cwd=tmp_path, **flags)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["devices"], found["processes"], found["simulated"]) == (6, 3, True)
+    assert found["phases"][0]["rows_a_process"] == 4
+    assert "text.txt is text" in found["notes"][0]
+    assert tree(tmp_path) == ["text.txt"]
+
+
+@pytest.mark.slow
+def test_launched_processes_tell_it_once(made):
+    plan = ["plan", *WORDS, "--fsdp", "True"]
+    result = run("launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", *plan, cwd=made)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("4 cpu device(s) in 2 processes") == 1
+    wrong = run("launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", *plan, "--devices", 8, cwd=made)
+    assert wrong.returncode == 2
+    assert "devices is 8, and the processes of this job have 4" in wrong.stdout + wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twenty_billion_parameters_are_planned_in_little_memory(made):
+    words = ["plan", *WORDS, *BIG, "--devices", 8, "--json"]
+    child = subprocess.Popen(
+        command(*words), cwd=made, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    found = json.loads(child.stdout.read())
+    child.stdout.close()
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert found["parameters"] > 20e9
+    exact = found["state"]["parameters"] * 8 / 2 / found["parameters"]  # norms alone are whole on each device
+    assert 1 <= exact < 1.001
+    assert found["phases"][0]["memory"]["arguments"] > 3 * 2 * 20e9 / 8
+    assert used.ru_maxrss * 1024 < 4e9
