@@ -4,8 +4,10 @@ import contextlib
 import copy
 import dataclasses
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +29,7 @@ from roxxel_dist.lineage import check_tokenizer, tokenizer_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.own import find_function
 from roxxel_dist.model.transformer import Transformer, token_losses
-from roxxel_dist.reading import curriculum_of, validation_sets
+from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.evaluate import HELD_OUT
 from roxxel_dist.train.optimizer import NamedOptimizer
@@ -161,6 +163,11 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel
     kind, size = config.tokenizer_type, config.vocab_size
     if config.init_from is not None:
         kind, size = str(tokenizer_of(config.init_from)), None
+    # What needs no corpus, before hours are spent on one.
+    for field in ("model", "loss"):
+        if (function := getattr(config, field)) is not None:
+            find_function(field, function)
+    check_named_sets(config)
     progress = Progress.from_env(process_index())
     progress.say("")  # a launcher's limit for the start is not meant for a large text
     on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())
@@ -190,10 +197,29 @@ def folder_for_now(data_path: str | Path | None, name: str) -> Iterator[Path]:
 
     on_primary("folder for the corpus", make)
     try:
-        yield Path(agree("folder of the corpus", str(folder))) / "data"
+        with _ended_by_signals():
+            yield Path(agree("folder of the corpus", str(folder))) / "data"
     finally:
         if is_primary():
             shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP end the process as Ctrl-C does, so that what must be taken away is."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread ask for signals
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def on_primary(what: str, act: Callable[[], Any]) -> None:

@@ -1,7 +1,9 @@
 """The command that lays runs side by side."""
 
 import dataclasses
+import math
 import sys
+from typing import Any
 
 import tyro
 
@@ -43,7 +45,8 @@ def report(words: list[str]) -> int:
             import json
 
             told = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
-            print(json.dumps({"runs": told, "differences": differences(runs), "pictures": pictures}, indent=2))
+            whole = {"runs": told, "differences": differences(runs), "pictures": pictures}
+            print(json.dumps(_plain(whole), indent=2))
         else:
             print(table(runs))
             if pictures:
@@ -51,3 +54,14 @@ def report(words: list[str]) -> int:
     if missing:
         print(f"roxxel-dist: {missing}", file=sys.stderr, flush=True)
     return 0
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON has it: numbers that are none are null, and a date of somebody's `model_args` is text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)

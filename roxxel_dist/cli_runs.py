@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from roxxel_dist.config import usage_errors
+from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse_config
 
 
@@ -47,9 +47,14 @@ def find_lr(words: list[str]) -> int:
     early = "" if len(losses) == args.num_steps else f" of {args.num_steps}, where the loss diverged"
     print(f"{len(losses)} steps{early}, learning rates {rates[0]:.2e} to {rates[-1]:.2e}")
     print(f"smoothed loss: {curve[0]:.4f} at first, {min(curve):.4f} at its lowest")
+    problem = ""
     if args.plot:
-        with usage_errors():
+        try:
             plot_sweep(rates, losses, args.num_steps, suggested, Path(args.out))
-        print(f"picture: {args.out}")
-    print(f"Suggested LR: {suggested:.2e}")
+            print(f"picture: {args.out}")
+        except OSError as error:  # the sweep was not in vain
+            problem = f"--out {args.out} cannot be written: {error.strerror}"
+    print(f"Suggested LR: {suggested:.2e}", flush=True)
+    if problem:
+        raise UsageError(problem)
     return 0

@@ -48,7 +48,9 @@ def usage_errors() -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
+    except (
+        ValueError, FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError,
+    ) as error:  # fmt: skip
         raise UsageError(str(error)) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -164,6 +166,8 @@ def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of all sections beside those outside of any."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
+        if key in SECTIONS and key not in field_types() and value is None:
+            continue  # a section in which nothing stands
         section = key in SECTIONS and isinstance(value, Mapping)
         for name, one in value.items() if section else [(key, value)]:
             if str(name) in flat:

@@ -20,7 +20,7 @@ from roxxel_dist.cluster.process import (
     pin_threads,
     what_decides_bits,
 )
-from roxxel_dist.config import RECORD, Config, usage_errors
+from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
@@ -183,7 +183,7 @@ def _checkpoint(wanted: RunStep, best: bool) -> Iterator[tuple[CheckpointStore, 
         except (OSError, ValueError) as error:
             if (store.folder / str(step)).exists():
                 raise
-            raise ValueError(
+            raise UsageError(  # it leaves the place where others become one
                 f"RUN is {wanted}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, or "
                 f"one that it keeps (keep_every, keep_steps, max_to_keep)"
             ) from error

@@ -31,7 +31,7 @@ from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
-from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.train.cursor import read_cursor, write_cursor
 from roxxel_dist.train.curve import plot_losses
 from roxxel_dist.train.origin import Origin
 from roxxel_dist.train.trackers.wandb import WandbTracker
@@ -111,6 +111,8 @@ class Experiment:
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
                 trainer = self._trainer(run, made, amend, origin)
+                if self.config.model or self.config.loss:
+                    _try(trainer)
             try:
                 # All ranks learn it, if the disk is full already.
                 on_primary("record", lambda: self._write_down(trainer, run, path, made, saved, changed))
@@ -200,6 +202,8 @@ class Experiment:
                 this |= {"bits": record["bits"], "changed_from": changed_from(saved, self.config)}
                 resumes = [*before.get("resumes", []), this]
                 record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
+            # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
+            write_cursor(run, trainer.start_step, trainer.last_step, finished=False)
             self.config.save_yaml(run / CONFIG, record)
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
@@ -264,6 +268,15 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     except BaseException:
         if is_primary():
             directory.discard()
+        raise
+
+
+def _try(trainer: Trainer) -> None:
+    """Find mistakes in a model or a loss of the user's own before anything is written down."""
+    try:
+        trainer.try_loss()
+    except BaseException:
+        trainer.close()
         raise
 
 

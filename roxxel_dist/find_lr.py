@@ -1,6 +1,7 @@
 """A learning rate for a Config and its data, found by a sweep that leaves nothing behind."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from roxxel_dist.cluster.process import initialize, make_deterministic, pin_thre
 from roxxel_dist.config import usage_errors
 from roxxel_dist.reading import primary_path
 from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.fork import loader, weights_of
 from roxxel_dist.train.lr_finder import suggest, sweep_rates
 from roxxel_dist.train.lr_sweep import sweep, sweep_stream
+from roxxel_dist.train.state import Leaves
 
 
 def find_lr(
@@ -31,10 +34,23 @@ def find_lr(
             made = recipe(config, held.enter_context(open_corpus(config, data_path, folder)))
             options = LoopOptions(**made.options)
             stream = sweep_stream(made.curriculum, num_steps, options.seed, made.mesh(), made.grad_accum)
+            weights = None if options.init_from is None else _loader(options.init_from)
         # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
         losses = sweep(
-            made.build, made.optimizer, stream, made.loss, rates, grad_accum=made.grad_accum, options=options
-        )
+            made.build, made.optimizer, stream, made.loss, rates, grad_accum=made.grad_accum, options=options,
+            load=weights,
+        )  # fmt: skip
     rates = rates[: len(losses)]
     with usage_errors():
         return suggest(rates, losses, num_steps), rates, losses
+
+
+def _loader(init_from: str) -> Callable[[Leaves], Leaves]:
+    """What gives the weights that training would begin with; those of another model are the user's to mend."""
+    load = loader(weights_of(init_from))
+
+    def told(like: Leaves) -> Leaves:
+        with usage_errors():
+            return load(like)
+
+    return told

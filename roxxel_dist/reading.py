@@ -75,14 +75,26 @@ def validation_sets(config: Any, data: Roxxel) -> dict[str, Roxxel]:
     return _opened("validation", config.validation or {}, data)
 
 
+def check_named_sets(config: Any) -> None:
+    """Raises ValueError where `datasets`, but for "self", or `validation` names what are no shards."""
+    for field, paths in (("datasets", config.datasets), ("validation", config.validation)):
+        for name, path in (paths or {}).items():
+            if field == "validation" or name != "self":
+                _check_shards(field, name, path)
+
+
+def _check_shards(field: str, name: str, path: str) -> None:
+    if not is_tokens(path):
+        raise ValueError(
+            f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
+            f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
+        )
+
+
 def _opened(field: str, paths: Mapping[str, str], data: Roxxel) -> dict[str, Roxxel]:
     sets = {}
     for name, path in paths.items():
-        if not is_tokens(path):
-            raise ValueError(
-                f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
-                f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
-            )
+        _check_shards(field, name, path)
         sets[name] = one = Roxxel(path)
         prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
         if None not in prints and prints[0] != prints[1]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from roxxel_dist.cluster import mailbox
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
+METRICS, LOGS = "metrics.jsonl", "logs"
 SUMMARY, LOG, CURVE, LOCK = "model_summary.json", "training_log.csv", "plots/loss.png", ".lock"
 
 
@@ -23,7 +24,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        mine = (path / DATA, path / CHECKPOINTS, path / LOCK, path, *path.parents)
+        inside = (DATA, CHECKPOINTS, LOGS, LOG, METRICS, LOCK)
+        mine = (*(path / name for name in inside), path, *path.parents)
         self._new = [one for one in mine if not one.exists()]
         self._lock: int | None = None
 
@@ -50,6 +52,8 @@ class RunDirectory:
             self._lock, self._new = None, []
             raise ValueError(f"another process is training in {self.path}: wait for its end, or name another")
         mailbox.sweep(self.path)
+        for left in self.path.glob(".*.tmp"):  # by somebody who was killed while he wrote
+            left.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let others have it."""
@@ -60,11 +64,11 @@ class RunDirectory:
     def discard(self) -> None:
         """Take away what was made since this object was; what was there before stays."""
         for path in self._new:
-            if path.name in (DATA, CHECKPOINTS) and path.parent == self.path:
+            if path.name in (DATA, CHECKPOINTS, LOGS) and path.parent == self.path:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 with contextlib.suppress(OSError):  # a folder that is not empty holds something of somebody else
-                    path.unlink() if path.name == LOCK else path.rmdir()
+                    path.rmdir() if path.is_dir() else path.unlink()
         self._new = []
 
 

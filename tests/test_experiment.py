@@ -8,6 +8,7 @@ import pytest
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
+from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.trainer import Trainer as Loop
 
 SMALL = {
@@ -67,6 +68,23 @@ def test_a_finished_run_keeps_its_config(text, tmp_path):
     Experiment(config(lr=1e-5)).fit(run_dir=run, resume=True)
     assert (run / "config.yaml").read_bytes() == before
     assert (run / "plots" / "loss.png").exists()
+
+
+def test_a_finished_run_that_goes_on_and_dies_is_not_finished(text, tmp_path, monkeypatch):
+    run = Experiment(config()).fit(text, tmp_path / "run")
+    assert read_cursor(run)["finished"]
+    longer = Experiment(config(max_steps=5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "run", dying)
+        with pytest.raises(KeyboardInterrupt):
+            longer.fit(run_dir=run, resume=True)
+    assert read_cursor(run) == {"step": 3, "last_step": 5, "finished": False}
+    Experiment(config(max_steps=5)).fit(run_dir=run, resume=True)
+    assert read_cursor(run) == {"step": 5, "last_step": 5, "finished": True}
+
+
+def dying(self, at_the_end=None):
+    raise KeyboardInterrupt
 
 
 def test_a_finished_run_needs_nothing_any_more(text, tmp_path, capsys):

@@ -1,13 +1,17 @@
 """From a Config to a learning rate: what comes out, and that nothing is left behind."""
 
 import json
+import os
+import signal
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
 from commands import run
 
 from roxxel_dist import Config, Experiment
+from roxxel_dist.assemble import folder_for_now
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError
 from roxxel_dist.data.build import build
@@ -43,6 +47,44 @@ def test_a_sweep_of_text_leaves_nothing_behind(text, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]
     named = Experiment(Config(**SMALL, datasets={"self": str(text)}))
     assert named.find_lr(None, num_steps=40) == (suggested, rates, losses)
+
+
+def test_a_fine_tune_is_swept_from_its_weights(text, tmp_path):
+    run = Experiment(Config(**SMALL, lr=1e-2, warmup_steps=0, max_steps=10)).fit(text, tmp_path / "run")
+    _, _, fresh = Experiment(Config(**SMALL)).find_lr(text, num_steps=20)
+    _, _, tuned = Experiment(Config(**SMALL, init_from=str(run))).find_lr(text, num_steps=20)
+    assert tuned[0] < fresh[0] - 0.1
+    with pytest.raises(UsageError, match=r"init_from is .* is of another model"):
+        Experiment(Config(**{**SMALL, "dim": 32}, init_from=str(run))).find_lr(text, num_steps=20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_folder(text, number):
+    before = signal.getsignal(number)
+    folders = []
+
+    def sweep():
+        with folder_for_now(text, "find-lr") as folder:
+            folders.append(folder.parent)
+            assert folder.parent.is_dir()
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+
+    with pytest.raises(SystemExit) as left:
+        sweep()
+    assert left.value.code == 128 + number
+    assert not folders[0].exists()
+    assert signal.getsignal(number) == before
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_suggestion(text, capsys):
+    words = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    assert (
+        main(["find-lr", *words, "--data_path", str(text), "--num_steps", "20", "--plot", "--out", "/proc/x.png"]) == 2
+    )
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].startswith("Suggested LR: ")
+    assert "--out /proc/x.png cannot be written" in said.err
 
 
 def test_what_cannot_be_swept(text, tmp_path):

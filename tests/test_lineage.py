@@ -59,6 +59,20 @@ def test_a_fork_takes_config_and_data_and_remembers_where_it_came_from(parent, t
         Experiment(config).fit(run_dir=fork, resume=True, fork=f"{parent}@6")
 
 
+def test_a_fork_that_is_started_again_has_its_own_config(parent, tmp_path, monkeypatch):
+    """Whatever its parent's has become since."""
+    words = ["--fork", f"{parent}@3", "--max_steps", "8"]
+    Config.from_dict({**SMALL, "lr": 7e-4}).save_yaml(tmp_path / "config.yaml")
+    assert parse_train([*words, "--run_dir", str(tmp_path)])[1].lr == 3e-4
+    monkeypatch.setenv("ROXXEL_ATTEMPT", "1")
+    assert parse_train([*words, "--run_dir", str(tmp_path)])[1].lr == 7e-4
+    monkeypatch.setenv("ROXXEL_RUN_ID", "mine")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "run_mine").mkdir(parents=True)
+    (tmp_path / "config.yaml").rename(tmp_path / "runs" / "run_mine" / "config.yaml")
+    assert parse_train(words)[1].lr == 7e-4
+
+
 def test_what_a_fork_cannot_be(parent, tmp_path):
     config = Config.from_yaml(parent / "config.yaml")
     for fork, fields, message in (

@@ -98,6 +98,30 @@ def test_what_cannot_be_trained_is_named(corpus, tmp_path, fields, message):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_wrong_loss_leaves_nothing_behind(corpus, tmp_path):
+    """Found while it is traced, before a folder is written that would be in the way of the next try."""
+    own = {"model": "own_model:build", "max_context": 16, "batch_size": 8}
+    with pytest.raises(UsageError, match=r"the loss function returned an array of shape .*: take its mean"):
+        Experiment(Config(**own, loss="own_model:loss_of_each")).fit(corpus.filepath, tmp_path / "new")
+    with pytest.raises(TypeError, match="loss_of_nothing"):  # the program's, with its traceback
+        Experiment(Config(**own, loss="own_model:loss_of_nothing")).fit(corpus.filepath, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_names_are_told_before_the_text_is_tokenized(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three. " * 1000)
+    for fields, message in (
+        ({"model": "own_models:build"}, "there is no module 'own_models'"),
+        ({"loss": "own_model:lost"}, "own_model.py has no 'lost'"),
+        ({"datasets": {"code": str(tmp_path / "none")}}, "datasets 'code' is .*none: there are no shards"),
+        ({"validation": {"code": str(tmp_path / "none")}}, "validation 'code' is .*none: there are no shards"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Experiment(Config(**fields)).fit(tmp_path / "text.txt", tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    assert "encoding" not in capsys.readouterr().err
+
+
 def test_a_wrong_name_on_the_command_line_is_one_line(work):
     result = run(*TRAIN, "new", "--model", "netpkg.nets:build", cwd=work)
     assert result.returncode == 2, result.stdout + result.stderr

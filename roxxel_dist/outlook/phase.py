@@ -144,16 +144,24 @@ def look_at(
     )
 
 
+def size(count: float) -> str:
+    """Bytes for people, in units of 10^3."""
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= least:
+            return f"{count / least:,.2f} {unit}"
+    return f"{count:.0f} B"
+
+
 def problem(phase: PhaseOutlook, limit: int | None, cures: Sequence[str]) -> str | None:
     """Why a phase cannot run on devices of `limit` bytes; None where it can, or nobody knows."""
-    has = "" if limit is None else f", and a device has {limit / 1e9:.2f} GB"
+    has = "" if limit is None else f", and a device has {size(limit)}"
     if phase.memory is None:
         needs = "its step does not fit, says the compiler"
     elif limit is not None and phase.memory.peak > limit:
         found = phase.memory
         needs = (
-            f"its step needs {found.peak / 1e9:.2f} GB of each device ({found.arguments / 1e9:.2f} GB state and batch, "
-            f"{found.temporaries / 1e9:.2f} GB temporaries)"
+            f"its step needs {size(found.peak)} of each device ({size(found.arguments)} state and batch, "
+            f"{size(found.temporaries)} temporaries)"
         )
     else:
         return None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roxxel_dist.outlook.look import Outlook
-from roxxel_dist.outlook.phase import PhaseOutlook
+from roxxel_dist.outlook.phase import PhaseOutlook, size
 from roxxel_dist.report.table import duration
 
 SHARED = {"rows": "its rows are cut over {0} devices", "tokens": "its rows are cut along the tokens over {0} devices"}
@@ -29,14 +29,6 @@ def table(found: Outlook, *, every_array: bool = False) -> str:
         "time": _time(found),
     }
     return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in parts.items())
-
-
-def size(count: float) -> str:
-    """Bytes for people, in units of 10^3."""
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= least:
-            return f"{count / least:,.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _data(found: Outlook) -> list[str]:

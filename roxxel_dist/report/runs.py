@@ -128,7 +128,7 @@ def _no_run(folder: Path) -> str:
     """What to say of a folder that is no run."""
     inside, beside = _runs_in(folder), _runs_in(folder.parent)
     if inside:
-        return f"{folder} is a folder of runs: name those to report on, such as {inside[0]}" + (
+        return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (
             f" and {inside[1]}" if inside[1:] else ""
         )
     what = f"{folder} is not a run directory: it has no {CONFIG}" if folder.exists() else f"there is no {folder}"

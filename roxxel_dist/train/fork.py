@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -218,17 +218,22 @@ def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
         store.check_params(step, like)
 
 
-def _with_weights(init_from: str, start: Start) -> Start:
-    wanted = weights_of(init_from)
-    step = wanted.step
+def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
+    """What gives the parameters of a checkpoint, placed as those that it is shown; ValueError if of another model."""
 
     def load(like: Leaves) -> Leaves:
         with _weights(wanted) as (store, step):
             return store.restore_params(step, like)
 
+    return load
+
+
+def _with_weights(init_from: str, start: Start) -> Start:
+    wanted = weights_of(init_from)
+    step = wanted.step
     told = f"the weights are those of {wanted}; moments, random streams and the position in the data are new"
     record = {"initialized_from": {"run": str(wanted.run.absolute()), "step": step}}
-    return replace(start, load=load, notes=(told, start.plan.describe()), record=record)
+    return replace(start, load=loader(wanted), notes=(told, start.plan.describe()), record=record)
 
 
 def _list(steps: list[int]) -> str:

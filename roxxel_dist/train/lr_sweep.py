@@ -19,7 +19,7 @@ from roxxel_dist.train.lr_finder import diverged
 from roxxel_dist.train.optimizer import LONG, NamedOptimizer, first_state
 from roxxel_dist.train.phase_programs import check_batches
 from roxxel_dist.train.programs import Programs
-from roxxel_dist.train.state import init_state
+from roxxel_dist.train.state import Leaves, init_state
 from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, fetch, make_step
 
 AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LONG), "decay_steps": 1.0}
@@ -47,6 +47,7 @@ def sweep(
     *,
     grad_accum: int = 1,
     options: LoopOptions,
+    load: Callable[[Leaves], Leaves] | None = None,
 ) -> list[float]:
     """The loss of each step of a training with these learning rates; fewer where it diverges.
 
@@ -60,13 +61,14 @@ def sweep(
         rates: one a step.
         grad_accum: micro-batches a step.
         options: of the run: its types, and `fsdp`.
+        load: gives the parameters to begin with, see `init_state`.
     """
     enable_compilation_cache()
     sharding = stream.sharding
     assert sharding is not None
     mesh: Any = sharding.mesh
     dtype = jnp.bfloat16 if options.use_bf16 else None
-    parts, state, settings = init_state(model, first_state(optimizer), mesh, fsdp=options.fsdp, dtype=dtype)
+    parts, state, settings = init_state(model, first_state(optimizer), mesh, fsdp=options.fsdp, dtype=dtype, load=load)
     settings |= scalars_on(mesh, {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0})
     step = make_step(
         parts, loss_fn, optimizer, state, sharding,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
@@ -57,13 +58,18 @@ class PhasePrograms:
             parts, loss_fn, optimizer, like, sharding,
             grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
-        evaluate = make_eval_step(parts, loss_fn, dtype)
-        self._validation = Validation(sets, train, evaluate, programs, sharding, options.eval_iters)
+        self._evaluate = make_eval_step(parts, loss_fn, dtype)
+        self._validation = Validation(sets, train, self._evaluate, programs, sharding, options.eval_iters)
 
     def check(self, shapes: Sequence[Shape]) -> None:
         """Raises ValueError where a data set is too small for the validation batches of a phase."""
         for shape in shapes:
             self._validation.check(shape)
+
+    def try_loss(self, stream: Stream) -> None:
+        """Trace the loss of the stream's next batch; what the loss function raises passes."""
+        with jax.set_mesh(self._programs.mesh):
+            jax.eval_shape(self._evaluate, self._like.params, self._like.rest, dict(self._settings), stream.abstract())
 
     def prepare(self, stream: Stream) -> Any:
         """Begin to compile what the phase of the stream's next step needs, and return the key of its step."""

@@ -22,7 +22,7 @@ class Programs:
     """
 
     def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
-        self._mesh, self._options = mesh, None if options is None else dict(options)
+        self.mesh, self._options = mesh, None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._found: dict[Hashable, Future[Any]] = {}
         self.seconds: dict[Hashable, float] = {}
@@ -65,7 +65,7 @@ class Programs:
 
     def _compile(self, key: Hashable, jitted: Any, args: Any) -> Any:
         start = time.perf_counter()
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             program = jitted.lower(*args).compile(compiler_options=self._options)
         self.seconds[key] = time.perf_counter() - start
         return program

@@ -1,5 +1,6 @@
 """What a run tells: rows of the log, the bar, and lines for people."""
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from roxxel_dist.train.meter import Meter
 from roxxel_dist.train.step import Metrics, fetch
 
 SHOW_EVERY_S = 0.1
+OF_VALIDATION = re.compile(r"val_loss(/|$)|val_bal$|train_eval_loss$")
 BALANCE = "balance_loss"
 """What a model with experts calls the loss that keeps them equally busy."""
 
@@ -153,7 +155,8 @@ def make_row(
     if "val_loss" in extra:
         row.setdefault("val_bal", 0.0)
     own = {**row, **more}
-    return own | {name: value for name, value in values.items() if name not in own}
+    # A step that was not validated has no "val_loss", and a loss function's own is none.
+    return own | {name: value for name, value in values.items() if name not in own and not OF_VALIDATION.match(name)}
 
 
 def loss_by_dataset(row_loss: Any, dataset: Any, names: Sequence[str]) -> dict[str, float]:

@@ -64,7 +64,6 @@ class Trainer:
         options: the fields of `train.config.LoopOptions`, such as `log_every`.
 
     Attributes:
-        mesh: the devices it trains on.
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
         start: where the run was taken up, and what `run` says of that.
 
@@ -120,14 +119,15 @@ class Trainer:
             self.store.close()
             self._programs.close()
             raise
-        say = self.logger.text
         self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
-        self._watch = Watch(say, skip=self.options.on_bad_step == "skip")
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=self.options.export_weights)
-        self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
+        say, options = self.logger.text, self.options
+        watch = Watch(say, skip=options.on_bad_step == "skip")
+        self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=options.export_weights)
+        self._profiler = Profiler(self._folder / "profile", *(options.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
-        """Begin to compile the phase that comes first, and load the checkpoint meanwhile."""
+        """Begin to compile the first phase, and load the checkpoint meanwhile."""
         self._phases = PhasePrograms(
             self._programs, self._parts, self._state, self._settings, loss_fn=loss_fn, optimizer=self._optimizer,
             train=self._curriculum.primary_streamer, sets=sets, sharding=self._sharding, grad_accum=grad_accum,
@@ -162,8 +162,7 @@ class Trainer:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
         Args:
-            at_the_end: called on every rank after the last step, when it is saved and while the log is still open;
-                for a run that was finished before, too.
+            at_the_end: called on every rank when the last step is saved, the log still open; for a finished run too.
 
         Raises:
             BadStep: a loss is no number, and `on_bad_step` does not help.
@@ -218,6 +217,11 @@ class Trainer:
         self._state, self.step = restore(self.store, good, self._state), good
         self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
         self._reporter.rewind(good, self.plan)
+
+    def try_loss(self) -> None:
+        """Trace the loss once, without computing it. What the model or the loss function raises passes."""
+        if not self.finished:
+            self._phases.try_loss(self._stream_from(self.step))
 
     def close(self) -> None:
         """Let go of threads and files; for a trainer that was made and not run too."""
@@ -295,6 +299,3 @@ class Trainer:
     def _save(self, done: int, val_loss: float | None = None) -> None:
         meta = to_keep(done, self.plan, self.start.identity, self._standing, self._optimizer)
         self._keeper.save(done, self._state, meta, val_loss)
-
-    def _check(self, health: Any) -> None:
-        self._watch.check(health, self.plan, self._keeper.last_good)

@@ -174,7 +174,7 @@ def test_runs_of_one_name_and_fields_that_one_lacks(here):
     ("words", "message"),
     [
         (["runs/on"], "there is no runs/on: did you mean runs/one?"),
-        (["runs"], "runs is a folder of runs: name those to report on, such as runs/one and runs/two"),
+        (["runs"], "runs is a folder of runs: name runs in it, such as runs/one and runs/two"),
         (["runs/one", "runs/one/data"], "runs/one/data is not a run directory: it has no config.yaml"),
         (["runs/xyzxyz"], "there is no runs/xyzxyz: runs has one, two"),
         (["nowhere/at/all"], "there is no nowhere/at/all: name the folder that --run_dir named"),

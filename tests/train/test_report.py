@@ -10,6 +10,12 @@ def test_a_row_begins_with_what_the_csv_promises():
     assert (row["step"], row["train_loss"], row["train_bal"], row["val_bal"]) == (7, 2.0, 0.1, 0.0)
 
 
+def test_a_loss_functions_own_numbers_are_no_validation():
+    scalars = {"loss": 2.0, "val_loss": 1.0, "val_loss/code": 1.0, "train_eval_loss": 1.0, "step": 9.0, "accuracy": 0.5}
+    row = make_row(3, scalars, {}, {"lr": 0.1})
+    assert row == {"step": 3, "train_loss": 2.0, "train_bal": 0.0, "lr": 0.1, "accuracy": 0.5}
+
+
 def test_the_mean_loss_of_the_rows_of_each_data_set():
     found = loss_by_dataset(np.float32([1, 2, 3, 6]), np.int32([0, 2, 0, 2]), ("self", "code", "math"))
     assert found == {"loss/self": pytest.approx(2.0), "loss/math": pytest.approx(4.0)}
