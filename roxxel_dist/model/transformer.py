@@ -11,6 +11,7 @@ from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.dropout import Dropout
 from roxxel_dist.model.feedforward import FeedForward
+from roxxel_dist.model.moe import MixtureOfExperts
 from roxxel_dist.model.setting import Setting
 
 
@@ -21,15 +22,19 @@ class Block(nnx.Module):
         self.attention_norm = nnx.RMSNorm(config.dim, rngs=rngs)
         self.attention = Attention(config, rngs)
         self.feedforward_norm = nnx.RMSNorm(config.dim, rngs=rngs)
-        self.feedforward = FeedForward(config, rngs)
+        self.feedforward = (MixtureOfExperts if config.use_moe else FeedForward)(config, rngs)
         self.dropout = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
 
     def __call__(
         self, x_BxLxD: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
-    ) -> jax.Array:
-        """[B, L, dim] to [B, L, dim]; see `Transformer` for segments and positions."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, L, dim] to [B, L, dim], and float32[]: how unevenly its experts are used; 0 without them.
+
+        See `Transformer` for segments and positions.
+        """
         x_BxLxD = x_BxLxD + self._drop(self.attention(self.attention_norm(x_BxLxD), segments_BxL, positions_BxL))
-        return x_BxLxD + self._drop(self.feedforward(self.feedforward_norm(x_BxLxD)))
+        y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
+        return x_BxLxD + self._drop(y_BxLxD), balance
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -54,6 +59,8 @@ class Transformer(nnx.Module):
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
         self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
         self.norm = nnx.RMSNorm(config.dim, rngs=rngs)
+        if config.use_moe:
+            self.alpha_balance = Setting(config.alpha_balance)
         if not config.weight_tying:
             self.head = nnx.Linear(config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
 
@@ -71,6 +78,16 @@ class Transformer(nnx.Module):
         Raises:
             ValueError: L is beyond max_context.
         """
+        return self.forward(tokens_BxL, segments_BxL, positions_BxL)[0]
+
+    def forward(
+        self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `__call__` gives, and float32[]: the balance loss, to be added to that of the logits.
+
+        It is alpha_balance x the sum of what the blocks tell, so alpha_balance x num_blocks where all experts are
+        equally busy, and 0 without experts.
+        """
         if tokens_BxL.shape[1] > self.config.max_context:
             raise ValueError(
                 f"a sequence of {tokens_BxL.shape[1]} tokens is longer than max_context ({self.config.max_context})"
@@ -78,18 +95,23 @@ class Transformer(nnx.Module):
         x_BxLxD = self.embedding(tokens_BxL)
         remat = self.config.gradient_checkpointing and not self.deterministic
         run = nnx.remat(Block.__call__) if remat else Block.__call__
+        balance = jnp.zeros((), jnp.float32)
         for block in self.blocks:
-            x_BxLxD = run(block, x_BxLxD, segments_BxL, positions_BxL)
+            x_BxLxD, of_block = run(block, x_BxLxD, segments_BxL, positions_BxL)
+            balance += of_block
+        if self.config.use_moe:
+            balance *= self.alpha_balance[...]
         x_BxLxD = self.norm(x_BxLxD)
-        return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD)
+        return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD), balance
 
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations that a training step does for a token of a row of `length`.
 
         6 a parameter that multiplies it, and 12 x length for each channel that attention mixes (Chowdhery et al.,
-        "PaLM", 2022, appendix B).
+        "PaLM", 2022, appendix B). Of experts those count that a token goes through.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+        parameters -= sum(block.feedforward.idle for block in self.blocks)
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding[...].size
         heads, _, head_size = self.config.heads()
         return 6.0 * (parameters - looked_up) + 12.0 * self.config.num_blocks * heads * head_size * length
@@ -98,26 +120,39 @@ class Transformer(nnx.Module):
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
 
+    Of a `Transformer` with experts their balance loss is added: it is what training makes small.
+
     Args:
         model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
             positions too.
         batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
             Then the mean leaves out a document's first token: nothing before it is of that document.
     """
-    return token_losses(model, batch)["loss"]
+    losses = token_losses(model, batch)
+    return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
 
 
 def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
-    """{"loss": the same as `next_token_loss`, "row_loss": float32[B], the mean of each row}."""
-    apply: Any = model
+    """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
+
+    Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
+    """
+    balance: dict[str, jax.Array] = {}
+
+    def apply(*inputs: jax.Array) -> jax.Array:
+        if not (isinstance(model, Transformer) and model.config.use_moe):
+            return model(*inputs)  # pyright: ignore[reportCallIssue]
+        logits, balance["balance_loss"] = model.forward(*inputs)
+        return logits
+
     if not hasattr(batch, "tokens"):
         losses = _cross_entropy(apply(batch[:, :-1]), batch[:, 1:])
-        return {"loss": losses.mean(), "row_loss": losses.mean(1)}
+        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
     tokens, segments, positions = batch.tokens, batch.segments, batch.positions
     losses = _cross_entropy(apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1]), tokens[:, 1:])
     counted = segments[:, 1:] == segments[:, :-1]
     sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
-    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)}
+    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)} | balance
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

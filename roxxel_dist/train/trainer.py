@@ -49,8 +49,8 @@ class Trainer:
         model: an `nnx.Module`, the same on every process; or a function that builds one, straight into its shards.
         optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
-        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged.
-            "row_loss", float32[B], gives the loss of each data set where a blend is by row.
+        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
+            "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
         save_path: the run directory.
         eval_fn: called with `state` on every rank after each validation; rank 0 prints the text, or logs the dictionary
             of numbers, that it returns.
