@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from roxxel_dist.model.rules import check_built, check_sizes
+from roxxel_dist.model.rules import check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,25 +14,34 @@ class AttentionConfig:
     head_size: int | None = None
     """Width of a head; dim / n_heads where not given."""
     kv_heads: int | None = None
-    """Key and value heads, shared by groups of query heads; as many as n_heads where not given."""
+    """Key and value heads, shared by groups of query heads; as many as n_heads where not given. With mla every head
+    has its own."""
     sliding_window: bool = False
-    """Attention reaches back only context_window tokens (not built yet)."""
+    """Attention reaches back only context_window tokens."""
     context_window: int = 64
     """Of sliding_window: how many tokens one sees, itself included."""
     no_sink: bool = False
-    """A sigmoid gate on the output of attention, so that no token need be attended to (not built yet)."""
+    """A sigmoid gate on the output of attention, so that no token need be attended to."""
     mla: bool = False
-    """Multi-head latent attention (not built yet)."""
+    """Multi-head latent attention: keys and values come from one narrow vector a token, all that a cache keeps."""
     down_dim_q: int = 128
     """Of mla: width of the compressed queries."""
     down_dim_kv: int = 128
     """Of mla: width of the compressed keys and values."""
     rope_dim: int = 32
-    """Of mla: width of the part of a head that carries the position."""
+    """Of mla with rotary positions: width of the part that carries the position, beside the head_size of each head; at
+    most head_size."""
     inference: bool = False
-    """Of mla: the form that reads from a cache (not built yet)."""
+    """Of mla: attend among the compressed vectors themselves, which decoding with a cache always does. The same
+    numbers."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens one sees, itself included; None for all before it."""
+        return self.context_window if self.sliding_window else None
 
     def __post_init__(self) -> None:
-        check_sizes({name: getattr(self, name) for name in ("n_heads", "head_size", "kv_heads")})
-        for name in ("sliding_window", "no_sink", "mla", "inference"):
-            check_built(name, getattr(self, name), False)
+        given = ["n_heads", "head_size", "kv_heads"]
+        given += ["context_window"] if self.sliding_window else []
+        given += ["down_dim_q", "down_dim_kv"] if self.mla else []
+        check_sizes({name: getattr(self, name) for name in given})
