@@ -19,8 +19,9 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from roxxel_dist.data.config import DataConfig
-from roxxel_dist.model.config import ModelConfig, check_sizes
+from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.own import OwnConfig
+from roxxel_dist.model.rules import check_sizes
 from roxxel_dist.model.variants import VariantConfig
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 
@@ -192,7 +193,9 @@ def field_types() -> dict[str, Any]:
 
 def field_docs(component: type) -> dict[str, str]:
     """The docstring below each field of a dataclass and of those it extends, as one line."""
-    docs = field_docs(component.__base__) if dataclasses.is_dataclass(component.__base__) else {}
+    docs: dict[str, str] = {}
+    for base in reversed(component.__bases__):
+        docs |= field_docs(base) if dataclasses.is_dataclass(base) else {}
     body = ast.parse(inspect.getsource(component)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
     for field, text in itertools.pairwise(body):
         match field, text:

@@ -58,7 +58,7 @@ class Evaluation:
     run: Path
     step: int
     losses: Mapping[str, float]
-    """By the names of the log: "val_loss", "val_loss/<name>", "train_eval_loss"."""
+    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss"."""
     reads: Mapping[str, tuple[int, int]]
     """(batches, tokens) read of each data set, by the names of `train.evaluate`."""
     changed: tuple[str, ...]

@@ -14,7 +14,7 @@ from roxxel_dist.model.parts import by_part
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
-FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing")
+FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing", "alpha_balance", "inference")
 """Of the model, what a resumed run may change."""
 DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_fraction", "tokenizer_type")
 """What decides which tokens a step reads."""

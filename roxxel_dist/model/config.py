@@ -1,27 +1,26 @@
 """The shape of the built-in Transformer."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from roxxel_dist.model.attention_config import AttentionConfig
+from roxxel_dist.model.feedforward_config import FeedForwardConfig
+from roxxel_dist.model.position_config import PositionConfig
+from roxxel_dist.model.rules import check_choice, check_sizes
 
 USUAL_HEAD_SIZE = 64
 
+NormType = Literal["rmsnorm", "layernorm"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only Transformer: rotary positions, grouped-query attention, SwiGLU, RMSNorm before each part."""
+class ModelConfig(FeedForwardConfig, PositionConfig, AttentionConfig):  # fields come in the order of the last first
+    """A decoder-only Transformer, by default with rotary positions, SwiGLU, and RMSNorm before each part."""
 
     dim: int = 256
     """Width of the residual stream."""
     num_blocks: int = 4
     """Number of blocks, each attention and then a feed-forward layer."""
-    n_heads: int | None = None
-    """Query heads; derived from dim and kv_heads where not given."""
-    head_size: int | None = None
-    """Width of a head; dim / n_heads where not given."""
-    kv_heads: int | None = None
-    """Key and value heads, shared by groups of query heads; as many as n_heads where not given."""
-    expansion: int = 4
-    """The feed-forward layer has the parameters of a plain one of width expansion x dim."""
     vocab_size: int | None = None
     """Tokens the model knows; taken from the tokenizer where not given."""
     max_context: int = 256
@@ -30,15 +29,21 @@ class ModelConfig:
     """Dropout on the output of attention and feed-forward, while training."""
     weight_tying: bool = True
     """Use the embedding as the output matrix too."""
+    norm_type: NormType = "rmsnorm"
+    """What normalises before each part: rmsnorm scales, layernorm takes the mean away as well."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more work."""
 
     def __post_init__(self) -> None:
-        sizes = ("dim", "num_blocks", "expansion", "max_context", "n_heads", "head_size", "kv_heads", "vocab_size")
-        check_sizes({name: getattr(self, name) for name in sizes})
+        check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})
+        for group in (AttentionConfig, PositionConfig, FeedForwardConfig):
+            group.__post_init__(self)
+        check_choice("norm_type", self.norm_type, get_args(NormType))
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
-        self.heads()
+        _, _, head_size = self.heads()
+        if self.pos_encoding == "rotary":
+            self._check_rotary(head_size)
 
     def heads(self) -> tuple[int, int, int]:
         """(n_heads, kv_heads, head_size), the ones not given derived.
@@ -58,12 +63,23 @@ class ModelConfig:
                 f"n_heads x head_size must be dim, and {n_heads} x {head_size} is not {self.dim}: "
                 f"leave n_heads and head_size out to have them derived from dim"
             )
-        if head_size % 2:
-            raise ValueError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
         kv_heads = self.kv_heads or n_heads
         if n_heads % kv_heads:
             raise ValueError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
         return n_heads, kv_heads, head_size
+
+    def _check_rotary(self, head_size: int) -> None:
+        if not self.mla and head_size % 2:
+            raise ValueError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
+        if self.mla and (self.rope_dim < 2 or self.rope_dim % 2):
+            raise ValueError(
+                f"rope_dim is {self.rope_dim}: rotary positions turn pairs, so it must be even, at least 2"
+            )
+        if self.mla and self.rope_dim > head_size:
+            raise ValueError(
+                f"rope_dim is {self.rope_dim}: it must be at most head_size, which is {head_size}; make it smaller, or "
+                f"head_size larger"
+            )
 
     def _usual_heads(self) -> int:
         """The number of heads, a multiple of kv_heads, whose even size comes closest to 64."""
@@ -75,10 +91,3 @@ class ModelConfig:
                 f"use a multiple of {2 * group}"
             )
         return min(fitting, key=lambda n: abs(self.dim // n - USUAL_HEAD_SIZE))
-
-
-def check_sizes(sizes: Mapping[str, int | None]) -> None:
-    """Raises ValueError for the first field that is given and below 1."""
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")

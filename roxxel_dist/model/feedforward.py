@@ -1,4 +1,7 @@
-"""The feed-forward layer: SwiGLU (Shazeer, "GLU variants improve Transformer", 2020)."""
+"""The feed-forward layer: plain, or gated (Shazeer, "GLU variants improve Transformer", 2020; SwiGLU is with silu)."""
+
+from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +9,82 @@ from flax import nnx
 
 from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.feedforward_config import ACTIVATIONS
+
+Activation = Callable[[jax.Array], jax.Array]
 
 
 class FeedForward(nnx.Module):
-    """silu(x G) * (x U), projected back.
+    """act(x G) * (x U), projected back; plain: act(x U), projected back. A token sees no other one here.
 
     Three matrices of 2/3 the width have the parameters of a plain layer's two; the width is rounded up to a multiple
     of 8.
     """
 
+    idle = 0
+    """Parameters that a token does not meet."""
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        hidden = -(-2 * config.expansion * config.dim // (3 * 8)) * 8
-        init = nnx.initializers.normal(INIT_STD)
-        init_out = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
-        self.gate_up = nnx.Linear(config.dim, 2 * hidden, use_bias=False, kernel_init=init, rngs=rngs)
+        hidden, width = hidden_sizes(config)
+        init, init_out = initializers(config)
+        self.activate = activation(config.activation, gated=config.use_swiglu)
+        first = nnx.Linear(config.dim, width, use_bias=False, kernel_init=init, rngs=rngs)
+        if config.use_swiglu:
+            self.gate_up = first
+        else:
+            self.up = first
         self.down = nnx.Linear(hidden, config.dim, use_bias=False, kernel_init=init_out, rngs=rngs)
 
-    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        """[B, L, dim] to [B, L, dim]."""
-        gate, up = jnp.split(self.gate_up(x_BxLxD), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, L, dim] to [B, L, dim], and a float32[] 0: one layer has no balance to keep (see `MixtureOfExperts`)."""
+        first = self.gate_up if hasattr(self, "gate_up") else self.up
+        return self.down(self.activate(first(x_BxLxD))), jnp.zeros((), jnp.float32)
+
+
+def hidden_sizes(config: ModelConfig) -> tuple[int, int]:
+    """(the width inside, the width of what the first matrix gives: twice that where half of it is the gate)."""
+    if not config.use_swiglu:
+        return config.expansion * config.dim, config.expansion * config.dim
+    hidden = -(-2 * config.expansion * config.dim // (3 * 8)) * 8
+    return hidden, 2 * hidden
+
+
+def initializers(config: ModelConfig) -> tuple[nnx.Initializer, nnx.Initializer]:
+    """Of the first matrix and of the last, which starts smaller by the depth (see `Attention`)."""
+    return nnx.initializers.normal(INIT_STD), nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
+
+
+@cache
+def activation(name: str, *, gated: bool) -> Activation:
+    """What stands between the two matrices: [..., width] to [..., hidden], see `hidden_sizes`.
+
+    The first half of a gated layer's input is the gate. One object for one function: what it is, programs are compiled
+    for.
+    """
+    bend = _BENDS[name]
+    if not gated:
+        return bend
+
+    def act_and_multiply(x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(x, 2, axis=-1)
+        return bend(gate) * up
+
+    return act_and_multiply
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _relu2(x: jax.Array) -> jax.Array:
+    """So et al., "Primer", 2021."""
+    return jnp.square(jax.nn.relu(x))
+
+
+_BENDS: dict[str, Activation] = dict(
+    zip(ACTIVATIONS, (jax.nn.silu, _gelu, _gelu_tanh, jax.nn.relu, _relu2, jnp.tanh, jax.nn.sigmoid), strict=True)
+)

@@ -1,6 +1,6 @@
 """A decoder-only Transformer."""
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,14 @@ import optax
 from flax import nnx
 
 from roxxel_dist.model.attention import INIT_STD, Attention
+from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.dropout import Dropout
 from roxxel_dist.model.feedforward import FeedForward
+from roxxel_dist.model.mla import LatentAttention
+from roxxel_dist.model.moe import MixtureOfExperts
+from roxxel_dist.model.norm import make_norm
+from roxxel_dist.model.position import sinusoids
 from roxxel_dist.model.setting import Setting
 
 
@@ -18,18 +23,20 @@ class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream and reading a normed copy of it."""
 
     def __init__(self, config: ModelConfig, dropout_rate: Setting | None, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.RMSNorm(config.dim, rngs=rngs)
-        self.attention = Attention(config, rngs)
-        self.feedforward_norm = nnx.RMSNorm(config.dim, rngs=rngs)
-        self.feedforward = FeedForward(config, rngs)
+        self.attention_norm = make_norm(config, config.dim, rngs)
+        self.attention = LatentAttention(config, rngs) if config.mla else Attention(config, rngs)
+        self.feedforward_norm = make_norm(config, config.dim, rngs)
+        self.feedforward = (MixtureOfExperts if config.use_moe else FeedForward)(config, rngs)
         self.dropout = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
 
     def __call__(
-        self, x_BxLxD: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
-    ) -> jax.Array:
-        """[B, L, dim] to [B, L, dim]; see `Transformer` for segments and positions."""
-        x_BxLxD = x_BxLxD + self._drop(self.attention(self.attention_norm(x_BxLxD), segments_BxL, positions_BxL))
-        return x_BxLxD + self._drop(self.feedforward(self.feedforward_norm(x_BxLxD)))
+        self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None
+    ) -> tuple[jax.Array, jax.Array, Held | None]:
+        """[B, L, dim] to [B, L, dim], float32[] how unevenly experts are used (0 without), and what a cache holds."""
+        mixed_BxLxD, held = self.attention(self.attention_norm(x_BxLxD), reading, held)
+        x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
+        y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
+        return x_BxLxD + self._drop(y_BxLxD), balance, held
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -50,53 +57,138 @@ class Transformer(nnx.Module):
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(INIT_STD)
         self.embedding = nnx.Embed(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
+        if config.pos_encoding == "learned":
+            self.position = nnx.Embed(config.max_context, config.dim, embedding_init=init, rngs=rngs)
         # No layer at rate 0: it would carry random state through every step for nothing.
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
         self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
-        self.norm = nnx.RMSNorm(config.dim, rngs=rngs)
+        self.norm = make_norm(config, config.dim, rngs)
+        if config.use_moe:
+            self.alpha_balance = Setting(config.alpha_balance)
         if not config.weight_tying:
             self.head = nnx.Linear(config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
 
+    @overload
     def __call__(
         self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
-    ) -> jax.Array:
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens_BxL: jax.Array,
+        segments_BxL: jax.Array | None = None,
+        positions_BxL: jax.Array | None = None,
+        *,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]: ...
+
+    def __call__(
+        self,
+        tokens_BxL: jax.Array,
+        segments_BxL: jax.Array | None = None,
+        positions_BxL: jax.Array | None = None,
+        *,
+        cache: Cache | None = None,
+    ) -> jax.Array | tuple[jax.Array, Cache]:
         """int32[B, L] tokens to float32[B, L, vocab_size] logits of the token after each.
 
         Args:
             tokens_BxL: rows of tokens.
             segments_BxL: int32 [B, L]: attention stays among the tokens of a row that have the same number. None: a row
                 is one text.
-            positions_BxL: int32 [B, L]: what the rotary positions are computed from. None: the place in the row.
+            positions_BxL: int32 [B, L]: what positions are computed from. None: the place in the row.
+            cache: what was read before these tokens, from `empty_cache` or an earlier call. The logits are those of the
+                whole row, and the cache with these tokens comes with them.
 
         Raises:
             ValueError: L is beyond max_context.
         """
-        if tokens_BxL.shape[1] > self.config.max_context:
-            raise ValueError(
-                f"a sequence of {tokens_BxL.shape[1]} tokens is longer than max_context ({self.config.max_context})"
-            )
-        x_BxLxD = self.embedding(tokens_BxL)
-        remat = self.config.gradient_checkpointing and not self.deterministic
+        x_BxLxD, _, cache = self.states(tokens_BxL, segments_BxL, positions_BxL, cache)
+        logits = self.logits(x_BxLxD)
+        return logits if cache is None else (logits, cache)
+
+    def forward(
+        self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(the logits, float32[] the balance loss: what `states` says of it). Arguments and errors as of a call."""
+        x_BxLxD, balance, _ = self.states(tokens_BxL, segments_BxL, positions_BxL)
+        return self.logits(x_BxLxD), balance
+
+    def states(
+        self,
+        tokens_BxL: jax.Array,
+        segments_BxL: jax.Array | None = None,
+        positions_BxL: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        """[B, L, dim], what `logits` makes logits of; the balance loss; the cache. Arguments and errors as of a call.
+
+        The balance loss, float32[], is to be added to that of the logits. It is alpha_balance x the sum of what the
+        blocks tell: alpha_balance x num_blocks where all experts are equally busy, and 0 without experts.
+        """
+        length = tokens_BxL.shape[1]
+        if length > self.config.max_context:
+            raise ValueError(f"a sequence of {length} tokens is longer than max_context ({self.config.max_context})")
+        if cache is None:
+            position = jnp.arange(length) if positions_BxL is None else positions_BxL
+            same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
+            reading = Reading(position, same)
+        else:
+            reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
+        x_BxLxD = self._embed(tokens_BxL, reading.position_L)
+        remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         run = nnx.remat(Block.__call__) if remat else Block.__call__
-        for block in self.blocks:
-            x_BxLxD = run(block, x_BxLxD, segments_BxL, positions_BxL)
-        x_BxLxD = self.norm(x_BxLxD)
+        layers: list[Held | None] = []
+        balance = jnp.zeros((), jnp.float32)
+        for i, block in enumerate(self.blocks):
+            x_BxLxD, of_block, held = run(block, x_BxLxD, reading, None if cache is None else cache.layers[i])
+            layers.append(held)
+            balance += of_block
+        if self.config.use_moe:
+            balance *= self.alpha_balance[...]
+        return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=tuple(layers))
+
+    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
+        """What `states` returned to logits [B, L, vocab_size]."""
         return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD)
+
+    def empty_cache(self, batch: int = 1) -> Cache:
+        """A cache in which nothing was read yet, for `batch` rows of tokens."""
+        slots = min(self.config.window or self.config.max_context, self.config.max_context)
+        shapes = [block.attention.kept for block in self.blocks]
+        return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
+
+    def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
+        x_BxLxD = self.embedding(tokens_BxL)
+        if self.config.pos_encoding == "learned":
+            return x_BxLxD + self.position(position_L)
+        if self.config.pos_encoding == "absolute":
+            # The factor is that of Vaswani et al.: sinusoids are of size 1, and embeddings would drown in them.
+            dim = self.config.dim
+            return x_BxLxD * dim**0.5 + sinusoids(position_L, dim).astype(x_BxLxD.dtype)
+        return x_BxLxD
 
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations that a training step does for a token of a row of `length`.
 
-        6 a parameter that multiplies it, and 12 x length for each channel that attention mixes (Chowdhery et al.,
-        "PaLM", 2022, appendix B).
+        6 a parameter that multiplies it, and 6 for each product of a query and a key or value of attention (Chowdhery
+        et al., "PaLM", 2022, appendix B): with a window those that it reaches, without one all of the row.
+        Of experts those parameters count that a token goes through.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+        parameters -= sum(block.feedforward.idle for block in self.blocks)
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding[...].size
-        heads, _, head_size = self.config.heads()
-        return 6.0 * (parameters - looked_up) + 12.0 * self.config.num_blocks * heads * head_size * length
+        if self.config.pos_encoding == "learned":
+            looked_up += self.position.embedding[...].size
+        pairs = sum(block.attention.pair_products for block in self.blocks)
+        return 6.0 * (parameters - looked_up) + 6.0 * pairs * min(length, self.config.window or length)
 
 
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
+
+    Of a `Transformer` with experts their balance loss is added: it is what training makes small.
 
     Args:
         model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
@@ -104,20 +196,31 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
         batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
             Then the mean leaves out a document's first token: nothing before it is of that document.
     """
-    return token_losses(model, batch)["loss"]
+    losses = token_losses(model, batch)
+    return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
 
 
 def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
-    """{"loss": the same as `next_token_loss`, "row_loss": float32[B], the mean of each row}."""
-    apply: Any = model
+    """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
+
+    Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
+    """
+    balance: dict[str, jax.Array] = {}
+
+    def apply(*inputs: jax.Array) -> jax.Array:
+        if not (isinstance(model, Transformer) and model.config.use_moe):
+            return model(*inputs)  # pyright: ignore[reportCallIssue]
+        logits, balance["balance_loss"] = model.forward(*inputs)
+        return logits
+
     if not hasattr(batch, "tokens"):
         losses = _cross_entropy(apply(batch[:, :-1]), batch[:, 1:])
-        return {"loss": losses.mean(), "row_loss": losses.mean(1)}
+        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
     tokens, segments, positions = batch.tokens, batch.segments, batch.positions
     losses = _cross_entropy(apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1]), tokens[:, 1:])
     counted = segments[:, 1:] == segments[:, :-1]
     sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
-    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)}
+    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)} | balance
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any
 from roxxel_dist.report.runs import METRICS
 from roxxel_dist.train.trackers.table import JsonlReader
 
-VAL, TRAIN = "val_loss", "train_eval_loss"
+VAL, TRAIN, BALANCE = "val_loss", "train_eval_loss", "val_bal"
 
 
 def logged_losses(run: Path, step: int) -> dict[str, float]:
@@ -18,7 +18,7 @@ def logged_losses(run: Path, step: int) -> dict[str, float]:
         row = next((row for row in reader.rows() if row.get("step") == step), {})
     finally:
         reader.close()
-    return {name: value for name, value in row.items() if name in (VAL, TRAIN) or name.startswith(f"{VAL}/")}
+    return {name: value for name, value in row.items() if name in (VAL, TRAIN, BALANCE) or name.startswith(f"{VAL}/")}
 
 
 def deviations(losses: Mapping[str, float], logged: Mapping[str, float]) -> list[str]:

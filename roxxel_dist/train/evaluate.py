@@ -16,6 +16,7 @@ from roxxel_dist.data.units import Units, unit_size
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.programs import Programs, batch_key
 from roxxel_dist.train.state import TrainState
+from roxxel_dist.train.step import BALANCE
 
 SHORTEST = 2
 HELD_OUT, TRAIN = "", "(training data)"
@@ -55,7 +56,7 @@ class Validation:
     Args:
         sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
         train: the training data, on which the loss is measured in the same way where there are sets.
-        evaluate: jitted (params, rest, settings, batch) -> loss.
+        evaluate: jitted (params, rest, settings, batch) -> losses, as `make_eval_step` makes it.
         programs: what compiles it.
         sharding: of a batch.
         iters: batches to read of each.
@@ -65,7 +66,7 @@ class Validation:
         self,
         sets: Mapping[str, Roxxel],
         train: Roxxel,
-        evaluate: Callable[..., jax.Array],
+        evaluate: Callable[..., dict[str, jax.Array]],
         programs: Programs,
         sharding: NamedSharding,
         iters: int,
@@ -102,9 +103,9 @@ class Validation:
 
     def run(
         self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape, *, one_in_flight: bool
-    ) -> dict[str, list[jax.Array]]:
+    ) -> dict[str, list[dict[str, jax.Array]]]:
         """The losses of every batch by data set, on the device."""
-        losses: dict[str, list[jax.Array]] = {}
+        losses: dict[str, list[dict[str, jax.Array]]] = {}
         self.prepare(state, settings, shape)
         for name in self._sets:
             stream = self._stream(name, shape)
@@ -113,7 +114,7 @@ class Validation:
             for step in range(stream.plan.total_steps):
                 losses[name].append(program(state.params, state.rest, dict(settings), stream.batch(step)))
                 if one_in_flight:
-                    losses[name][-1].block_until_ready()
+                    jax.block_until_ready(losses[name][-1])
         return losses
 
     def reads(self, shape: Shape) -> dict[str, tuple[int, int]]:
@@ -121,11 +122,14 @@ class Validation:
         plans = {name: self._stream(name, shape).plan for name in self._sets}
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
-    def summarize(self, losses: Mapping[str, list[float]], shape: Shape) -> dict[str, float]:
-        """{"val_loss", "val_loss/<name>", "train_eval_loss"}: means, that of all sets weighted by the tokens read."""
-        result, total, weight = {}, 0.0, 0
+    def summarize(self, losses: Mapping[str, list[dict[str, float]]], shape: Shape) -> dict[str, float]:
+        """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal"}: means over what `run` gave.
+
+        "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets, weighted by the tokens read.
+        """
+        result, total, balance, weight = {}, 0.0, 0.0, 0
         for name, found in losses.items():
-            mean = sum(found) / len(found)
+            mean = sum(batch["loss"] for batch in found) / len(found)
             if name == TRAIN:
                 result["train_eval_loss"] = mean
                 continue
@@ -133,7 +137,8 @@ class Validation:
                 result[f"val_loss/{name}"] = mean
             rows, length = self._stream(name, shape).plan.shape(0)
             total, weight = total + mean * rows * length * len(found), weight + rows * length * len(found)
-        return {"val_loss": total / weight, **result} if weight else {}
+            balance += sum(batch.get(BALANCE, 0.0) for batch in found) * rows * length
+        return {"val_loss": total / weight, "val_bal": balance / weight, **result} if weight else {}
 
 
 def ask(eval_fn: Callable[[Any], Any] | None, state: Any, say: Callable[[str], None]) -> dict[str, float]:

@@ -18,12 +18,10 @@ from roxxel_dist.train.hardware import mfu, peak_memory_gb
 from roxxel_dist.train.health import Health
 from roxxel_dist.train.log_queue import LogQueue
 from roxxel_dist.train.meter import Meter
-from roxxel_dist.train.step import Metrics, fetch
+from roxxel_dist.train.step import BALANCE, Metrics, fetch
 
 SHOW_EVERY_S = 0.1
 OF_VALIDATION = re.compile(r"val_loss(/|$)|val_bal$|train_eval_loss$")
-BALANCE = "balance_loss"
-"""What a model with experts calls the loss that keeps them equally busy."""
 
 
 class Reporter:

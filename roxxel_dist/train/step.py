@@ -21,6 +21,9 @@ from roxxel_dist.train.state import Leaves, ModelParts, TrainState
 LossFn = Callable[[Any, Any], Any]
 Settings = dict[str, jax.Array]
 SPIKE_FACTOR = "spike_factor"
+BALANCE = "balance_loss"
+"""What a loss function calls a loss that the gradient is of too, and that is logged apart: that of a model with
+experts, which keeps them equally busy."""
 
 
 class Metrics(NamedTuple):
@@ -37,8 +40,15 @@ class Loss(NamedTuple):
     """What a loss function returned, taken apart."""
 
     loss: jax.Array
+    """Without the balance loss."""
     scalars: dict[str, jax.Array]
     row_loss: jax.Array | None
+
+    @property
+    def minimized(self) -> jax.Array:
+        """float32[]: what the gradient is of: the loss, and the balance loss if there is one."""
+        loss = jnp.float32(self.loss)
+        return loss + jnp.float32(self.scalars[BALANCE]) if BALANCE in self.scalars else loss
 
 
 def unpack_loss(result: Any) -> Loss:
@@ -80,7 +90,8 @@ def make_step(
 
     Args:
         parts: the model.
-        loss_fn: (model, batch) to what `unpack_loss` takes.
+        loss_fn: (model, batch) to what `unpack_loss` takes. Minimised is the loss and, where it tells one, the
+            "balance_loss" with it.
         optimizer: see `optimizer.py`.
         like: the state, or its shapes and shardings.
         sharding: of a (rows, tokens) batch: int32[B, L], or a tuple of such arrays.
@@ -92,8 +103,8 @@ def make_step(
 
     def loss_of(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> tuple[jax.Array, Any]:
         model = parts.merge(cast(params, compute_dtype), rest, settings, training=True)
-        loss, scalars, row_loss = unpack_loss(loss_fn(model, batch))
-        return jnp.float32(loss), (parts.rest_of(model), Loss(loss, scalars, row_loss))
+        found = unpack_loss(loss_fn(model, batch))
+        return found.minimized, (parts.rest_of(model), found)
 
     gradient = jax.grad(loss_of, has_aux=True)
 
@@ -163,12 +174,17 @@ def accumulate(
 
 def make_eval_step(
     parts: ModelParts, loss_fn: LossFn, compute_dtype: Any = None
-) -> Callable[[Leaves, Leaves, Settings, Any], jax.Array]:
-    """A jitted (params, rest, settings, batch) -> float32[] loss with dropout off; nothing is donated."""
+) -> Callable[[Leaves, Leaves, Settings, Any], dict[str, jax.Array]]:
+    """A jitted (params, rest, settings, batch) -> float32[] "loss", and "balance_loss" where there is one.
 
-    def evaluate(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> jax.Array:
+    Dropout is off, and nothing is donated.
+    """
+
+    def evaluate(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> dict[str, jax.Array]:
         model = parts.merge(cast(params, compute_dtype), rest, settings, training=False)
-        return jnp.float32(unpack_loss(loss_fn(model, batch)).loss)
+        found = unpack_loss(loss_fn(model, batch))
+        told = {"loss": found.loss, **{name: v for name, v in found.scalars.items() if name == BALANCE}}
+        return jax.tree.map(jnp.float32, told)
 
     return jax.jit(evaluate)
 

@@ -49,15 +49,15 @@ class Trainer:
         model: an `nnx.Module`, the same on every process; or a function that builds one, straight into its shards.
         optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
-        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged.
-            "row_loss", float32[B], gives the loss of each data set where a blend is by row.
+        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
+            "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
         save_path: the run directory.
         eval_fn: called with `state` on every rank after each validation; rank 0 prints the text, or logs the dictionary
             of numbers, that it returns.
         validation: data sets by name to validate on, instead of what `val_fraction` holds out.
         mesh: devices of all processes; by default all of them on one axis "data".
         data_sharding: of a (rows, tokens) batch; by default rows over the mesh's first axis.
-        grad_accum_steps: micro-batches a step; divides the batch of every phase.
+        grad_accum_steps: micro-batches a step; divides every batch.
         amend: the curriculum may be another one than the run's, from here on.
         origin: another run's checkpoint to begin with, or an older one of its own to go back to.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
@@ -120,11 +120,11 @@ class Trainer:
             self._programs.close()
             raise
         self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
-        say, options = self.logger.text, self.options
-        watch = Watch(say, skip=options.on_bad_step == "skip")
+        say, wanted = self.logger.text, self.options
+        watch = Watch(say, skip=wanted.on_bad_step == "skip")
         self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=options.export_weights)
-        self._profiler = Profiler(self._folder / "profile", *(options.profile_steps or (0, 0)), say=say)
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=wanted.export_weights)
+        self._profiler = Profiler(self._folder / "profile", *(wanted.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the first phase, and load the checkpoint meanwhile."""

@@ -8,7 +8,6 @@ from flax import nnx
 from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
-from roxxel_dist.model.position import rotate
 from roxxel_dist.model.transformer import Transformer, next_token_loss
 
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64}
@@ -30,38 +29,6 @@ def test_no_position_sees_what_comes_later(fields):
     assert before.shape == (2, 20, 50)
     assert np.array_equal(before[:, :12], after[:, :12])
     assert not np.allclose(before[:, 12:], after[:, 12:])
-
-
-def test_attention_against_plain_numpy():
-    """Grouped heads, rotary positions, causal softmax: written out in float64."""
-    model = build(head_size=8, kv_heads=2)
-    attention = model.blocks[0].attention
-    x = np.asarray(jax.random.normal(jax.random.key(3), (1, 7, 32)), np.float64)
-    heads = (x @ np.asarray(attention.qkv.kernel[...], np.float64)).reshape(7, 8, 8)
-    angle = np.arange(7)[:, None] * 10_000.0 ** (-np.arange(4) / 4)
-
-    def turn(v):
-        a, b = v[:, :4], v[:, 4:]
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], 1)
-
-    mixed = np.zeros((7, 4, 8))
-    for head in range(4):
-        q, k, v = turn(heads[:, head]), turn(heads[:, 4 + head // 2]), heads[:, 6 + head // 2]
-        scores = np.where(np.tril(np.ones((7, 7))) > 0, q @ k.T / np.sqrt(8), -np.inf)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        mixed[:, head] = weights / weights.sum(1, keepdims=True) @ v
-    expected = mixed.reshape(7, 32) @ np.asarray(attention.out.kernel[...], np.float64)
-    np.testing.assert_allclose(attention(jnp.float32(x))[0], expected, atol=1e-5)
-
-
-def test_rotary_depends_on_the_distance_alone():
-    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 16)) for i in range(2))
-
-    def score(i, j):
-        return float((rotate(q, jnp.array([i])) * rotate(k, jnp.array([j]))).sum())
-
-    assert score(5, 3) == pytest.approx(score(25, 23), abs=1e-4)
-    assert score(5, 3) != pytest.approx(score(5, 4), abs=1e-3)
 
 
 def test_loss_of_an_untrained_model_is_that_of_guessing():

@@ -74,13 +74,13 @@ def test_accumulation_changes_nothing_but_rounding():
 
 def test_random_streams_advance_and_evaluation_leaves_them_alone():
     state, step, batch, evaluate = prepare(transformer(dropout_rate=0.5), optax.sgd(0.0))
-    before = float(evaluate(state, batch))
+    before = float(evaluate(state, batch)["loss"])
     losses = []
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(fetch(metrics).scalars["loss"])
     assert len(set(losses)) == 3
-    assert float(evaluate(state, batch)) == before
+    assert float(evaluate(state, batch)["loss"]) == before
 
 
 @pytest.mark.parametrize(
@@ -156,3 +156,33 @@ def test_parameters_in_bfloat16_have_moments_in_bfloat16(grad_accum):
     assert losses[-1] < losses[0]
     floats = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim > 0]
     assert {leaf.dtype for leaf in floats} == {jnp.bfloat16.dtype}
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+def test_a_balance_loss_is_minimised_and_shown_apart(grad_accum):
+    """The step is the one of a loss that is the sum; what is shown, validated and watched is the loss alone."""
+
+    def pull(model):
+        return 0.1 * jnp.square(model.norm.scale[...] - 3).sum()
+
+    def apart(model, batch):
+        return {"loss": next_token_loss(model, batch), "balance_loss": pull(model)}
+
+    def together(model, batch):
+        return next_token_loss(model, batch) + pull(model)
+
+    found = {}
+    for loss_fn in (apart, together):
+        state, step, batch, evaluate = prepare(transformer(), optax.sgd(0.1), loss_fn, grad_accum=grad_accum)
+        told = fetch(evaluate(state, batch))
+        state, metrics = step(state, batch)
+        found[loss_fn] = state.params, fetch(metrics).scalars, told, float(metrics.health.mean)
+    (params, scalars, told, seen), (other, total, told_together, _) = found[apart], found[together]
+    for one, two in zip(params.values(), other.values(), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+    assert scalars["balance_loss"] == pytest.approx(0.1 * 32 * 4)
+    assert scalars["loss"] + scalars["balance_loss"] == pytest.approx(total["loss"], rel=1e-6)
+    assert seen == pytest.approx(scalars["loss"], rel=1e-6)
+    assert set(told) == {"loss", "balance_loss"}
+    assert set(told_together) == {"loss"}
+    assert told["loss"] == pytest.approx(scalars["loss"], rel=1e-6)

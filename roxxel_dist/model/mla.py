@@ -1,0 +1,97 @@
+"""Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from roxxel_dist.model.attention import INIT_STD, Gate, attend
+from roxxel_dist.model.cache import Held, Reading, keep
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.norm import make_norm
+from roxxel_dist.model.position import rotate
+
+
+class LatentAttention(nnx.Module):
+    """Keys and values of all heads come from one narrow vector a token, its latent; a cache keeps nothing else.
+
+    A key turned by its position could not be kept as a latent: another matrix of the same latent gives it at every
+    later token. So rotary positions have channels of their own, `rope_dim` beside the `head_size` of each head, whose
+    key comes from the token itself, is the same for all heads, and is kept as it is. Other positions need none.
+
+    The score of a query q and a key W c is (W^T q) c: with queries taken through W, attention works on latents c, which
+    are one key and value head for all query heads. That is the absorbed form, which expands no latent of the past.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.n_heads, _, self.head_size = config.heads()
+        self.window, self.absorbed = config.window, config.inference
+        self.latent_size = config.down_dim_kv
+        self.rope_scale = config.rope_scale_factor if config.pos_encoding == "rotary" else None
+        self.rope_dim = config.rope_dim if self.rope_scale is not None else 0
+
+        def linear(inputs: int, outputs: int, std: float = INIT_STD) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+        heads = self.n_heads * self.head_size
+        self.down_q = linear(config.dim, config.down_dim_q)
+        self.norm_q = make_norm(config, config.down_dim_q, rngs)
+        self.up_q = linear(config.down_dim_q, heads + self.n_heads * self.rope_dim)
+        self.down_kv = linear(config.dim, self.latent_size + self.rope_dim)
+        self.norm_kv = make_norm(config, self.latent_size, rngs)
+        self.up_k = linear(self.latent_size, heads)
+        self.up_v = linear(self.latent_size, heads)
+        self.out = linear(config.dim, config.dim, INIT_STD / (2 * config.num_blocks) ** 0.5)
+        self.gate = Gate(config, rngs) if config.no_sink else None
+
+    def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
+        """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: latents and rotary keys."""
+        q_BxLxHxQ = self.up_q(self.norm_q(self.down_q(x_BxLxD)))
+        q_BxLxHxQ = q_BxLxHxQ.reshape(*x_BxLxD.shape[:2], self.n_heads, -1)
+        latent_BxSxC, turned_BxSxR = jnp.split(self.down_kv(x_BxLxD), [self.latent_size], axis=-1)
+        latent_BxSxC = self.norm_kv(latent_BxSxC)
+        if self.rope_scale is not None:
+            q_BxLxHxK, turned = jnp.split(q_BxLxHxQ, [self.head_size], axis=-1)
+            turned = rotate(turned, reading.position_L, self.rope_scale)
+            q_BxLxHxQ = jnp.concatenate([q_BxLxHxK, turned], axis=-1)
+            turned_BxSxR = rotate(turned_BxSxR[:, :, None], reading.position_L, self.rope_scale)[:, :, 0]
+        absorbed = self.absorbed or held is not None
+        if held is not None and reading.slot_BxL is not None:
+            new = (latent_BxSxC, turned_BxSxR)
+            (latent_BxSxC, turned_BxSxR), held = keep(held, new, reading.slot_BxL, self.window)
+        mix = self._among_latents if absorbed else self._among_heads
+        mixed_BxLxD = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, reading).reshape(x_BxLxD.shape)
+        if self.gate is not None:
+            mixed_BxLxD = self.gate(mixed_BxLxD, x_BxLxD)
+        return self.out(mixed_BxLxD), held
+
+    def _among_heads(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
+        """Keys and values of each head, expanded from the latents: what training computes."""
+        k_BxSxHxK, v_BxSxHxK = (
+            up(latent).reshape(*latent.shape[:2], self.n_heads, -1) for up in (self.up_k, self.up_v)
+        )
+        shared = jnp.broadcast_to(turned[:, :, None], (*k_BxSxHxK.shape[:3], self.rope_dim))
+        return attend(q, jnp.concatenate([k_BxSxHxK, shared], axis=-1), v_BxSxHxK, reading, self.window)
+
+    def _among_latents(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
+        """The same by the absorbed form."""
+        up_k_CxHxK, up_v_CxHxK = (
+            up.kernel[...].reshape(self.latent_size, self.n_heads, self.head_size) for up in (self.up_k, self.up_v)
+        )
+        plain, q_turned = jnp.split(q, [self.head_size], axis=-1)
+        q_BxLxHxC = jnp.einsum("blhk,chk->blhc", plain, up_k_CxHxK)
+        query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
+        key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
+        scale = (self.head_size + self.rope_dim) ** -0.5
+        mixed_BxLxHxC = attend(query, key, latent[:, :, None], reading, self.window, scale)
+        return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a cache keeps of a token."""
+        return (self.latent_size,), (self.rope_dim,)
+
+    @property
+    def pair_products(self) -> int:
+        """Multiplications for a query and a key: of their score, and to mix in the value."""
+        size = self.latent_size if self.absorbed else self.head_size
+        return self.n_heads * (2 * size + self.rope_dim)

@@ -1,0 +1,158 @@
+"""Tokens read one after another, with a cache, give what a pass over the whole text gives."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist.model import generate as generation
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.generate import generate
+from roxxel_dist.model.transformer import Transformer
+
+LENGTH = 24
+SHAPE = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 32, "head_size": 8, "rope_dim": 8}
+WINDOW = {"sliding_window": True, "context_window": 5}
+MLA = {"mla": True, "down_dim_q": 12, "down_dim_kv": 10}
+VARIANTS = [
+    {"kv_heads": 2},
+    {**WINDOW, "no_sink": True, "pos_encoding": "absolute"},
+    {**MLA},
+    {**MLA, **WINDOW, "no_sink": True, "pos_encoding": "learned", "norm_type": "layernorm"},
+]
+PAIRS = [
+    {"pos_encoding": position, **attention, **window, **sink, "weight_tying": tying}
+    for position, attention, window, sink, tying in itertools.product(
+        ["rotary", "absolute", "learned", "none"],
+        [{}, {"kv_heads": 1}, MLA],
+        [{}, WINDOW],
+        [{}, {"no_sink": True}],
+        [True, False],
+    )
+]
+
+
+@nnx.jit
+def read(model, tokens, cache, segments=None, positions=None):
+    return model(tokens, segments, positions, cache=cache)
+
+
+def build(**fields):
+    """With larger weights, so that what a layer sees shows in the logits, which then are about 1."""
+    model = Transformer(ModelConfig(**{**SHAPE, **fields}), nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda p: p * 3, nnx.state(model, nnx.Param)))
+    return model
+
+
+def tokens(rows=2):
+    return jax.random.randint(jax.random.key(0), (rows, LENGTH), 0, 50)
+
+
+def check_incremental(model, cuts):
+    """In pieces that end at each of `cuts`, and one by one behind the last of them."""
+    text, cache = tokens(), model.empty_cache(2)
+    expected, found, start = nnx.jit(lambda m, x: m(x))(model, text), [], 0
+    for end in [*cuts, *range(cuts[-1] + 1, LENGTH + 1)]:
+        logits, cache = read(model, text[:, start:end], cache)
+        found.append(logits)
+        start = end
+    np.testing.assert_allclose(np.concatenate(found, 1), expected, atol=1e-5)
+    assert np.array_equal(cache.length_B, [LENGTH, LENGTH])
+
+
+@pytest.mark.parametrize("fields", VARIANTS)
+def test_it_is_the_whole_pass(fields):
+    """Shorter than the window, then longer, then one by one."""
+    check_incremental(build(**fields), [3, 12])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1, 2, 4, 5, 6, 23])
+def test_prefills_around_the_size_of_a_window(first):
+    check_incremental(build(**VARIANTS[3]), [first])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", PAIRS, ids=str)
+def test_every_pair_of_variants(fields):
+    check_incremental(build(**fields), [7])
+
+
+def test_what_a_cache_holds():
+    plain, window, latent = (build(**fields).empty_cache(3) for fields in ({"kv_heads": 2}, WINDOW, MLA))
+    assert [a.shape for a in plain.layers[1]] == [(3, 32, 2, 8)] * 2
+    assert [a.shape for a in window.layers[1]] == [(3, 5, 4, 8)] * 2, "no more than the window"
+    assert [a.shape for a in latent.layers[1]] == [(3, 32, 10), (3, 32, 8)], "latents and rotary keys alone"
+    assert len(plain.layers) == 2
+
+
+@pytest.mark.parametrize("fields", [{}, {**MLA, **WINDOW}])
+def test_rows_of_different_lengths(fields):
+    """Padding behind the end of a prompt is not kept, also where it would take the slots of a window."""
+    model, text = build(**fields, num_blocks=1), tokens(3)
+    counts = np.array([2, 12, 7], np.int32)
+    padded = jnp.where(jnp.arange(12) < counts[:, None], text[:, :12], 49)
+    logits, cache = read(model, padded, model.empty_cache(3)._replace(count_B=jnp.asarray(counts)))
+    expected = nnx.jit(lambda m, x: m(x))(model, text)
+    assert np.array_equal(cache.length_B, counts)
+    for row, count in enumerate(counts):
+        np.testing.assert_allclose(logits[row, :count], expected[row, :count], atol=1e-5)
+    for i in range(6):
+        step = np.take_along_axis(text, counts[:, None] + i, axis=1)
+        logits, cache = read(model, step, cache)
+        for row, count in enumerate(counts):
+            np.testing.assert_allclose(logits[row, 0], expected[row, count + i], atol=1e-5)
+
+
+def test_documents_in_a_cached_row_stay_apart():
+    model, text = build(**WINDOW, pos_encoding="learned"), tokens()
+    segments = jnp.broadcast_to(jnp.repeat(jnp.arange(2), 12), text.shape)
+    places = jnp.broadcast_to(jnp.arange(24) % 12, text.shape)
+    expected = nnx.jit(lambda m, *batch: m(*batch))(model, text, segments, places)
+    found, cache = [], model.empty_cache(2)
+    for start, end in ((0, 9), (9, 14), (14, 24)):
+        part = (x[:, start:end] for x in (text, segments, places))
+        words, *rest = part
+        logits, cache = read(model, words, cache, *rest)
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, 1), expected, atol=1e-5)
+    assert np.abs(expected - nnx.jit(lambda m, x: m(x))(model, text)).max() > 1e-3
+
+
+class Plain(nnx.Module):
+    """A Transformer that `generate` does not know for one, and so runs without a cache."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, tokens):
+        return self.model(tokens)
+
+
+@pytest.mark.parametrize("fields", [{"dropout_rate": 0.5, "num_blocks": 1}, {**MLA, **WINDOW}])
+def test_text_is_the_same_with_and_without(fields):
+    model = build(**fields, max_context=96)
+    for prompt, temperature in (([3, 1, 4], 0.0), (list(range(50)) * 2, 1.0)):
+        one, other = (
+            generate(m, prompt, 20, max_context=96, temperature=temperature, seed=5) for m in (model, Plain(model))
+        )
+        assert one == other
+        assert len(one) == 20
+
+
+def test_prefill_and_decoding_are_compiled_once():
+    model = build(max_context=96, num_blocks=1)
+    generate(model, [1], 3, max_context=96)
+    sizes = generation._prefill._cache_size(), generation._decode._cache_size()
+    for length, count, temperature in ((7, 1, 0.0), (40, 31, 0.5), (64, 32, 1.0)):
+        generate(model, list(range(40)) + [1] * (length - 40) if length > 40 else [2] * length, count,
+                 max_context=96, temperature=temperature, seed=count, eos_id=count)  # fmt: skip
+    assert (generation._prefill._cache_size(), generation._decode._cache_size()) == sizes
+
+
+def test_more_context_than_the_model_has():
+    with pytest.raises(ValueError, match="max_context is 33: the model reads at most 32 tokens"):
+        generate(build(), [1], 5, max_context=33)

@@ -1,0 +1,309 @@
+"""The mixture of experts, against a plain loop over tokens and against computing every expert."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.mesh import make_mesh, replicate
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.experts import block_size, in_blocks, ragged, sort
+from roxxel_dist.model.moe import MixtureOfExperts, balance_of, choose
+from roxxel_dist.model.transformer import Transformer, next_token_loss, token_losses
+
+DIM = 16
+SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64, "use_moe": True}
+
+
+def layer(**fields):
+    """A mixture whose router has something to say: as it begins, all experts are nearly as probable."""
+    shape = {"dim": DIM, "num_blocks": 1, "use_moe": True, "n_experts": 4, "top_k_mlp": 2} | fields
+    made = MixtureOfExperts(ModelConfig(**shape), nnx.Rngs(0))
+    for name, weight in nnx.to_flat_state(nnx.state(made)):
+        del name
+        weight[...] = weight[...] * 20
+    return made
+
+
+def tokens(*shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), (*shape, DIM))
+
+
+BENDS = {
+    "silu": lambda v: v / (1 + np.exp(-v)),
+    "relu2": lambda v: np.maximum(v, 0) ** 2,
+    "tanh": np.tanh,
+}
+
+
+def by_hand(moe, x, top_k, bend="silu"):
+    """(what comes out, balance): one token after another, in float64."""
+    router, first, down = (np.asarray(a[...], np.float64) for a in (moe.router.kernel, moe.first, moe.down))
+    rows = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
+    out, probabilities, count = np.zeros_like(rows), [], np.zeros(len(down))
+    for n, row in enumerate(rows):
+        logits = row @ router
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        probabilities.append(p)
+        best = np.argsort(-p)[:top_k]
+        gates = p[best] / p[best].sum() if top_k > 1 else p[best]
+        for expert, gate in zip(best, gates, strict=True):
+            inner = row @ first[expert]
+            if hasattr(moe, "gate_up"):
+                half = len(inner) // 2
+                inner = BENDS[bend](inner[:half]) * inner[half:]
+            else:
+                inner = BENDS[bend](inner)
+            out[n] += gate * (inner @ down[expert])
+            count[expert] += 1
+    return out.reshape(x.shape), len(down) * (count / count.sum() * np.mean(probabilities, 0)).sum()
+
+
+def every_expert(moe, x):
+    """The same, each expert computed for each token: what the gradients are compared with."""
+    rows = x.reshape(-1, x.shape[-1])
+    chosen, gates = choose(jax.nn.softmax(rows @ moe.router.kernel[...]), moe.top_k)
+    weights = (jax.nn.one_hot(chosen, moe.n_experts) * gates[..., None]).sum(1)
+    inner = moe.activate(jnp.einsum("nd,edp->nep", rows, moe.first[...]))
+    return jnp.einsum("ne,neh,ehd->nd", weights, inner, moe.down[...]).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k_mlp": 1},
+        {"n_experts": 8, "top_k_mlp": 3, "use_swiglu": False, "activation": "relu2"},
+        {"n_experts": 1, "top_k_mlp": 1},
+        {"n_experts": 3, "top_k_mlp": 3, "activation": "tanh"},
+    ],
+)
+def test_against_a_loop_over_tokens(fields):
+    check_against_the_loop(layer(**fields), tokens(3, 50), fields.get("activation", "silu"))
+
+
+def test_a_single_token():
+    check_against_the_loop(layer(n_experts=8), tokens(1, 1))
+
+
+def check_against_the_loop(moe, x, bend="silu"):
+    expected, balance = by_hand(moe, x, moe.top_k, bend)
+    assert np.abs(expected).max() > 0.1
+    y, found = nnx.jit(lambda m, x: m(x))(moe, x)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    assert float(found) == pytest.approx(balance, rel=1e-5)
+
+
+@pytest.mark.parametrize("busy", [[0, 1], [3, 1]])
+def test_all_tokens_to_the_same_experts(busy):
+    """The others get none, and no gradient either."""
+    moe, x = layer(), jnp.abs(tokens(2, 60))
+    moe.router.kernel[...] = jnp.zeros((DIM, 4)).at[:, busy[0]].set(5.0).at[:, busy[1]].set(4.0)
+    expected, balance = by_hand(moe, x, 2)
+    run = nnx.jit(nnx.grad(lambda m: ((found := m(x))[0].sum(), found), has_aux=True))
+    grads, (y, found) = run(moe)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    assert float(found) == pytest.approx(balance, rel=1e-5)
+    used = [bool(np.abs(grads.down[...][expert]).max() > 0) for expert in range(4)]
+    assert used == [expert in busy for expert in range(4)]
+
+
+def gradients(call, moe, x):
+    return nnx.jit(nnx.grad(lambda m, x: (call(m, x) ** 2).sum(), argnums=(0, 1)))(moe, x)
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k_mlp": 1, "use_swiglu": False, "activation": "gelu"}])
+def test_gradients_are_those_of_computing_every_expert(fields):
+    moe, x = layer(**fields), tokens(2, 70)
+    found, expected = gradients(lambda m, x: m(x)[0], moe, x), gradients(every_expert, moe, x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+def test_both_forms_are_the_same():
+    """`ragged` is what runs on a GPU; here it is only slower."""
+    moe, x = layer(n_experts=5), tokens(90)
+    chosen, gates = choose(jax.nn.softmax(moe.router(x)), 2)
+
+    def run(form):
+        def total(x, gates, first, second):
+            y = form(x, chosen, gates, first, second, moe.activate)
+            return (y**2).sum(), y
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(x, gates, moe.first[...], moe.down[...])
+
+    for one, other in zip(jax.tree.leaves(run(in_blocks)), jax.tree.leaves(run(ragged)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+def test_slots():
+    """Each assignment has one of its own, in a block of its expert; the rest are empty and count nothing."""
+    chosen = jnp.array([[2, 0], [2, 4], [0, 2], [2, 1]])
+    gates = jnp.arange(1.0, 9).reshape(4, 2)
+    slots = sort(chosen, gates, 6, 3)
+    assert int(slots.used) == 5
+    assert slots.row_S.size == 3 * (8 // 3 + 6), "as many as it can take, whatever the router says"
+    places = np.asarray(slots.of_assignment_NxK)
+    assert len(set(places.ravel())) == 8
+    for row in range(4):
+        for k in range(2):
+            place = places[row, k]
+            assert slots.row_S[place] == row
+            assert slots.gate_S[place] == gates[row, k]
+            assert slots.expert[place // 3] == chosen[row, k]
+    assert float(slots.gate_S.sum()) == gates.sum()
+
+
+def test_the_room_for_slots_is_enough_for_any_choice():
+    rng = np.random.default_rng(0)
+    sorted_by = jax.jit(lambda chosen: sort(chosen, jnp.ones(chosen.shape), 7, 4))
+    used = set()
+    for _ in range(50):
+        favour = rng.random(7) ** rng.integers(0, 5)
+        slots = sorted_by(jnp.asarray(np.argsort(rng.random((9, 7)) * favour)[:, :2]))
+        assert float(slots.gate_S.sum()) == 18
+        assert int(slots.used) <= len(slots.expert) == 18 // 4 + 7
+        used.add(int(slots.used))
+    assert len(used) > 2
+
+
+@pytest.mark.parametrize(
+    ("assignments", "count", "size"), [(2, 8, 8), (16_384, 8, 256), (1 << 20, 8, 256), (1000, 8, 32)]
+)
+def test_blocks_are_small_where_rows_are_few(assignments, count, size):
+    assert block_size(assignments, count) == size
+
+
+def test_balance_is_one_when_all_are_equally_busy():
+    even = jnp.full((8, 4), 0.25)
+    chosen = jnp.arange(16).reshape(8, 2) % 4
+    assert float(balance_of(even, chosen)) == pytest.approx(1)
+    one_sided = jnp.zeros((8, 4)).at[:, 2].set(1)
+    assert float(balance_of(one_sided, jnp.full((8, 1), 2))) == pytest.approx(4)
+
+
+@pytest.mark.parametrize("shape", [(16, 6), (2, 48), (3, 7)])
+@pytest.mark.parametrize("mesh_is_set", [True, False])
+def test_the_same_on_eight_devices(shape, mesh_is_set):
+    """Rows over the devices, tokens over them, and a number of tokens that they do not divide."""
+    moe, x, mesh = layer(), tokens(*shape), make_mesh()
+    graphdef, state = nnx.split(moe)
+
+    def run(state, x):
+        def loss(state, x):
+            y, balance = nnx.merge(graphdef, state)(x)
+            return (y**2).mean() + balance, y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)
+
+    expected = jax.jit(run)(state, x)
+    spec = next((s for s in (P("data"), P(None, "data")) if shape[len(s) - 1] % 8 == 0), P())
+    args = replicate(state, mesh), jax.device_put(x, NamedSharding(mesh, spec))
+    if mesh_is_set:
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(run).lower(*args).compile()
+    else:
+        compiled = jax.jit(run).lower(*args).compile()
+    found = compiled(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+def test_each_device_computes_its_own_tokens():
+    """A loop over blocks cannot be cut by XLA: the room that it has is that of a device's share."""
+    moe, x, mesh = layer(), tokens(64, 32), make_mesh()
+    graphdef, state = nnx.split(moe)
+    args = replicate(state, mesh), jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    def compiled():
+        return jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)[0]).lower(*args).compile()
+
+    with jax.set_mesh(mesh):
+        apart = compiled()
+    whole = compiled()
+    assert apart.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3
+    np.testing.assert_allclose(apart(*args), whole(*args), atol=1e-5)
+
+
+def test_in_bfloat16_the_router_is_exact():
+    moe, x = layer(), tokens(2, 100).astype(jnp.bfloat16)
+    graphdef, state = nnx.split(moe)
+    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state)
+
+    @jax.jit
+    def run(state, x):
+        def total(state):
+            found = nnx.merge(graphdef, state)(x)
+            return (found[0].astype(jnp.float32) ** 2).sum(), found
+
+        return jax.grad(total, has_aux=True)(state)
+
+    grads, (y, balance) = run(rounded, x)
+    exact, (expected, expected_balance) = run(jax.tree.map(jnp.float32, rounded), x.astype(jnp.float32))
+    assert (y.dtype, balance.dtype) == (jnp.bfloat16, jnp.float32)
+    assert float(balance) == float(expected_balance), "the same choices and probabilities"
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.05 * np.abs(other).max())
+
+
+def words(*shape):
+    return jax.random.randint(jax.random.key(3), shape, 0, 50)
+
+
+def model(**fields):
+    return Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0))
+
+
+def test_the_loss_and_the_balance_loss():
+    """Logits are of the cross-entropy alone; of what is minimised the gradient is the sum of both."""
+    one, x = model(alpha_balance=0.5), words(4, 33)
+    logits, balance = one.forward(x[:, :-1])
+    assert np.array_equal(logits, one(x[:, :-1]))
+    losses = token_losses(one, x)
+    assert set(losses) == {"loss", "row_loss", "balance_loss"}
+    assert float(losses["balance_loss"]) == float(balance)
+    assert float(balance) == pytest.approx(0.5 * 2, rel=0.1), "two blocks whose routers know nothing yet"
+    assert float(next_token_loss(one, x)) == pytest.approx(float(losses["loss"]) + float(balance))
+    assert float(token_losses(model(alpha_balance=0.0), x)["balance_loss"]) == 0
+    assert set(token_losses(model(use_moe=False), x)) == {"loss", "row_loss"}
+
+
+def test_checkpointed_gradients_are_the_same():
+    plain, remat = (
+        nnx.jit(nnx.value_and_grad(next_token_loss))(model(gradient_checkpointing=g, alpha_balance=0.3), words(4, 17))
+        for g in (False, True)
+    )
+    assert float(plain[0]) == pytest.approx(float(remat[0]), rel=1e-6)
+    for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("swiglu", [True, False])
+def test_flops_are_those_of_the_experts_that_a_token_meets(swiglu):
+    """Four experts, of which two: the router, and two feed-forward layers."""
+    dense, moe = model(use_moe=False, use_swiglu=swiglu), model(use_swiglu=swiglu)
+    matrices = 2 * sum(p.size for p in jax.tree.leaves(nnx.state(dense.blocks[0].feedforward, nnx.Param)))
+    assert moe.flops_per_token(20) - dense.flops_per_token(20) == 6 * (matrices + 2 * 32 * 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k_mlp": 5}, "top_k_mlp is 5: a token cannot go through more experts than n_experts, which is 4"),
+        ({"top_k_mlp": 0}, "top_k_mlp is 0: it must be at least 1"),
+        ({"n_experts": 0}, "n_experts is 0: it must be at least 1"),
+        ({"alpha_balance": -0.1}, "alpha_balance is -0.1: it must be a number of at least 0"),
+        ({"alpha_balance": float("nan")}, "alpha_balance is nan"),
+    ],
+)
+def test_experts_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(use_moe=True, **fields)
+    ModelConfig(**fields)  # means nothing without the switch

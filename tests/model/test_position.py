@@ -1,0 +1,116 @@
+"""Rotary, absolute, learned and no positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from plain_numpy import float64, turn
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.position import rotate, sinusoids
+from roxxel_dist.model.transformer import Transformer
+
+SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}
+LENGTHS = [7, 1, 12]
+ENCODINGS = ["rotary", "absolute", "learned", "none"]
+
+
+@nnx.jit
+def run(model, *batch):
+    return model(*batch)
+
+
+def build(**fields):
+    model = Transformer(ModelConfig(**SHAPE, **fields), nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda p: p * 5, nnx.state(model, nnx.Param)))
+    return model
+
+
+def test_rotary_is_plain_numpy():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 6))
+    places = np.array([[0, 1, 2, 3, 4], [900, 7, 7, 0, 31]])
+    for scale in (1.0, 3.0):
+        found = rotate(x, jnp.asarray(places), scale)
+        for row in range(2):
+            for head in range(3):
+                expected = turn(float64(x[row, :, head]), places[row], scale)
+                np.testing.assert_allclose(found[row, :, head], expected, atol=1e-4 if places[row].max() > 99 else 1e-5)
+
+
+def test_rotary_depends_on_the_distance_alone():
+    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 16)) for i in range(2))
+
+    def score(i, j):
+        return float((rotate(q, jnp.array([i])) * rotate(k, jnp.array([j]))).sum())
+
+    assert score(5, 3) == pytest.approx(score(25, 23), abs=1e-4)
+    assert score(5, 3) != pytest.approx(score(5, 4), abs=1e-3)
+
+
+def test_a_scale_stretches_positions():
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    np.testing.assert_allclose(rotate(x, 4 * jnp.arange(4), 4.0), rotate(x, jnp.arange(4)), atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [8, 7])
+def test_sinusoids_are_those_of_the_paper(dim):
+    found = sinusoids(jnp.array([[0, 1, 5], [40, 2, 0]]), dim)
+    for row, places in enumerate([[0, 1, 5], [40, 2, 0]]):
+        for column, place in enumerate(places):
+            for i in range(dim):
+                angle = place / 10_000 ** (2 * (i // 2) / dim)
+                expected = np.sin(angle) if i % 2 == 0 else np.cos(angle)
+                assert float(found[row, column, i]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_added_to_the_embedding():
+    tokens, places = jnp.array([[3, 3, 9]]), jnp.array([[0, 5, 5]])
+    learned, absolute = build(pos_encoding="learned"), build(pos_encoding="absolute")
+    table, rows = float64(learned.embedding.embedding[...]), float64(learned.position.embedding[...])
+    assert rows.shape == (64, 32)
+    np.testing.assert_allclose(learned._embed(tokens, places)[0], table[[3, 3, 9]] + rows[[0, 5, 5]], atol=1e-6)
+    table = float64(absolute.embedding.embedding[...])
+    expected = table[[3, 3, 9]] * 32**0.5 + float64(sinusoids(places, 32)[0])
+    np.testing.assert_allclose(absolute._embed(tokens, places)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("mla", [False, True])
+def test_a_packed_row_is_its_documents_apart(encoding, mla):
+    model = build(pos_encoding=encoding, mla=mla)
+    row = jax.random.randint(jax.random.key(0), (1, sum(LENGTHS)), 0, 50)
+    segments = jnp.repeat(jnp.arange(3), jnp.array(LENGTHS))[None]
+    positions = jnp.concatenate([jnp.arange(n) for n in LENGTHS])[None]
+    apart, ends = np.zeros((3, max(LENGTHS)), np.int32), np.cumsum(LENGTHS).tolist()
+    for number, (length, end) in enumerate(zip(LENGTHS, ends, strict=True)):
+        apart[number, :length] = row[0, end - length : end]
+    alone = run(model, jnp.asarray(apart))
+    expected = np.concatenate([rows[:length] for rows, length in zip(alone, LENGTHS, strict=True)])
+    np.testing.assert_allclose(run(model, row, segments, positions)[0], expected, atol=1e-4, rtol=1e-5)
+    if encoding != "none":
+        assert np.abs(run(model, row, segments)[0] - expected).max() > (1e-2 if encoding != "rotary" else -1)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "told"), [("rotary", True), ("absolute", True), ("learned", True), ("none", False)]
+)
+def test_order_of_what_came_before(encoding, told):
+    """One layer: without positions, the last token knows what came before it but not in which order."""
+    model, tokens = build(pos_encoding=encoding), jnp.array([[4, 8, 15, 16, 23]])
+    one, other = (run(model, x)[0, -1] for x in (tokens, tokens[:, [2, 0, 3, 1, 4]]))
+    assert (float(jnp.abs(one - other).max()) > 1e-3) == told
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pos_encoding": "alibi"}, "pos_encoding is 'alibi': it must be one of rotary, absolute, learned, none"),
+        ({"rope_scale_factor": 0.0}, "rope_scale_factor is 0.0: it must be above 0"),
+        ({"rope_scale_factor": float("inf")}, "rope_scale_factor is inf"),
+    ],
+)
+def test_what_is_no_position_is_told(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**fields)
+    ModelConfig(pos_encoding="none", rope_scale_factor=0.0)
