@@ -209,8 +209,8 @@ def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
     assert len(losses[0]) == 2
     assert losses[0] == losses[1]
     refused = subprocess.run(
-        [*train, "--use_moe", "True"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+        [*train, "--use_lora", "True"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
     )
     assert refused.returncode == 2
-    assert "use_moe is True: not built yet" in refused.stderr
+    assert "use_lora is True: not built yet" in refused.stderr
     assert "Traceback" not in refused.stderr

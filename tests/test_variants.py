@@ -35,6 +35,8 @@ ALL = [
         f"{MLA} {WINDOW} --no_sink True --gradient_checkpointing True",
         *(pytest.param(words, marks=pytest.mark.slow) for words in ALL),
         pytest.param("--pos_encoding learned --norm_type layernorm --dropout_rate 0.1", marks=pytest.mark.slow),
+        pytest.param("--use_moe True --top_k_mlp 1 --use_swiglu False --activation relu2", marks=pytest.mark.slow),
+        pytest.param(f"{MLA} --use_moe True --gradient_checkpointing True", marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_and_is_the_same_when_loaded(words, tmp_path):

@@ -19,6 +19,7 @@ WINDOW = {"sliding_window": True, "context_window": 5}
 MLA = {"mla": True, "down_dim_q": 12, "down_dim_kv": 10}
 VARIANTS = [
     {"kv_heads": 2},
+    {"use_moe": True, "use_swiglu": False},
     {**WINDOW, "no_sink": True, "pos_encoding": "absolute"},
     {**MLA},
     {**MLA, **WINDOW, "no_sink": True, "pos_encoding": "learned", "norm_type": "layernorm"},

@@ -226,7 +226,8 @@ def test_each_device_computes_its_own_tokens():
     with jax.set_mesh(mesh):
         apart = compiled()
     whole = compiled()
-    assert apart.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3
+    scratch = [form.memory_analysis().temp_size_in_bytes for form in (apart, whole)]  # pyright: ignore
+    assert scratch[0] < scratch[1] / 3
     np.testing.assert_allclose(apart(*args), whole(*args), atol=1e-5)
 
 
@@ -263,7 +264,7 @@ def model(**fields):
 
 def test_the_loss_and_the_balance_loss():
     """Logits are of the cross-entropy alone; of what is minimised the gradient is the sum of both."""
-    one, x = model(alpha_balance=0.5), words(4, 33)
+    one, x = model(alpha_balance=0.5, num_blocks=2), words(4, 33)
     logits, balance = one.forward(x[:, :-1])
     assert np.array_equal(logits, one(x[:, :-1]))
     losses = token_losses(one, x)
