@@ -83,7 +83,7 @@ def validations(run):
     with (run / "training_log.csv").open() as file:
         table = {int(row["step"]): row for row in csv.DictReader(file)}
     for row in rows(run):
-        names = [name for name in row if name.startswith("val_loss") or name == "train_eval_loss"]
+        names = [name for name in row if of_validation(name)]
         if names:
             found[row["step"]] = {name: row[name] for name in names}
             assert found[row["step"]] == {name: float(table[row["step"]][name]) for name in names}
@@ -91,7 +91,11 @@ def validations(run):
 
 
 def losses(result):
-    return {name: value for name, value in result.items() if name.startswith("val_loss") or name == "train_eval_loss"}
+    return {name: value for name, value in result.items() if of_validation(name)}
+
+
+def of_validation(name):
+    return name.startswith("val_loss") or name in ("train_eval_loss", "val_bal")
 
 
 def contents(folder):
@@ -135,7 +139,7 @@ def test_every_checkpoint_gives_the_losses_of_its_row(made, capsys):
         result = evaluated(capsys, f"{run}@{step}")
         if step == 3:  # between two validations
             assert (result["logged"], result["same_as_logged"]) == (None, None)
-            assert min(losses(result).values()) > 0
+            assert min(result["val_loss"], result["train_eval_loss"]) > 0
             continue
         assert losses(result) == result["logged"] == wanted[step]
         assert result["same_as_logged"] is True
@@ -172,7 +176,8 @@ def test_the_same_for_other_runs(work, variant, capsys):
         assert result["same_as_logged"] is True
         if "named" in variant:
             assert [row["name"] for row in result["data"]] == ["first", "second", "all of them", "training data"]
-            assert {"val_loss", "val_loss/first", "val_loss/second", "train_eval_loss"} == losses(result).keys()
+            names = {"val_loss", "val_loss/first", "val_loss/second", "val_bal", "train_eval_loss"}
+            assert losses(result).keys() == names
 
 
 def test_whatever_became_of_the_run(work, capsys):

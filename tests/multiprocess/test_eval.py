@@ -12,9 +12,11 @@ def test_two_processes_give_the_losses_of_the_log(tmp_path):
     trained = run(*launched(2, 2, "run", "--num_blocks", 1, "--max_steps", 6), cwd=tmp_path)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     logged = {
-        name: value for name, value in rows(tmp_path / "run")[6].items() if name.endswith(("val_loss", "eval_loss"))
+        name: value
+        for name, value in rows(tmp_path / "run")[6].items()
+        if name.endswith(("val_loss", "eval_loss", "val_bal"))
     }
-    assert len(logged) == 2
+    assert len(logged) == 3
     words = ["eval", "run@6", "--json"]
     for processes, devices in ((2, 2), (1, 1)):
         ranks = ["launch", "local", "--nprocs", processes, "--devices-per-proc", devices, "--max-restarts", 0, "--"]
