@@ -16,6 +16,7 @@ from roxxel_dist.assemble import recipe
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
 from roxxel_dist.outlook.look import Asked, outlook
+from roxxel_dist.outlook.phase import size
 from roxxel_dist.outlook.table import table
 from roxxel_dist.train.ahead import layout
 from roxxel_dist.train.optimizer import first_state
@@ -177,7 +178,7 @@ def test_what_is_too_large_is_a_problem(corpus):
     assert (fits.problems, fits.memory_limit) == ((), 10**9)
     found = outlook(config, corpus_path(corpus), Asked(devices=8, device_memory_gb=(needs - 1000) / 1e9))
     [problem] = found.problems
-    assert problem.startswith("phase 1: 16 rows x 17 tokens: its step needs 0.0")
+    assert problem.startswith(f"phase 1: 16 rows x 17 tokens: its step needs {size(needs)} of each device")
     assert "gradient_checkpointing, fsdp, use_bf16 or bf16_compute, or more devices" in problem
     again = outlook(config, corpus_path(corpus), SIMULATED)  # its program is in the cache by now
     assert again.phases[0].memory == fits.phases[0].memory
