@@ -84,7 +84,7 @@ class Reader:
         self.said.append(result.stdout)
 
 
-@pytest.mark.timeout(600)  # two dozen commands
+@pytest.mark.timeout(900)  # two dozen commands
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_block_does_what_the_page_says(reader, processes):
     doing = Reader(reader, processes)
