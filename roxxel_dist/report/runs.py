@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
-from roxxel_dist.run_directory import CONFIG, SUMMARY
+from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY
 from roxxel_dist.train.goodput import time_spent
 from roxxel_dist.train.timeline import read_timeline
 from roxxel_dist.train.trackers.table import JsonlReader
 
-METRICS = "metrics.jsonl"
 ABSENT = "-"
 """Stands for a field that a run's config does not have."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.report.runs import METRICS
+from roxxel_dist.run_directory import METRICS
 from roxxel_dist.train.trackers.table import JsonlReader
 
 VAL, TRAIN, BALANCE = "val_loss", "train_eval_loss", "val_bal"
