@@ -22,12 +22,9 @@ from roxxel_dist.data.config import DataConfig
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.own import OwnConfig
 from roxxel_dist.model.rules import check_sizes
-from roxxel_dist.model.variants import VariantConfig
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 
-BUILT_IN = (ModelConfig, VariantConfig)
-"""Of the built-in Transformer: what they say is checked where that is the model."""
-PARTS = (*BUILT_IN, OwnConfig, DataConfig, LoopConfig, OptimizerConfig)
+PARTS = (ModelConfig, OwnConfig, DataConfig, LoopConfig, OptimizerConfig)
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
 RECORD = "record"
@@ -80,7 +77,7 @@ class _Methods:
         values = self.to_dict()
         check_sizes({name: values[name] for name in ("vocab_size", "max_context")})
         for component in PARTS:
-            if component not in BUILT_IN or values["model"] is None:
+            if component is not ModelConfig or values["model"] is None:  # it says nothing of a model of one's own
                 self.part(component)
         if values["phases"]:
             from roxxel_dist.curriculum.phases import Phase  # numpy: not for --help

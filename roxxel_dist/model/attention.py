@@ -6,6 +6,7 @@ from flax import nnx
 
 from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.lora import linear
 from roxxel_dist.model.position import rotate
 
 INIT_STD = 0.02
@@ -26,8 +27,8 @@ class Attention(nnx.Module):
         width = (self.n_heads + 2 * self.kv_heads) * self.head_size
         init = nnx.initializers.normal(INIT_STD)
         init_out = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
-        self.qkv = nnx.Linear(config.dim, width, use_bias=False, kernel_init=init, rngs=rngs)
-        self.out = nnx.Linear(config.dim, config.dim, use_bias=False, kernel_init=init_out, rngs=rngs)
+        self.qkv = linear(config, "attention", config.dim, width, init, rngs)
+        self.out = linear(config, "attention", config.dim, config.dim, init_out, rngs)
         self.gate = Gate(config, rngs) if config.no_sink else None
 
     def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from roxxel_dist.model.attention_config import AttentionConfig
 from roxxel_dist.model.feedforward_config import FeedForwardConfig
+from roxxel_dist.model.lora_config import LoraConfig
 from roxxel_dist.model.position_config import PositionConfig
 from roxxel_dist.model.rules import check_choice, check_sizes
 
@@ -14,7 +15,7 @@ NormType = Literal["rmsnorm", "layernorm"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(FeedForwardConfig, PositionConfig, AttentionConfig):  # fields come in the order of the last first
+class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig):  # fields: of the last first
     """A decoder-only Transformer, by default with rotary positions, SwiGLU, and RMSNorm before each part."""
 
     dim: int = 256
@@ -36,11 +37,16 @@ class ModelConfig(FeedForwardConfig, PositionConfig, AttentionConfig):  # fields
 
     def __post_init__(self) -> None:
         check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})
-        for group in (AttentionConfig, PositionConfig, FeedForwardConfig):
+        for group in (AttentionConfig, PositionConfig, FeedForwardConfig, LoraConfig):
             group.__post_init__(self)
         check_choice("norm_type", self.norm_type, get_args(NormType))
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
+        if self.use_moe and self.adapts("mlp") and self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout is {self.lora_dropout}: adapters of experts (use_moe, lora_targets {self.lora_targets}) "
+                f"have none; set it to 0, or lora_targets to attention"
+            )
         _, _, head_size = self.heads()
         if self.pos_encoding == "rotary":
             self._check_rotary(head_size)

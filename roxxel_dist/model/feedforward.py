@@ -10,6 +10,7 @@ from flax import nnx
 from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.feedforward_config import ACTIVATIONS
+from roxxel_dist.model.lora import linear
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -28,12 +29,12 @@ class FeedForward(nnx.Module):
         hidden, width = hidden_sizes(config)
         init, init_out = initializers(config)
         self.activate = activation(config.activation, gated=config.use_swiglu)
-        first = nnx.Linear(config.dim, width, use_bias=False, kernel_init=init, rngs=rngs)
+        first = linear(config, "mlp", config.dim, width, init, rngs)
         if config.use_swiglu:
             self.gate_up = first
         else:
             self.up = first
-        self.down = nnx.Linear(hidden, config.dim, use_bias=False, kernel_init=init_out, rngs=rngs)
+        self.down = linear(config, "mlp", hidden, config.dim, init_out, rngs)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, L, dim] to [B, L, dim], and a float32[] 0: one layer has no balance to keep (see `MixtureOfExperts`)."""

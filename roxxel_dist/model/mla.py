@@ -7,6 +7,8 @@ from flax import nnx
 from roxxel_dist.model.attention import INIT_STD, Gate, attend
 from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.lora import kernel_of
+from roxxel_dist.model.lora import linear as plain_or_adapted
 from roxxel_dist.model.norm import make_norm
 from roxxel_dist.model.position import rotate
 
@@ -30,7 +32,7 @@ class LatentAttention(nnx.Module):
         self.rope_dim = config.rope_dim if self.rope_scale is not None else 0
 
         def linear(inputs: int, outputs: int, std: float = INIT_STD) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+            return plain_or_adapted(config, "attention", inputs, outputs, nnx.initializers.normal(std), rngs)
 
         heads = self.n_heads * self.head_size
         self.down_q = linear(config.dim, config.down_dim_q)
@@ -75,7 +77,7 @@ class LatentAttention(nnx.Module):
     def _among_latents(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
         """The same by the absorbed form."""
         up_k_CxHxK, up_v_CxHxK = (
-            up.kernel[...].reshape(self.latent_size, self.n_heads, self.head_size) for up in (self.up_k, self.up_v)
+            kernel_of(up).reshape(self.latent_size, self.n_heads, self.head_size) for up in (self.up_k, self.up_v)
         )
         plain, q_turned = jnp.split(q, [self.head_size], axis=-1)
         q_BxLxHxC = jnp.einsum("blhk,chk->blhc", plain, up_k_CxHxK)

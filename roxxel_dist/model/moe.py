@@ -12,6 +12,7 @@ from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts import Activate, experts
 from roxxel_dist.model.feedforward import activation, hidden_sizes, initializers
+from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
 
 
 class MixtureOfExperts(nnx.Module):
@@ -43,11 +44,19 @@ class MixtureOfExperts(nnx.Module):
         else:
             self.up = first
         self.down = nnx.Param(init_out(rngs.params(), (config.n_experts, hidden, config.dim)))
+        if config.adapts("mlp"):
+            for name in (self.first_name, "down"):
+                setattr(self, name + ADAPTER, ExpertsAdapter(getattr(self, name).shape, config, rngs))
+
+    @property
+    def first_name(self) -> str:
+        """What the experts' first matrices are called."""
+        return "gate_up" if hasattr(self, "gate_up") else "up"
 
     @property
     def first(self) -> nnx.Param:
         """[n_experts, dim, width]: the experts' first matrices."""
-        return self.gate_up if hasattr(self, "gate_up") else self.up
+        return getattr(self, self.first_name)
 
     @property
     def idle(self) -> int:
@@ -60,9 +69,14 @@ class MixtureOfExperts(nnx.Module):
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
         probability_NxE = jax.nn.softmax(self.router(x_NxD))
         chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k)
-        first, second = self.first[...].astype(x_NxD.dtype), self.down[...].astype(x_NxD.dtype)
+        first, second = (self._matrices(name).astype(x_NxD.dtype) for name in (self.first_name, "down"))
         y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, first, second, self.activate)
         return y_NxD.reshape(x_BxLxD.shape), balance_of(probability_NxE, chosen_NxK)
+
+    def _matrices(self, name: str) -> jax.Array:
+        """The experts' matrices of one kind, with their adapters where they have any."""
+        kernel_ExIxO, adapter = getattr(self, name)[...], getattr(self, name + ADAPTER, None)
+        return kernel_ExIxO if adapter is None else adapter.merged(kernel_ExIxO)
 
 
 def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:

@@ -14,9 +14,3 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raises ValueError for a value that is none of the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
-
-
-def check_built(name: str, value: object, built: object) -> None:
-    """Raises ValueError for a value that asks for what is not there yet."""
-    if value != built:
-        raise ValueError(f"{name} is {value!r}: not built yet; leave it out, or set it to {built!r}, which is built")

@@ -1,5 +1,6 @@
 """A decoder-only Transformer."""
 
+from collections.abc import Iterator
 from typing import Any, overload
 
 import jax
@@ -12,6 +13,7 @@ from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.dropout import Dropout
 from roxxel_dist.model.feedforward import FeedForward
+from roxxel_dist.model.lora import LoRAParam
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.moe import MixtureOfExperts
 from roxxel_dist.model.norm import make_norm
@@ -172,7 +174,7 @@ class Transformer(nnx.Module):
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations that a training step does for a token of a row of `length`.
 
-        6 a parameter that multiplies it, and 6 for each product of a query and a key or value of attention (Chowdhery
+        6 a parameter that multiplies it (4 of one that adapters stand beside: it has no gradient), and 6 for each product of a query and a key or value of attention (Chowdhery
         et al., "PaLM", 2022, appendix B): with a window those that it reaches, without one all of the row.
         Of experts those parameters count that a token goes through.
         """
@@ -182,7 +184,13 @@ class Transformer(nnx.Module):
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding[...].size
         pairs = sum(block.attention.pair_products for block in self.blocks)
-        return 6.0 * (parameters - looked_up) + 6.0 * pairs * min(length, self.config.window or length)
+        adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, LoRAParam)))
+        of_weights = 4.0 * (parameters - looked_up) + 2.0 * adapters if adapters else 6.0 * (parameters - looked_up)
+        return of_weights + 6.0 * pairs * min(length, self.config.window or length)
+
+    def modules(self) -> Iterator[nnx.Module]:
+        """The model and every module in it."""
+        return (module for _, module in nnx.iter_modules(self))
 
 
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:

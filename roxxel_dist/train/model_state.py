@@ -38,12 +38,18 @@ class ModelState:
 
     @property
     def params(self) -> dict[str, jax.Array]:
-        """Parameters by name."""
+        """Parameters by name; of a model with adapters, the adapters."""
         return self._state.params
+
+    @property
+    def frozen(self) -> dict[str, jax.Array]:
+        """Parameters that are not trained, by name; none without adapters."""
+        return {name: self._settings[name] for name in self._parts.frozen.names}
 
     def flops_per_token(self) -> Callable[[int], float]:
         """(tokens a row) -> floating-point operations of a step, for a token: as the module says, or 6 a parameter."""
         usual = 6.0 * sum(leaf.size for leaf in self.params.values())
+        usual += 4.0 * sum(leaf.size for leaf in self.frozen.values())  # there is no gradient of them
         # Asked for at every row, and a module may walk through all of its parameters to answer.
         return cache(getattr(self.model, "flops_per_token", lambda length: usual))
 

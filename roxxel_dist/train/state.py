@@ -1,11 +1,6 @@
-"""A module as flat leaves, and the state of a run made of them, straight into its shards.
+"""The state of a run, made of a module's leaves (see `parts.py`) straight into its shards."""
 
-The model is split once. Its leaves travel as dictionaries from a parameter's name to its array, which cost a fraction
-of what NNX states or objects cost at the border of a jitted call, and are merged into a module again while tracing.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.sharding import parameter_sharding
-from roxxel_dist.model.setting import Setting
 from roxxel_dist.train.health import Health, healthy
-
-Leaves = dict[str, jax.Array]
+from roxxel_dist.train.parts import Leaves, ModelParts, named_leaves, take_apart
 
 
 class TrainState(NamedTuple):
@@ -36,94 +29,6 @@ class TrainState(NamedTuple):
     opt_state: Any
     health: Health
     """What is known of bad steps."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One kind of a module's variables: the names of its leaves and the tree that they make."""
-
-    names: tuple[str, ...]
-    tree: Any
-    asked: tuple[P | None, ...]
-    """How the module asks each leaf to be partitioned, in names of mesh axes."""
-
-    def state(self, leaves: Mapping[str, Any]) -> Any:
-        """The NNX state made of these leaves; others are left out."""
-        return jax.tree.unflatten(self.tree, [leaves[name] for name in self.names])
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """A module taken apart: what does not change while training, in its two modes."""
-
-    training: Any
-    """Graph definition with dropout on."""
-    evaluating: Any
-    """Graph definition with dropout off."""
-    params: Part
-    rest: Part
-    settings: Part
-
-    def merge(
-        self, params: Mapping[str, Any], rest: Mapping[str, Any], settings: Mapping[str, Any], *, training: bool
-    ) -> Any:
-        """The module made of these leaves. `settings` may hold more than the model's."""
-        graphdef = self.training if training else self.evaluating
-        return nnx.merge(graphdef, self.params.state(params), self.settings.state(settings), self.rest.state(rest))
-
-    def rest_of(self, model: nnx.Module) -> Leaves:
-        """What a merged module holds beside parameters and settings, after it was called.
-
-        Variables that the call added (NNX's intermediates) are left out: the state keeps its shape.
-        """
-        leaves = _named(_split(model)[3])[1]
-        return {name: leaves[name] for name in self.rest.names}
-
-
-def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves, Leaves]:
-    """(what does not change, parameters, the rest, settings) of a module, each by name; the module is left alone.
-
-    Raises:
-        ValueError: two leaves have one name.
-    """
-    twin = nnx.merge(*nnx.split(model))
-    twin.eval()
-    evaluating = nnx.split(twin)[0]
-    twin.train()
-    training, *states = _split(twin)
-    (params, param_leaves), (settings, setting_leaves), (rest, rest_leaves) = (_named(state) for state in states)
-    return ModelParts(training, evaluating, params, rest, settings), param_leaves, rest_leaves, setting_leaves
-
-
-def _split(model: nnx.Module) -> Any:
-    """(graph definition, parameters, settings, rest)."""
-    return nnx.split(model, nnx.Param, Setting, ...)
-
-
-def _named(state: Any) -> tuple[Part, dict[str, Any]]:
-    """The leaves of an NNX state by name, such as "blocks.0.attention.qkv.kernel", in the tree's order."""
-    leaves: dict[str, Any] = {}
-    asked = []
-    variables, _ = jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for path, variable in variables:
-        for inner, leaf in jax.tree.leaves_with_path(variable):
-            inside = inner[1:] if isinstance(variable, nnx.Variable) else inner  # the first is "value"
-            name = jax.tree_util.keystr((*path, *inside), simple=True, separator=".")
-            if name in leaves:
-                raise ValueError(
-                    f"two of the module's arrays are called {name}: rename an attribute or a key with a dot"
-                )
-            leaves[name] = leaf
-            asked.append(_asked(variable))
-    return Part(tuple(leaves), jax.tree.structure(state), tuple(asked)), leaves
-
-
-def _asked(variable: Any) -> P | None:
-    """The partitioning in a variable's metadata, logical axes resolved by NNX's rules; None where there is none."""
-    wanted = variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
-    if not wanted:
-        return None
-    return wanted.spec if isinstance(wanted, NamedSharding) else nnx.get_partition_spec(variable).get_value()
 
 
 def init_state(
@@ -148,10 +53,12 @@ def init_state(
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
         restored: the state will be read from a checkpoint: of a callable's parameters, and of all moments, nothing is
             computed; `jax.ShapeDtypeStruct`s with shardings stand for them.
-        load: gives the parameters, placed as those that it is shown, instead of the ones the module begins with.
+        load: gives the parameters, placed as those that it is shown, instead of the ones the module begins with. Of a
+            module with adapters it gives what is frozen, for a state that is restored too.
 
     Returns:
-        What does not change, the state, and the module's settings: float32[] scalars by name, inputs of every step.
+        What does not change, the state, and the inputs of every step by name: the module's settings, float32[] scalars,
+        and what is frozen of its parameters.
 
     Raises:
         ValueError: a module asks for a mesh axis that is not there, or that does not divide.
@@ -160,21 +67,23 @@ def init_state(
     if isinstance(model, nnx.Module):
         parts, params, rest, settings = take_apart(model)
         places = _places(parts, params | settings | rest, mesh, fsdp)
-        leaves = {name: _spread(_cast(leaf), places[name]) for name, leaf in (settings | rest).items()}
-        leaves |= {name: _spread(_cast(leaf, dtype), places[name]) for name, leaf in params.items()}
+        weights = _weights(parts)
+        leaves = {
+            name: _spread(_cast(leaf, dtype if name in weights else None), places[name])
+            for name, leaf in (params | settings | rest).items()
+        }
     else:
         parts, shapes, programs = _trace(model, mesh, dtype)
         places, leaves = _places(parts, shapes, mesh, fsdp), {}
+        given = set(parts.params.names) if restored else set()
+        given |= set(_loaded(parts)) if load is not None else set()
         with jax.set_mesh(mesh):
-            for program in programs(places, restored or load is not None):
+            for program in programs(places, given):
                 leaves |= program()
-        for name in set(parts.params.names) - set(leaves):
-            leaves[name] = _described(shapes[name], places[name], dtype)
-    params, settings, rest = (
-        {name: leaves[name] for name in part.names} for part in (parts.params, parts.settings, parts.rest)
-    )
-    if load is not None:
-        params = load(params)
+        leaves |= {name: _described(shapes[name], places[name], dtype) for name in given}
+    if load is not None and (parts.frozen.names or not restored):
+        leaves |= load({name: leaves[name] for name in _loaded(parts)})
+    params, rest, settings = _sorted(parts, leaves)
     program = _optimizer_program(init_optimizer, params, mesh)
     opt_state = program.eval_shape(params) if restored else program(params)
     everywhere = NamedSharding(mesh, P())
@@ -188,14 +97,30 @@ def abstract_state(
     """What `init_state` gives, as `jax.ShapeDtypeStruct`s with shardings: nothing is computed. It raises the same."""
     parts, shapes, _ = _trace(model, mesh, dtype)
     places = _places(parts, shapes, mesh, fsdp)
-    params, settings, rest = (
-        {name: _described(shapes[name], places[name], dtype if part is parts.params else None) for name in part.names}
-        for part in (parts.params, parts.settings, parts.rest)
-    )
+    weights = _weights(parts)
+    leaves = {name: _described(shapes[name], places[name], dtype if name in weights else None) for name in shapes}
+    params, rest, settings = _sorted(parts, leaves)
     opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
     everywhere = NamedSharding(mesh, P())
     step, health = jax.tree.map(lambda x: _described(x, everywhere), (jnp.zeros((), jnp.int32), healthy()))
     return parts, TrainState(step, params, rest, opt_state, health), settings
+
+
+def _weights(parts: ModelParts) -> frozenset[str]:
+    """The names of all parameters."""
+    return frozenset(parts.params.names + parts.frozen.names)
+
+
+def _loaded(parts: ModelParts) -> tuple[str, ...]:
+    """The names of what another run's weights stand in for."""
+    return parts.frozen.names or parts.params.names
+
+
+def _sorted(parts: ModelParts, leaves: Mapping[str, Any]) -> tuple[Leaves, Leaves, Leaves]:
+    """(parameters, the rest, inputs of every step) of all leaves."""
+    names = parts.params.names, parts.rest.names, parts.frozen.names + parts.settings.names
+    params, rest, settings = ({name: leaves[name] for name in some} for some in names)
+    return params, rest, settings
 
 
 def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
@@ -206,7 +131,7 @@ def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
 def _trace(
     build: Callable[[], nnx.Module], mesh: Mesh, dtype: Any
 ) -> tuple[ModelParts, dict[str, Any], Callable[..., list[Callable[[], Leaves]]]]:
-    """(what does not change, shapes by name, places to the programs that fill them) of a module yet to be made.
+    """(what does not change, shapes by name, places to the programs that fill them but for what is given) of a module yet to be made.
 
     The module is traced once, and nothing of it is computed.
     """
@@ -225,23 +150,25 @@ def _trace(
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         closed, (graphdef, state) = jax.make_jaxpr(split, return_shape=True)()
     parts = take_apart(nnx.merge(graphdef, state))[0]
-    shapes = _named(state)[1]
+    weights = _weights(parts)
+    shapes = named_leaves(state)[1]
 
     def make(chosen: Sequence[str]) -> Leaves:
         values = dict(zip(shapes, jaxpr_as_fun(closed)(), strict=True))
-        return {name: _cast(values[name], dtype if name in parts.params.names else None) for name in chosen}
+        return {name: _cast(values[name], dtype if name in weights else None) for name in chosen}
 
     # XLA for CPU schedules for parallel work unless told otherwise, with scratch memory for many random arrays at once.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
 
     # Settings by a program of their own: they are constants in it, and the large one is then the same for all rates.
-    def programs(places: Mapping[str, NamedSharding], restored: bool = False) -> list[Callable[[], Leaves]]:
+    def programs(places: Mapping[str, NamedSharding], given: Collection[str] = ()) -> list[Callable[[], Leaves]]:
+        computed = (*parts.params.names, *parts.frozen.names, *parts.rest.names)
         return [
             jax.jit(
                 partial(make, chosen), out_shardings={name: places[name] for name in chosen}, compiler_options=options
             )
-            for chosen in (parts.settings.names, (() if restored else parts.params.names) + parts.rest.names)
+            for chosen in (parts.settings.names, tuple(name for name in computed if name not in given))
             if chosen
         ]
 
@@ -259,8 +186,10 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
 def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
     """Where each leaf lies, by name; the rule for parameters is for no others."""
     return {
-        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and part is parts.params)
-        for part in (parts.params, parts.settings, parts.rest)
+        name: parameter_sharding(
+            name, jnp.shape(shapes[name]), mesh, asked, fsdp and part in (parts.params, parts.frozen)
+        )
+        for part in (parts.params, parts.frozen, parts.settings, parts.rest)
         for name, asked in zip(part.names, part.asked, strict=True)
     }
 

@@ -102,7 +102,7 @@ def make_step(
     """
 
     def loss_of(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> tuple[jax.Array, Any]:
-        model = parts.merge(cast(params, compute_dtype), rest, settings, training=True)
+        model = parts.merge(params, rest, settings, training=True, dtype=compute_dtype)
         found = unpack_loss(loss_fn(model, batch))
         return found.minimized, (parts.rest_of(model), found)
 
@@ -136,13 +136,6 @@ def make_step(
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
     everywhere = NamedSharding(sharding.mesh, P())
     return jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere))
-
-
-def cast(params: Leaves, dtype: Any) -> Leaves:
-    """Floating parameters as `dtype`; as they are for None."""
-    if dtype is None:
-        return params
-    return {name: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p for name, p in params.items()}
 
 
 def accumulate(
@@ -181,7 +174,7 @@ def make_eval_step(
     """
 
     def evaluate(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> dict[str, jax.Array]:
-        model = parts.merge(cast(params, compute_dtype), rest, settings, training=False)
+        model = parts.merge(params, rest, settings, training=False, dtype=compute_dtype)
         found = unpack_loss(loss_fn(model, batch))
         told = {"loss": found.loss, **{name: v for name, v in found.scalars.items() if name == BALANCE}}
         return jax.tree.map(jnp.float32, told)
