@@ -59,6 +59,9 @@ def usage_errors() -> Iterator[None]:
 class _Methods:
     """What a `Config` can do besides holding fields."""
 
+    of_run: tuple[str, str | None] | None = None
+    """Of a config that was read from a run's config.yaml: the run, and its init_from; none if it has adapters."""
+
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.
 
@@ -112,7 +115,11 @@ class _Methods:
         Raises:
             ValueError: no such file, not YAML, or what `from_dict` says.
         """
-        return cls.from_dict(load_yaml(path), str(path))
+        values = load_yaml(path)
+        config = cls.from_dict(values, str(path))
+        if RECORD in values and not config.use_lora:
+            config.of_run = str(Path(path).parent), config.init_from
+        return config
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Any:

@@ -28,9 +28,9 @@ from roxxel_dist.lineage import config_at, data_at, saved_config
 from roxxel_dist.reading import validation_sets
 from roxxel_dist.report.validation import deviations, logged_losses
 from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.train.base import opened
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.fork import opened
 from roxxel_dist.train.origin import RunStep, run_step
 from roxxel_dist.train.replay import Replay
 

@@ -26,13 +26,14 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.find_lr import find_lr
-from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config
+from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields, describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.cursor import read_cursor, write_cursor
 from roxxel_dist.train.curve import plot_losses
+from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.origin import Origin
 from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
@@ -49,6 +50,8 @@ class Experiment:
     """
 
     def __init__(self, config: Any) -> None:
+        with usage_errors():
+            config, self._told = with_base(config)
         self.config = dataclasses.replace(config, **absolute_paths(config))
         self.stopped = False
 
@@ -191,7 +194,7 @@ class Experiment:
         """What a person or a later command needs to know about this run."""
         data = made.data
         say = trainer.logger.text
-        summary = summarize(trainer.state.params, trainer.state.optimizer)
+        summary = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
         if not trainer.finished:
             place = str(Path(data_path).absolute()) if data_path else str((run / DATA).absolute())
             record = describe_environment() | {"data_path": place, "corpus": data.fingerprint} | trainer.start.record
@@ -202,13 +205,18 @@ class Experiment:
                 this |= {"bits": record["bits"], "changed_from": changed_from(saved, self.config)}
                 resumes = [*before.get("resumes", []), this]
                 record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
+                record |= {FROM: this[FROM]} if FROM in this else {}  # where the base is now
             # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
             write_cursor(run, trainer.start_step, trainer.last_step, finished=False)
             self.config.save_yaml(run / CONFIG, record)
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
             write_file(run / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
-        say(f"model: {summary['parameters']:,} parameters, {num_devices(trainer.mesh)} device(s), run directory {run}")
+        trained, of_all = summary["trainable_parameters"], summary["parameters"]
+        some = "" if trained == of_all else f" ({trained:,} of them trained, {trained / of_all:.2%})"
+        say(f"model: {of_all:,} parameters{some}, {num_devices(trainer.mesh)} device(s), run directory {run}")
+        if self._told:
+            say(self._told)
         train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
         parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
         say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")

@@ -8,9 +8,10 @@ from typing import Any
 from roxxel_dist.assemble import folder_for_now, open_corpus, recipe
 from roxxel_dist.cluster.process import initialize, make_deterministic, pin_threads
 from roxxel_dist.config import usage_errors
+from roxxel_dist.lineage import with_base
 from roxxel_dist.reading import primary_path
+from roxxel_dist.train.base import loader, weights_of
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.fork import loader, weights_of
 from roxxel_dist.train.lr_finder import suggest, sweep_rates
 from roxxel_dist.train.lr_sweep import sweep, sweep_stream
 from roxxel_dist.train.state import Leaves
@@ -21,6 +22,7 @@ def find_lr(
 ) -> tuple[float, list[float], list[float]]:
     """See `Experiment.find_lr`."""
     with usage_errors():
+        config, _ = with_base(config)
         config.validate()
         rates = sweep_rates(min_lr, max_lr, num_steps)
         data_path = primary_path(config, data_path)

@@ -123,6 +123,8 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
+    if "init_from" not in dict(_flags(words)):
+        config.of_run = base.of_run
     config.validate()
     return args, config
 

@@ -1,5 +1,6 @@
 """What is taken over from a run by one that comes from it, or repeats it: its config, its data, its tokenizer."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ def saved_config(run: Path) -> dict[str, Any]:
 
 def changed_from(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """What the saved config of a run says otherwise than the one that it is resumed with: the old values by name."""
-    return {name: saved[name] for name, now in config.to_dict().items() if name in saved and saved[name] != now}
+    # A base that was moved is where it is now for older steps too.
+    fields = {name: now for name, now in config.to_dict().items() if name != "init_from"}
+    return {name: saved[name] for name, now in fields.items() if name in saved and saved[name] != now}
 
 
 def config_at(saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -70,6 +73,28 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> RunStep |
     if not (given.run / CONFIG).exists():
         raise ValueError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
     return given
+
+
+def with_base(config: Any) -> tuple[Any, str]:
+    """(the config with an `init_from` if it wants adapters, a line for people if that was found for it).
+
+    Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant.
+
+    Raises:
+        ValueError: there is no run whose weights the adapters could stand on.
+    """
+    if not config.use_lora or config.model is not None:
+        return config, ""
+    if config.of_run is not None and config.init_from == config.of_run[1]:
+        run = config.of_run[0]
+        told = f"init_from is {run}: the config is that run's, with use_lora turned on"
+        return dataclasses.replace(config, init_from=run), told
+    if config.init_from is None:
+        raise ValueError(
+            "use_lora is True, and init_from names no run: adapters stand on weights that are trained already, so add "
+            "--init_from RUN, or --config RUN/config.yaml"
+        )
+    return config, ""
 
 
 def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:

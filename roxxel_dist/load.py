@@ -13,6 +13,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.generate import generate
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
+from roxxel_dist.train.base import below
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.state import take_apart
 
@@ -39,6 +40,9 @@ def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokeniz
         model = nnx.jit(model_builder(config))()
         parts, params, rest, settings = take_apart(model)
         restored = checkpointer.restore_params(newest if step is None else step, params)
+        base = below(checkpointer.meta(newest if step is None else step), config.init_from)
+        if base is not None and parts.frozen.names:
+            settings |= base({name: settings[name] for name in parts.frozen.names})
     finally:
         checkpointer.close()
     return (

@@ -14,7 +14,7 @@ from roxxel_dist.model.parts import by_part
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
-FREE_MODEL_FIELDS = ("dropout_rate", "gradient_checkpointing", "alpha_balance", "inference")
+FREE_MODEL_FIELDS = ("dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference")
 """Of the model, what a resumed run may change."""
 DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_fraction", "tokenizer_type")
 """What decides which tokens a step reads."""
@@ -53,16 +53,19 @@ def _git(folder: Path, *words: str) -> str:
     ).stdout.strip()
 
 
-def summarize(params: dict[str, jax.Array], opt_state: Any) -> dict[str, Any]:
-    """Sizes of a model: parameters in all and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
+def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
+    """Sizes of a model: parameters in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes),
+    dtype.
 
     Of arrays that are cut over devices or processes, the whole counts, once.
     """
-    leaves = list(params.values())
+    weights = frozen | params
+    leaves = list(weights.values())
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
     return {
         "parameters": sum(leaf.size for leaf in leaves),
-        "parameters_by_part": by_part(params),
+        "trainable_parameters": sum(leaf.size for leaf in params.values()),
+        "parameters_by_part": by_part(weights),
         "weights_mem_MB": sum(leaf.nbytes for leaf in leaves) / MB,
         "optimizer_mem_MB": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / MB,
         "dtype": dtypes[0] if len(dtypes) == 1 else ", ".join(dtypes),
@@ -80,6 +83,8 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, w
     fixed = {"model"} | shape
     fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
     fixed -= set(AMENDABLE) if amend else set()
+    if "fingerprint" in saved.get("record", {}).get("initialized_from", {}):
+        fixed.discard("init_from")  # what adapters stand on may be moved: it is known again by that
     changed, other = [], whose or "the run that shall be resumed"
     for name, value in config.to_dict().items():
         if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):

@@ -116,6 +116,11 @@ def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     return (jnp.float32(kernel) + scale * product).astype(kernel.dtype)
 
 
+def target_of(adapter: str) -> str:
+    """The name of the array that an adapter is for: of "blocks.0.attention.qkv" it is its "kernel"."""
+    return adapter.removesuffix(ADAPTER) if adapter.endswith(ADAPTER) else f"{adapter}.kernel"
+
+
 def scales_of(model: nnx.Module) -> dict[str, float]:
     """Of every adapter of a model by its name, such as "blocks.0.attention.qkv": alpha / rank."""
     return {
@@ -134,6 +139,6 @@ def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> di
     """
     plain = {name: array for name, array in params.items() if not name.endswith((A, B))}
     for name, scale in scales.items():
-        target = name.removesuffix(ADAPTER) if name.endswith(ADAPTER) else f"{name}.kernel"
+        target = target_of(name)
         plain[target] = merged(plain[target], params[name + A], params[name + B], scale)
     return plain

@@ -174,9 +174,9 @@ class Transformer(nnx.Module):
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations that a training step does for a token of a row of `length`.
 
-        6 a parameter that multiplies it (4 of one that adapters stand beside: it has no gradient), and 6 for each product of a query and a key or value of attention (Chowdhery
-        et al., "PaLM", 2022, appendix B): with a window those that it reaches, without one all of the row.
-        Of experts those parameters count that a token goes through.
+        6 a parameter that multiplies it (4 of one that is frozen: it has no gradient), and 6 for each product of a
+        query and a key or value of attention (Chowdhery et al., "PaLM", 2022, appendix B): with a window those that it
+        reaches, without one all of the row. Of experts those parameters count that a token goes through.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
         parameters -= sum(block.feedforward.idle for block in self.blocks)

@@ -16,7 +16,7 @@ from roxxel_dist.cluster.process import enable_compilation_cache, initialize, ma
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.lineage import data_of, saved_config
+from roxxel_dist.lineage import data_of, saved_config, with_base
 from roxxel_dist.model.parts import by_part
 from roxxel_dist.outlook.phase import PhaseOutlook, Speed, cures, look_at, problem, spans, step_memory, usual_speed
 from roxxel_dist.reading import absolute_paths, primary_path, saved_plan
@@ -24,9 +24,9 @@ from roxxel_dist.report.runs import read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import arrays, device_bytes, look_ahead, memory_limit
+from roxxel_dist.train.base import check_weights, weights_of
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.follow import end_of
-from roxxel_dist.train.fork import check_weights, weights_of
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.programs import Programs
@@ -83,6 +83,8 @@ class Outlook:
     """Tokens by name; "" is what is held out."""
     vocab_size: int
     parameters: int
+    trainable_parameters: int
+    """Of them: all but what is frozen beside adapters."""
     parts: Mapping[str, int]
     """Parameters by top-level part of the model."""
     state: Mapping[str, int]
@@ -123,6 +125,7 @@ def outlook(config: Any, data_path: str | Path | None, asked: Asked) -> Outlook:
     """
     with usage_errors():
         saved = _saved(asked.run)
+        config, told = with_base(config)
         config = dataclasses.replace(config, **absolute_paths(config))
         config.validate()
         if config.deterministic:
@@ -141,7 +144,8 @@ def outlook(config: Any, data_path: str | Path | None, asked: Asked) -> Outlook:
             made = recipe(config, held.enter_context(open_corpus(config, path, folder)))
             if made.data.tokenizer is not None:
                 made.data.tokenizer.encode(config.sample_prompt)
-        notes = () if path is None or is_tokens(path) else (f"{path} is text: shards of it were made, and are gone",)
+        notes = (told,) if told else ()
+        notes += () if path is None or is_tokens(path) else (f"{path} is text: shards of it were made, and are gone",)
         return _look(made, asked, notes)
 
 
@@ -179,7 +183,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         weights = None if options.init_from is None else weights_of(options.init_from)
         parts, state, settings = look_ahead(made.build, made.optimizer, mesh, options, plan.total_steps)
         if weights is not None:
-            check_weights(weights, state.params)
+            check_weights(weights, parts.of_base(state.params, settings))
             notes = (*notes, f"the weights are those of {weights}")
         sharding = NamedSharding(mesh, P(mesh.axis_names[0], None))
         programs = Programs(mesh, SIMULATED if asked.devices else None)
@@ -210,12 +214,14 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         )
         for span, one in zip(steps, memory, strict=True)
     ]  # fmt: skip
+    model = ModelState(parts, state, settings)
+    other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
     bytes_of = {
-        "parameters": device_bytes(state.params),
+        "parameters": device_bytes((state.params, model.frozen)),
         "optimizer": device_bytes(state.opt_state),
-        "other": device_bytes((state.step, state.rest, state.health, settings)),
+        "other": device_bytes((state.step, state.rest, state.health, other)),
     }
-    return _outlook(made, asked, plan, mesh, told, speed, state.params, bytes_of, notes)
+    return _outlook(made, asked, plan, mesh, told, speed, model, bytes_of, notes)
 
 
 def _plan(made: Recipe, run: Path | None) -> Plan:
@@ -241,10 +247,11 @@ def _outlook(
     mesh: Mesh,
     phases: Sequence[PhaseOutlook],
     speed: Speed,
-    params: Mapping[str, Any],
+    model: ModelState,
     state: Mapping[str, int],
     notes: tuple[str, ...],
 ) -> Outlook:
+    params = {**model.frozen, **model.params}
     limit = int(asked.device_memory_gb * 1e9) if asked.device_memory_gb else memory_limit(mesh.local_devices)
     last = sum(phase.steps for phase in phases)
     seconds = [phase.seconds for phase in phases if phase.seconds is not None]
@@ -260,6 +267,7 @@ def _outlook(
         validation={name: data.num_tokens for name, data in made.validation.items()},
         vocab_size=made.config.vocab_size,
         parameters=sum(leaf.size for leaf in params.values()),
+        trainable_parameters=sum(leaf.size for leaf in model.params.values()),
         parts=by_part(params),
         state=state,
         arrays=tuple(arrays(params)),

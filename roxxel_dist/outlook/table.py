@@ -42,6 +42,8 @@ def _data(found: Outlook) -> list[str]:
 
 def _model(found: Outlook) -> list[str]:
     rows = [[name, f"{count:,}", f"{count / found.parameters:.1%}"] for name, count in found.parts.items()]
+    if (trained := found.trainable_parameters) < found.parameters:
+        rows.append(["of them trained", f"{trained:,}", f"{trained / found.parameters:.2%}"])
     return _aligned([["parameters", f"{found.parameters:,}", ""], *rows])
 
 

@@ -240,6 +240,10 @@ class CheckpointStore:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
         self._check(step, {"params": like}, whole=False)
 
+    def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
+        return files.parameter_shapes(self._read(step)["shapes"])
+
     def go_back(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.train.base import Base
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer
@@ -22,15 +23,17 @@ class Start:
     step: int
     """Steps done."""
     plan: Plan
-    identity: dict[str, str]
-    """Of the corpus and the curriculum, for the next checkpoints."""
+    identity: dict[str, Any]
+    """Of the corpus and the curriculum, and of what adapters stand on, for the next checkpoints."""
     standing: Standing
     notes: tuple[str, ...] = ()
     """What people should know; where there is anything, the plan is among it."""
     source: RunStep | None = None
     """The checkpoint of another run to restore; its own where None."""
     load: Callable[[Leaves], Leaves] | None = None
-    """Gives a new run the parameters of another one."""
+    """Gives a new run the parameters of another one; a run of adapters, new or not, those that they stand on."""
+    base: Base | None = None
+    """Where those come from."""
     rewritten: dict[str, Any] | None = None
     """What the checkpoint of `step` shall say from now on, as the newest: the run goes back to it."""
     record: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +86,7 @@ def changes(saved: Mapping[str, Any], before: Plan, plan: Plan, optimizer: Optim
 
 
 def to_keep(
-    step: int, plan: Plan, identity: Mapping[str, str], standing: Standing, optimizer: Optimizer
+    step: int, plan: Plan, identity: Mapping[str, Any], standing: Standing, optimizer: Optimizer
 ) -> dict[str, Any]:
     """What a checkpoint after `step` steps says beside its arrays, for `take_up`."""
     schedule = schedule_of(optimizer, plan.total_steps)

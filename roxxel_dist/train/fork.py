@@ -1,8 +1,6 @@
 """How a run begins: anew, at its newest checkpoint, at an older one of its own, or at one of another run."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +8,21 @@ from roxxel_dist.cluster.process import is_primary
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.badstep import BadStep
+from roxxel_dist.train.base import BASE, SCALES, Base, based_on, fingerprint, loader, opened, weights_of
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.cursor import write_cursor
 from roxxel_dist.train.follow import Start, changes, end_of, identity, plan_to_follow, take_up, to_keep
 from roxxel_dist.train.keeper import restore
 from roxxel_dist.train.optimizer import Optimizer
-from roxxel_dist.train.origin import Origin, RunStep, run_step
+from roxxel_dist.train.origin import Origin, RunStep
+from roxxel_dist.train.parts import ModelParts
 from roxxel_dist.train.standing import Standing
-from roxxel_dist.train.state import Leaves, TrainState
+from roxxel_dist.train.state import TrainState
 
 JOB_ENV = "ROXXEL_RUN_ID"
+FROM = "initialized_from"
+"""What a run's record calls the checkpoint that its weights come from."""
 
 
 def begin(
@@ -40,38 +42,14 @@ def begin(
         ValueError: there is no such checkpoint, or it is of another run.
     """
     if origin.from_step is not None:
-        return _back(store, curriculum, optimizer, options, origin, amend=amend)
-    if store.latest_step() is None and origin.fork is not None:
-        return _fork(curriculum, optimizer, options, origin.fork)
-    start = take_up(store, curriculum, optimizer, options, amend=amend)
-    return start if start.step or options.init_from is None else _with_weights(options.init_from, start)
-
-
-@contextlib.contextmanager
-def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
-    """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
-
-    Args:
-        what: what wants it, for messages.
-        wanted: the checkpoint.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
-    store = CheckpointStore(wanted.run / "checkpoints", read_only=True)
-    try:
-        kept = store.steps()
-        if not kept:
-            raise ValueError(f"{what} is {wanted}: {wanted.run} has no checkpoint; name the folder of a run that has")
-        step = kept[-1] if wanted.step is None else wanted.step
-        if step not in kept:
-            raise ValueError(
-                f"{what} is {wanted}: {wanted.run} has no checkpoint of step {step}; kept are {_list(kept)} (a run "
-                f"keeps more with keep_every, keep_steps or max_to_keep)"
-            )
-        yield store, step
-    finally:
-        store.close()
+        start = _back(store, curriculum, optimizer, options, origin, amend=amend)
+    elif store.latest_step() is None and origin.fork is not None:
+        start = _fork(curriculum, optimizer, options, origin.fork)
+    else:
+        start = take_up(store, curriculum, optimizer, options, amend=amend)
+    if start.step:
+        return _on_base(store, start, options.init_from)
+    return start if options.init_from is None else _with_weights(options.init_from, start)
 
 
 def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, wanted: RunStep) -> Start:
@@ -193,47 +171,50 @@ def restore_start(store: CheckpointStore, start: Start, like: TrainState) -> Tra
         return restore(theirs, step, like)
 
 
-def weights_of(init_from: str) -> RunStep:
-    """The checkpoint that a run has its weights from.
-
-    Raises:
-        ValueError: there is none such.
-    """
-    with opened("init_from", run_step(init_from)) as (_, step):
-        return RunStep(run_step(init_from).run, step)
-
-
-@contextlib.contextmanager
-def _weights(wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
-    with opened("init_from", wanted) as found:
-        try:
-            yield found
-        except ValueError as error:
-            raise ValueError(f"init_from is {wanted}: {error}") from error
-
-
-def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
-    """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
-    with _weights(wanted) as (store, step):
-        store.check_params(step, like)
-
-
-def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
-    """What gives the parameters of a checkpoint, placed as those that it is shown; ValueError if of another model."""
-
-    def load(like: Leaves) -> Leaves:
-        with _weights(wanted) as (store, step):
-            return store.restore_params(step, like)
-
-    return load
-
-
 def _with_weights(init_from: str, start: Start) -> Start:
     wanted = weights_of(init_from)
-    step = wanted.step
+    base = Base(wanted.run, wanted.step or 0, init_from)
     told = f"the weights are those of {wanted}; moments, random streams and the position in the data are new"
-    record = {"initialized_from": {"run": str(wanted.run.absolute()), "step": step}}
-    return replace(start, load=loader(wanted), notes=(told, start.plan.describe()), record=record)
+    record = {FROM: {"run": str(wanted.run.absolute()), "step": wanted.step}}
+    return replace(start, load=loader(wanted), base=base, notes=(told, start.plan.describe()), record=record)
+
+
+def _on_base(store: CheckpointStore, start: Start, init_from: str | None) -> Start:
+    """The start of a run whose checkpoint may hold adapters alone: with the weights that they stand on."""
+    if start.source is None:
+        saved = store.meta(start.step)
+    else:
+        with opened("fork", start.source) as (theirs, step):
+            saved = theirs.meta(step)
+    if BASE not in saved:
+        return start
+    base = Base.of(saved[BASE], init_from)
+    return replace(start, load=based_on(base), base=base)
+
+
+def with_adapters(start: Start, parts: ModelParts) -> Start:
+    """The start of a run, with what checkpoints and config of one that trains adapters shall know of their base."""
+    if not parts.frozen.names:
+        return start
+    base, more = start.base, {SCALES: dict(parts.scales)}
+    if base is not None:
+        base = base if base.fingerprint else base._replace(fingerprint=fingerprint(base.place))
+        more[BASE] = base.state()
+    start = replace(
+        start,
+        base=base,
+        identity={**start.identity, **more},
+        rewritten=None if start.rewritten is None else {**start.rewritten, **more},
+    )
+    if base is None:
+        return start
+    told = f"adapters are trained for the weights of {base.place}, which stay as they are"
+    known = {"run": str(base.run.absolute()), "step": base.step, "fingerprint": base.fingerprint}
+    return replace(
+        start,
+        notes=(told, *start.notes) if start.notes else (),
+        record={**start.record, FROM: known},
+    )
 
 
 def _list(steps: list[int]) -> str:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.train.base import below
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import Validation
@@ -53,8 +54,9 @@ class Replay:
     ) -> None:
         dtype = jnp.bfloat16 if options.use_bf16 else None
         parts, state, self._settings = init_state(
-            build, lambda params: {}, mesh, fsdp=options.fsdp, dtype=dtype, restored=True
-        )
+            build, lambda params: {}, mesh, fsdp=options.fsdp, dtype=dtype, restored=True,
+            load=below(store.meta(step), options.init_from),
+        )  # fmt: skip
         self._shape, self._one_in_flight = shape, InFlight(mesh).limit == 1
         self._programs = Programs(mesh)
         try:

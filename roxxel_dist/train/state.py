@@ -131,9 +131,9 @@ def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
 def _trace(
     build: Callable[[], nnx.Module], mesh: Mesh, dtype: Any
 ) -> tuple[ModelParts, dict[str, Any], Callable[..., list[Callable[[], Leaves]]]]:
-    """(what does not change, shapes by name, places to the programs that fill them but for what is given) of a module yet to be made.
+    """(what does not change, shapes by name, places to the programs that fill them) of a module yet to be made.
 
-    The module is traced once, and nothing of it is computed.
+    The module is traced once, and nothing of it is computed. The programs leave out what is given.
     """
 
     def split() -> Any:
@@ -185,10 +185,9 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
 
 def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
     """Where each leaf lies, by name; the rule for parameters is for no others."""
+    weights = _weights(parts)
     return {
-        name: parameter_sharding(
-            name, jnp.shape(shapes[name]), mesh, asked, fsdp and part in (parts.params, parts.frozen)
-        )
+        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and name in weights)
         for part in (parts.params, parts.frozen, parts.settings, parts.rest)
         for name, asked in zip(part.names, part.asked, strict=True)
     }

@@ -25,7 +25,7 @@ from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import HELD_OUT, ask
 from roxxel_dist.train.follow import end_of, to_keep
-from roxxel_dist.train.fork import begin, go_back, restore_start, rewound
+from roxxel_dist.train.fork import begin, go_back, restore_start, rewound, with_adapters
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
 from roxxel_dist.train.log_queue import LogQueue, Tracker
@@ -107,7 +107,8 @@ class Trainer:
                 model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp,
                 dtype=jnp.bfloat16 if self.options.use_bf16 else None, restored=start.step > 0, load=start.load,
             )  # fmt: skip
-            self.start, self.plan, self._standing = start, start.plan, start.standing
+            self.start = start = with_adapters(start, self._parts)
+            self.plan, self._standing = start.plan, start.standing
             self.start_step, self.step, self.stopped = start.step, start.step, False
             self.last_step = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}

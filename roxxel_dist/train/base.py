@@ -1,0 +1,238 @@
+"""The run whose weights another one begins with or, with adapters, stands on.
+
+A checkpoint of adapters holds nothing of what they stand on: it names the run and the step, and keeps a fingerprint of
+the weights, by which they are known again wherever the run has been moved to.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.process import agree, is_primary
+from roxxel_dist.model.lora import A, B, merged, target_of
+from roxxel_dist.train import checkpoint_files as files
+from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.origin import RunStep, run_step
+from roxxel_dist.train.parts import Leaves
+
+BASE, SCALES = "base", "scales"
+"""What a checkpoint of adapters says beside its arrays: what they stand on, and what each of them counts."""
+READ_AT_ONCE = 1 << 28
+"""Bytes of weights in memory, as a rule, while their fingerprint is taken."""
+READ_LIMIT_S = 3600.0
+
+
+class Base(NamedTuple):
+    """Weights of another run."""
+
+    run: Path
+    step: int
+    asked: str
+    """The `init_from` that named it."""
+    fingerprint: str = ""
+    """Of its weights; empty where nobody needs to know them again."""
+
+    @property
+    def place(self) -> RunStep:
+        """The run and the step."""
+        return RunStep(self.run, self.step)
+
+    def state(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "run": str(self.run.absolute())}
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], init_from: str | None = None) -> "Base":
+        """From what a checkpoint keeps.
+
+        Args:
+            saved: its `state()`.
+            init_from: where the run looks for it now; another text than then names its new place.
+        """
+        base = cls(**{**saved, "run": Path(saved["run"])})
+        if init_from is None or init_from == base.asked:
+            return base
+        moved = run_step(init_from)
+        return base._replace(run=moved.run, step=base.step if moved.step is None else moved.step, asked=init_from)
+
+
+@contextlib.contextmanager
+def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
+    """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
+
+    Args:
+        what: what wants it, for messages.
+        wanted: the checkpoint.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    store = CheckpointStore(wanted.run / "checkpoints", read_only=True)
+    try:
+        kept = store.steps()
+        if not kept:
+            raise ValueError(f"{what} is {wanted}: {wanted.run} has no checkpoint; name the folder of a run that has")
+        step = kept[-1] if wanted.step is None else wanted.step
+        if step not in kept:
+            raise ValueError(
+                f"{what} is {wanted}: {wanted.run} has no checkpoint of step {step}; kept are "
+                f"{', '.join(map(str, kept))} (a run keeps more with keep_every, keep_steps or max_to_keep)"
+            )
+        yield store, step
+    finally:
+        store.close()
+
+
+def weights_of(init_from: str) -> RunStep:
+    """The checkpoint that a run has its weights from.
+
+    Raises:
+        ValueError: there is none such.
+    """
+    with opened("init_from", run_step(init_from)) as (_, step):
+        return RunStep(run_step(init_from).run, step)
+
+
+@contextlib.contextmanager
+def _weights(wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
+    with opened("init_from", wanted) as found:
+        try:
+            yield found
+        except ValueError as error:
+            raise ValueError(f"init_from is {wanted}: {error}") from error
+
+
+def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
+    """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
+    with _weights(wanted) as (store, step):
+        base = _stands_on(store.meta(step))
+        if base is None:
+            store.check_params(step, like)
+    if base is not None:
+        check_weights(base.place, like)
+
+
+def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
+    """What gives the parameters of a checkpoint, placed as those that it is shown; ValueError if of another model.
+
+    Of a run of adapters they are the merged ones.
+    """
+
+    def load(like: Leaves) -> Leaves:
+        with _weights(wanted) as (store, step):
+            saved = store.meta(step)
+            base = _stands_on(saved)
+            if base is None:
+                return store.restore_params(step, like)
+            plain = based_on(base)(like)
+            names = [name + end for name in saved[SCALES] for end in (A, B)]
+            wanted_shapes = store.param_shapes(step)
+            whole = {name: _whole(wanted_shapes[name], like) for name in names}
+            return _merged(plain, store.restore_params(step, whole), saved[SCALES])
+
+    return load
+
+
+def _stands_on(saved: Mapping[str, Any]) -> Base | None:
+    """What the weights of a checkpoint stand on; None where it holds all of them.
+
+    Raises:
+        ValueError: they stand on what a function of the user's makes.
+    """
+    if SCALES not in saved:
+        return None
+    if BASE not in saved:
+        raise ValueError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
+    return Base.of(saved[BASE])
+
+
+def _whole(shape: jax.ShapeDtypeStruct, like: Leaves) -> Any:
+    """The shape, all of it wherever `like` is."""
+    place = next(iter(like.values())).sharding
+    place = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+
+def _merged(plain: Leaves, adapters: Leaves, scales: Mapping[str, float]) -> Leaves:
+    """`merge_adapters`, each kernel where it lies."""
+    result = dict(plain)
+    for name, scale in scales.items():
+        target = target_of(name)
+        add = jax.jit(merged, out_shardings=plain[target].sharding, static_argnums=3)
+        result[target] = add(plain[target], adapters[name + A], adapters[name + B], scale)
+    return result
+
+
+def below(saved: Mapping[str, Any], init_from: str | None) -> Callable[[Leaves], Leaves] | None:
+    """What gives the weights that the adapters of a checkpoint stand on; None where it holds all weights.
+
+    Args:
+        saved: what the checkpoint says beside its arrays.
+        init_from: of the run, now.
+    """
+    return based_on(Base.of(saved[BASE], init_from)) if BASE in saved else None
+
+
+def based_on(base: Base) -> Callable[[Leaves], Leaves]:
+    """What gives the weights that adapters stand on, as `loader` does; it asks for them when it is called.
+
+    Raises, then:
+        ValueError: they are gone, or others.
+    """
+
+    def load(like: Leaves) -> Leaves:
+        cure = f"put {base.place} back or, if it was moved, name its new place: resume with --init_from NEW_PLACE"
+        try:
+            found = fingerprint(base.place)
+        except ValueError as error:
+            raise ValueError(f"the weights that the adapters stand on are gone ({error}): {cure}") from error
+        if base.fingerprint and found != base.fingerprint:
+            raise ValueError(
+                f"init_from is {base.place}: its weights are not those that the adapters were trained for "
+                f"({base.fingerprint}, now {found}): {cure}"
+            )
+        return loader(base.place)(like)
+
+    return load
+
+
+def fingerprint(wanted: RunStep) -> str:
+    """Of the weights of a checkpoint: 16 letters, the same on every rank. Rank 0 reads them.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it cannot be read.
+    """
+    with opened("init_from", wanted) as (store, step):
+        text = ""
+        if is_primary():
+            try:
+                text = "=" + fingerprint_of(store.folder / str(step), store.param_shapes(step))
+            except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
+                text = files.cause(error)
+        text = agree("fingerprint of the base", text, READ_LIMIT_S)
+    if not text.startswith("="):
+        raise ValueError(f"init_from is {wanted}: its weights cannot be read ({text})")
+    return text[1:]
+
+
+def fingerprint_of(checkpoint: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """The SHA-256, cut, of the names, shapes, types and bytes of a checkpoint's parameters."""
+    digest = hashlib.sha256()
+    sizes = itertools.accumulate(math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes))
+    parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
+    for _, names in parcels:
+        arrays = files.read_params(checkpoint, {name: shapes[name] for name, _ in names})
+        for name in sorted(arrays):
+            array = np.ascontiguousarray(arrays[name])
+            digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:16]
