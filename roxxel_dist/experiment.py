@@ -147,7 +147,9 @@ class Experiment:
     def _was_finished(self, run: Path, saved: dict[str, Any]) -> bool:
         """Say so, if it was: then nothing else matters, the data may be gone."""
         cursor = read_cursor(run)
-        same = all(saved.get(name) == getattr(self.config, name) for name in ("max_steps", "patience"))
+        # A base that was moved is looked for, and written down, though nothing is trained any more.
+        names = ("max_steps", "patience", "init_from")
+        same = all(saved.get(name) == getattr(self.config, name) for name in names)
         step = str(cursor.get("step", "")) if cursor.get("finished") and same else ""
         step = agree("step at which the run was finished", step)
         if step and is_primary():
@@ -195,7 +197,8 @@ class Experiment:
         data = made.data
         say = trainer.logger.text
         summary = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
-        if not trainer.finished:
+        moved = saved.get("init_from") != self.config.init_from
+        if moved or not trainer.finished:
             place = str(Path(data_path).absolute()) if data_path else str((run / DATA).absolute())
             record = describe_environment() | {"data_path": place, "corpus": data.fingerprint} | trainer.start.record
             record["bits"] = what_decides_bits()
@@ -205,9 +208,9 @@ class Experiment:
                 this |= {"bits": record["bits"], "changed_from": changed_from(saved, self.config)}
                 resumes = [*before.get("resumes", []), this]
                 record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
-                record |= {FROM: this[FROM]} if FROM in this else {}  # where the base is now
+                record |= {FROM: dict(this[FROM])} if FROM in this else {}  # where the base is now
             # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
-            write_cursor(run, trainer.start_step, trainer.last_step, finished=False)
+            write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
             self.config.save_yaml(run / CONFIG, record)
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)

@@ -76,7 +76,14 @@ def test_a_missing_file_is_told(tmp_path):
         ({"pos_encoding": "alibi"}, "pos_encoding is 'alibi': it must be one of rotary, absolute, learned, none"),
         ({"sliding_window": True, "context_window": 0}, "context_window is 0: it must be at least 1"),
         ({"activation": "swish"}, "activation is 'swish': it must be one of silu, gelu"),
-        ({"use_lora": True, "lora_rank": 4}, "use_lora is True: not built yet; leave it out, or set it to False"),
+        ({"use_lora": True, "lora_rank": 0}, "lora_rank is 0: it must be at least 1"),
+        ({"use_lora": True, "lora_alpha": 0}, "lora_alpha is 0: it must be above 0"),
+        ({"use_lora": True, "lora_dropout": 1}, "lora_dropout is 1: it must be at least 0 and below 1"),
+        ({"use_lora": True, "lora_targets": "heads"}, "lora_targets is 'heads': it must be one of attention, mlp, all"),
+        (
+            {"use_lora": True, "lora_targets": "mlp", "use_moe": True, "lora_dropout": 0.1},
+            r"lora_dropout is 0.1: adapters of experts \(use_moe, lora_targets mlp\) have none",
+        ),
         ({"n_experts": "four"}, "n_experts is 'four': it must be a whole number"),
     ],
 )

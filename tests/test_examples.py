@@ -212,5 +212,5 @@ def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
         [*train, "--use_lora", "True"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
     )
     assert refused.returncode == 2
-    assert "use_lora is True: not built yet" in refused.stderr
+    assert "use_lora is True, and init_from names no run" in refused.stderr
     assert "Traceback" not in refused.stderr

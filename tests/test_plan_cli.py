@@ -73,7 +73,7 @@ MISTAKES = [
     ([*WORDS, "--vocab_size", "100"], "vocab_size is 100, but the data has 257 tokens"),
     ([*WORDS, "--n_devices", "9"], "n_devices is 9, but 8 device(s) are here"),
     ([*WORDS, "--warmup_steps", "4"], "warmup_steps is 4: it must be below"),
-    ([*WORDS, "--use_lora", "True"], "use_lora is True: not built yet"),
+    ([*WORDS, "--use_lora", "True"], "use_lora is True, and init_from names no run"),
     ([*WORDS, "--init_from", "nowhere"], "init_from is nowhere: nowhere has no checkpoint"),
     ([*WORDS, "--init_from", "run@9"], "run has no checkpoint of step 9; kept are 1"),
     ([*WORDS, "--init_from", "run", "--dim", "32"], "init_from is run@1: the checkpoint of step 1"),

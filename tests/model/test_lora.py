@@ -1,0 +1,111 @@
+"""Low-rank adapters: what they compute, what they are merged to, which parameters are theirs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist.lora import LoRALinear, LoRAParam, merge_adapters
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.state import take_apart
+
+SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "vocab_size": 50, "max_context": 24}
+MLA = {"mla": True, "kv_heads": None, "down_dim_q": 16, "down_dim_kv": 12, "rope_dim": 8}
+MOE = {"use_moe": True, "n_experts": 3, "top_k_mlp": 2}
+VARIANTS = {
+    "attention": {"lora_targets": "attention", "no_sink": True},
+    "plain feed-forward": {"lora_targets": "mlp", "use_swiglu": False},
+    "latent attention, experts": {**MLA, **MOE, "lora_targets": "all"},
+    "latent attention, absorbed": {**MLA, "inference": True},
+}
+
+
+def adapted(**fields):
+    """A model whose adapters count: none of them is zero."""
+    model = Transformer(ModelConfig(**{**SHAPE, "use_lora": True, "lora_rank": 4, **fields}), nnx.Rngs(0, dropout=1))
+    for i, (_, variable) in enumerate(nnx.iter_graph(model)):
+        if isinstance(variable, LoRAParam):
+            variable[...] = jax.random.normal(jax.random.key(i), variable.shape) / 8
+    return model
+
+
+def with_weights(model, params):
+    """The same model with other arrays of these names."""
+    parts, _, rest, settings = take_apart(model)
+    return parts.merge(params, rest, settings, training=False)
+
+
+def tokens(length=20):
+    return jax.random.randint(jax.random.key(7), (2, length), 0, 50)
+
+
+def test_a_layer_is_what_the_paper_says():
+    layer = LoRALinear(6, 5, rank=2, alpha=8.0, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (3, 6))
+    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])  # B is zero at first
+    layer.lora_b[...] = jax.random.normal(jax.random.key(2), (2, 5))
+    kernel, a, b = (np.asarray(one[...], np.float64) for one in (layer.kernel, layer.lora_a, layer.lora_b))
+    whole = kernel + 8.0 / 2 * a @ b
+    np.testing.assert_allclose(layer(x), np.asarray(x, np.float64) @ whole, atol=1e-5)
+    np.testing.assert_allclose(layer.merge_weights(), whole, atol=1e-6)
+    assert 0.1 < np.abs(a).max() <= 6**-0.5
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_merged_it_is_a_plain_model_that_does_the_same(fields):
+    model = adapted(**fields)
+    parts, params, _, frozen = take_apart(model)
+    plain = Transformer(ModelConfig(**{**SHAPE, **fields}), nnx.Rngs(5))
+    weights = merge_adapters(frozen | params, parts.scales)
+    assert {name: array.shape for name, array in take_apart(plain)[1].items()} == {
+        name: weights[name].shape for name in take_apart(plain)[1]
+    }
+    model.eval()
+    found = with_weights(plain, weights)(tokens())
+    np.testing.assert_allclose(found, model(tokens()), atol=1e-5)
+    alone = with_weights(plain, {name: frozen[name] for name in take_apart(plain)[1]})(tokens())
+    assert np.abs(alone - found).max() > 1e-2, "the adapters count"
+
+
+def test_with_a_cache_it_reads_the_same():
+    model = adapted(**MLA, lora_targets="all")
+    model.eval()
+    whole, cache = model(tokens()), model.empty_cache(2)
+    first, cache = model(tokens()[:, :13], cache=cache)
+    last, _ = model(tokens()[:, 13:], cache=cache)
+    np.testing.assert_allclose(np.concatenate([first, last], 1), whole, atol=1e-5)
+
+
+def test_few_parameters_are_adapters():
+    config = ModelConfig(dim=1024, num_blocks=12, vocab_size=32000, use_lora=True, lora_rank=8)
+    shapes = jax.eval_shape(lambda: take_apart(Transformer(config, nnx.Rngs(0)))[1:])
+    trained, frozen = (sum(leaf.size for leaf in leaves.values()) for leaves in (shapes[0], shapes[2]))
+    assert all(name.endswith(("attention.qkv.lora_a", "qkv.lora_b", "out.lora_a", "out.lora_b")) for name in shapes[0])
+    assert trained / (trained + frozen) < 0.02
+    assert trained == 12 * 8 * (1024 + 3 * 1024 + 1024 + 1024)
+
+
+def test_dropout_is_on_the_adapters_path_alone():
+    model = adapted(lora_dropout=0.5)
+    model.train()
+    assert not np.array_equal(model(tokens()), model(tokens()))
+    model.eval()
+    np.testing.assert_array_equal(model(tokens()), model(tokens()))
+    layer = LoRALinear(6, 5, dropout=0.5, rngs=nnx.Rngs(0, dropout=1))
+    x = jnp.ones((4, 6))
+    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])
+
+
+def test_the_modules_of_a_model():
+    model = adapted(lora_targets="all")
+    found = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    assert len(found) == 2 * 4
+    assert {module.merge_weights().shape for module in found} == {module.kernel.shape for module in found}
+
+
+def test_operations_count_no_gradient_of_what_is_frozen():
+    plain = Transformer(ModelConfig(**SHAPE), nnx.Rngs(0))
+    few = adapted().flops_per_token(16)
+    assert 2 / 3 < few / plain.flops_per_token(16) < 0.9

@@ -1,0 +1,180 @@
+"""Fine-tuning with adapters: from a trained run to one that stands on it, through every command that reads one."""
+
+import hashlib
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import launched, make_corpus, rows, run
+
+from roxxel_dist import Config, Experiment, Trainer
+from roxxel_dist.cli import main
+from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.load import load_run
+from roxxel_dist.lora import merge_adapters
+from roxxel_dist.train.state import take_apart
+
+SMALL = {
+    "dim": 32, "num_blocks": 1, "head_size": 8, "max_context": 16, "batch_size": 16, "eval_iters": 4, "log_every": 1,
+    "eval_every": 8, "checkpoint_every": 4, "tokenizer_type": "byte", "val_fraction": 0.1, "lr": 1e-2, "n_devices": 1,
+    "max_to_keep": None,
+}  # fmt: skip
+FIRST = "".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000))
+SECOND = "".join(f"({2 * i} - {i} = {i})\n" for i in range(3000))
+
+
+def contents(path):
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.rglob("*") if file.is_file()}
+
+
+def tuned(base, **fields):
+    config = Config.from_yaml(base / "config.yaml")
+    config.use_lora, config.lora_rank, config.lora_targets = True, 4, "all"
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Two texts, a base trained on the first, and a fine-tune of 16 steps on the second."""
+    folder = tmp_path_factory.mktemp("lora")
+    (folder / "first.txt").write_text(FIRST)
+    (folder / "second.txt").write_text(SECOND)
+    Trainer(Config(**SMALL, max_steps=40)).fit(folder / "first.txt", folder / "base")
+    before = contents(folder / "base")
+    Trainer(tuned(folder / "base", max_steps=16)).fit(folder / "second.txt", folder / "tuned")
+    assert contents(folder / "base") == before, "it is only read"
+    return folder
+
+
+def test_a_fine_tune_starts_from_the_base_and_gets_better(work):
+    found, base = rows(work / "tuned"), rows(work / "base")
+    assert found[1]["train_loss"] > base[40]["train_loss"] + 0.2  # other text
+    plain = Config(**SMALL, init_from=str(work / "base"), max_steps=1)
+    Experiment(plain).fit(work / "second.txt", work / "plain")
+    assert found[1]["train_loss"] == pytest.approx(rows(work / "plain")[1]["train_loss"], abs=1e-5)
+    assert found[16]["val_loss"] < found[1]["val_loss"] - 0.3
+    print("base on the second corpus", rows(work / "plain")[1]["train_loss"], "tuned", found[16]["val_loss"])
+    log = (work / "tuned" / "logs" / "rank-0.log").read_text()
+    assert f"init_from is {work / 'base'}: the config is that run's, with use_lora turned on" in log
+    assert f"adapters are trained for the weights of {work / 'base'}@40, which stay as they are" in log
+    assert (work / "tuned" / "tokenizer.json").read_bytes() == (work / "base" / "tokenizer.json").read_bytes()
+
+
+def test_what_is_written_down(work):
+    record = load_yaml(work / "tuned" / "config.yaml")["record"]["initialized_from"]
+    assert (record["run"], record["step"], len(record["fingerprint"])) == (str(work / "base"), 40, 16)
+    meta = json.loads((work / "tuned" / "checkpoints" / "16" / "meta.json").read_text())
+    names = [name for name in meta["shapes"] if name.startswith("params/")]
+    assert len(names) == 8
+    assert all(".lora_" in name for name in names)
+    summary = json.loads((work / "tuned" / "model_summary.json").read_text())
+    trained, of_all = summary["trainable_parameters"], summary["parameters"]
+    assert of_all == json.loads((work / "base" / "model_summary.json").read_text())["parameters"] + trained
+    log = (work / "tuned" / "logs" / "rank-0.log").read_text()
+    assert f"model: {of_all:,} parameters ({trained:,} of them trained, {trained / of_all:.2%})" in log
+
+
+def test_it_is_evaluated_loaded_and_merged(work, capsys):
+    assert main(["eval", str(work / "tuned"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == rows(work / "tuned")[16]["val_loss"]
+    model, *_, step = load_run(work / "tuned")
+    plain, *_ = load_run(work / "base")
+    assert step == 16
+    parts, params, _, frozen = take_apart(model)
+    base, weights, rest, settings = take_apart(plain)
+    for name, array in weights.items():
+        np.testing.assert_array_equal(frozen[name], array)
+    merged = base.merge(merge_adapters(frozen | params, parts.scales), rest, settings, training=False)
+    tokens = jnp.arange(48).reshape(3, 16) + 40
+    np.testing.assert_allclose(merged(tokens), model(tokens), atol=1e-5)
+    assert np.abs(plain(tokens) - model(tokens)).max() > 0.1
+    assert main(["generate", str(work / "tuned"), "--prompt", "(12 - ", "--max_new_tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("(12 - ")
+
+
+def test_a_resumed_one_is_the_same(work, tmp_path):
+    Experiment(tuned(work / "base", max_steps=8)).fit(work / "second.txt", tmp_path / "run")
+    config = Config.from_yaml(tmp_path / "run" / "config.yaml")
+    config.max_steps = 16
+    Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
+    for step in (9, 16):
+        assert rows(tmp_path / "run")[step]["train_loss"] == rows(work / "tuned")[step]["train_loss"]
+    fork = Experiment(config).fit(run_dir=tmp_path / "fork", fork=f"{work / 'tuned'}@12")
+    assert rows(fork)[16]["train_loss"] == rows(work / "tuned")[16]["train_loss"]
+    assert load_yaml(fork / "config.yaml")["record"]["initialized_from"]["run"] == str(work / "base")
+
+
+def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
+    shutil.copytree(work / "base", tmp_path / "base")
+    Experiment(tuned(tmp_path / "base", max_steps=2)).fit(work / "second.txt", tmp_path / "run")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    config = Config.from_yaml(tmp_path / "run" / "config.yaml")
+    config.max_steps = 3
+    with pytest.raises(UsageError, match=r"adapters stand on are gone .*base has no checkpoint.*--init_from NEW_PLACE"):
+        Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert "are gone" in capsys.readouterr().err
+    config.max_steps, config.init_from = 2, str(tmp_path / "moved")  # it is finished, and learns it all the same
+    Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    assert load_yaml(tmp_path / "run" / "config.yaml")["record"]["initialized_from"]["run"] == str(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved")
+    Experiment(Config(**SMALL, max_steps=40, seed=1)).fit(work / "first.txt", tmp_path / "moved")
+    config.max_steps = 3
+    with pytest.raises(UsageError, match="its weights are not those that the adapters were trained for"):
+        Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
+
+
+def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
+    config = tuned(work / "base", init_from=str(work / "tuned"), max_steps=2)
+    again = Experiment(config).fit(work / "second.txt", tmp_path / "again")
+    assert rows(again)[1]["val_loss"] == pytest.approx(rows(work / "tuned")[16]["val_loss"], abs=0.1)
+    config = Config(**SMALL, init_from=str(work / "tuned"), max_steps=1, lr_schedule="constant")
+    whole = Experiment(config).fit(work / "second.txt", tmp_path / "whole")
+    assert rows(whole)[1]["train_loss"] == pytest.approx(rows(again)[1]["train_loss"], abs=1e-4)
+    model, *_ = load_run(again)
+    _, params, _, _ = take_apart(model)
+    assert len(params) == 8
+
+
+def test_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", str(work / "base" / "config.yaml"), "--data_path", str(work / "second.txt"), "--use_lora"]
+    assert main(["plan", *words, "True", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["trainable_parameters"] < 0.25 * told["parameters"]
+    assert f"the weights are those of {work / 'base'}@40" in told["notes"]
+    assert main(["plan", str(work / "tuned")]) == 0
+    assert "of them trained" in capsys.readouterr().out
+    _, _, losses = Experiment(tuned(work / "base")).find_lr(work / "second.txt", max_lr=1.0, num_steps=30)
+    assert losses[0] == pytest.approx(rows(work / "tuned")[1]["train_loss"], abs=0.3)
+    assert min(losses) < losses[0] - 0.1
+
+
+def test_adapters_need_a_base(work):
+    with pytest.raises(UsageError, match="use_lora is True, and init_from names no run: .*--init_from RUN"):
+        Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
+    config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
+    assert Experiment(config).config.init_from == str(work / "base")
+
+
+@pytest.mark.slow
+def test_processes_and_shards_train_the_same(tmp_path):
+    make_corpus(tmp_path)
+    first = run(*launched(1, 1, "base", "--dropout_rate", 0, "--max_steps", 6), cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    found = []
+    for processes, devices in ((1, 4), (2, 2)):
+        name = f"tuned-{processes}"
+        more = ["--init_from", "base", "--use_lora", "True", "--dropout_rate", 0, "--max_steps", 4, "--fsdp", "True"]
+        result = run(*launched(processes, devices, name, *more), cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        again = run(*launched(processes, devices, name, *more, "--max_steps", 8, "--resume"), cwd=tmp_path)
+        assert again.returncode == 0, again.stdout + again.stderr
+        found.append([row["train_loss"] for row in rows(tmp_path / name).values()])
+    assert found[0] == found[1]
+    assert len(found[0]) == 8
