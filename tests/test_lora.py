@@ -156,7 +156,7 @@ def test_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
 
 
 def test_adapters_need_a_base(work):
-    with pytest.raises(UsageError, match="use_lora is True, and init_from names no run: .*--init_from RUN"):
+    with pytest.raises(UsageError, match=r"use_lora is True, and init_from names no run: .*--init_from RUN"):
         Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
     config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
     assert Experiment(config).config.init_from == str(work / "base")
