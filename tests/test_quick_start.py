@@ -12,6 +12,8 @@ import pytest
 from commands import rows, run
 
 from roxxel_dist import Config, Trainer
+from roxxel_dist.load import load_run
+from roxxel_dist.lora import LoRALinear
 from roxxel_dist.sharding import make_mesh, num_devices, replicate, shard_batch
 
 pytestmark = pytest.mark.xdist_group("quick start")
@@ -160,6 +162,31 @@ def test_on_several_devices(here):
     assert result.returncode == 0, result.stdout + result.stderr
     assert list(rows(run_dir)) == list(rows("four_more")) == [1, 2]
     assert "4 device(s)" in result.stdout
+
+
+def test_a_fine_tune_with_adapters(here, trained):
+    base = f"runs/{trained.name}"
+    Path("data/finetune_corpus.txt").write_text(Path("data/corpus.txt").read_text()[:8000])
+    ft_config = Config.from_yaml(f"{base}/config.yaml")
+    ft_config.use_lora = True
+    ft_config.lora_rank = 8
+    ft_config.lora_alpha = 16.0
+    ft_config.lora_targets = "attention"  # only Q/K/V/O projections
+    ft_config.max_steps = 2
+    run_dir = Trainer(ft_config).fit("data/finetune_corpus.txt", run_dir="adapted")
+    words = ["--use_lora", "True", "--lora_rank", 8, "--lora_targets", "attention", "--max_steps", 2]
+    more = ["--config", f"{base}/config.yaml", "--data_path", "data/finetune_corpus.txt", "--run_dir", "adapted_too"]
+    result = run("train", *more, *words, cwd=here)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"init_from is {base}" in result.stdout
+    assert rows(run_dir)[2]["train_loss"] == pytest.approx(rows("adapted_too")[2]["train_loss"], abs=1e-4)
+    model, *_ = load_run(run_dir)
+    kernels = []
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            merged_kernel = module.merge_weights()
+            kernels.append(merged_kernel.shape)
+    assert sorted(kernels) == [(32, 32), (32, 96)]
 
 
 def test_the_sharding_helpers():

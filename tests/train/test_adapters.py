@@ -41,9 +41,8 @@ def place(leaf):
     return leaf.sharding.spec
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_step_changes_the_adapters_alone(devices):
-    mesh = make_mesh(devices)
+def test_a_step_changes_the_adapters_alone():
+    mesh = make_mesh(8)
     parts, state, inputs = init_state(transformer, first_state(ADAM), mesh, fsdp=True)
     assert all(".lora_" in name for name in state.params)
     assert len(state.params) == 4
