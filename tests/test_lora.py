@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import launched, make_corpus, rows, run
+from flax import nnx
 
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.load import load_run
 from roxxel_dist.lora import merge_adapters
+from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.state import take_apart
 
 SMALL = {
@@ -53,11 +55,7 @@ def work(tmp_path_factory):
 def test_a_fine_tune_starts_from_the_base_and_gets_better(work):
     found, base = rows(work / "tuned"), rows(work / "base")
     assert found[1]["train_loss"] > base[40]["train_loss"] + 0.2  # other text
-    plain = Config(**SMALL, init_from=str(work / "base"), max_steps=1)
-    Experiment(plain).fit(work / "second.txt", work / "plain")
-    assert found[1]["train_loss"] == pytest.approx(rows(work / "plain")[1]["train_loss"], abs=1e-5)
     assert found[16]["val_loss"] < found[1]["val_loss"] - 0.3
-    print("base on the second corpus", rows(work / "plain")[1]["train_loss"], "tuned", found[16]["val_loss"])
     log = (work / "tuned" / "logs" / "rank-0.log").read_text()
     assert f"init_from is {work / 'base'}: the config is that run's, with use_lora turned on" in log
     assert f"adapters are trained for the weights of {work / 'base'}@40, which stay as they are" in log
@@ -89,50 +87,70 @@ def test_it_is_evaluated_loaded_and_merged(work, capsys):
     for name, array in weights.items():
         np.testing.assert_array_equal(frozen[name], array)
     merged = base.merge(merge_adapters(frozen | params, parts.scales), rest, settings, training=False)
-    tokens = jnp.arange(48).reshape(3, 16) + 40
-    np.testing.assert_allclose(merged(tokens), model(tokens), atol=1e-5)
-    assert np.abs(plain(tokens) - model(tokens)).max() > 0.1
+    logits, tokens = nnx.jit(lambda model, tokens: model(tokens)), jnp.arange(48).reshape(3, 16) + 40
+    np.testing.assert_allclose(logits(merged, tokens), logits(model, tokens), atol=1e-5)
+    assert np.abs(logits(plain, tokens) - logits(model, tokens)).max() > 0.1
     assert main(["generate", str(work / "tuned"), "--prompt", "(12 - ", "--max_new_tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("(12 - ")
 
 
 def test_a_resumed_one_is_the_same(work, tmp_path):
-    Experiment(tuned(work / "base", max_steps=8)).fit(work / "second.txt", tmp_path / "run")
-    config = Config.from_yaml(tmp_path / "run" / "config.yaml")
-    config.max_steps = 16
-    Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
-    for step in (9, 16):
+    shutil.copytree(work / "tuned", tmp_path / "run")
+    for step in (12, 16):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+    (tmp_path / "run" / "training_cursor.json").unlink()
+    Experiment(Config.from_yaml(tmp_path / "run" / "config.yaml")).fit(run_dir=tmp_path / "run", resume=True)
+    assert "resuming after step 8 of 16" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    for step in range(9, 17):
         assert rows(tmp_path / "run")[step]["train_loss"] == rows(work / "tuned")[step]["train_loss"]
-    fork = Experiment(config).fit(run_dir=tmp_path / "fork", fork=f"{work / 'tuned'}@12")
-    assert rows(fork)[16]["train_loss"] == rows(work / "tuned")[16]["train_loss"]
-    assert load_yaml(fork / "config.yaml")["record"]["initialized_from"]["run"] == str(work / "base")
+
+
+@pytest.mark.slow
+def test_a_fork_and_a_run_that_goes_back(work, tmp_path):
+    config = Config.from_yaml(work / "tuned" / "config.yaml")
+    run = Experiment(config).fit(run_dir=tmp_path / "fork", fork=f"{work / 'tuned'}@12")
+    assert rows(run)[16]["train_loss"] == rows(work / "tuned")[16]["train_loss"]
+    assert load_yaml(run / "config.yaml")["record"]["initialized_from"]["run"] == str(work / "base")
+    for _ in range(2):  # the first writes anew what the checkpoint knows of its base
+        Experiment(config).fit(run_dir=run, resume=True, from_step=12)
+        assert rows(run)[16]["train_loss"] == rows(work / "tuned")[16]["train_loss"]
 
 
 def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
-    shutil.copytree(work / "base", tmp_path / "base")
-    Experiment(tuned(tmp_path / "base", max_steps=2)).fit(work / "second.txt", tmp_path / "run")
-    (tmp_path / "base").rename(tmp_path / "moved")
-    config = Config.from_yaml(tmp_path / "run" / "config.yaml")
-    config.max_steps = 3
-    with pytest.raises(UsageError, match=r"adapters stand on are gone .*base has no checkpoint.*--init_from NEW_PLACE"):
-        Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
-    assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "are gone" in capsys.readouterr().err
-    config.max_steps, config.init_from = 2, str(tmp_path / "moved")  # it is finished, and learns it all the same
-    Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
-    assert main(["eval", str(tmp_path / "run")]) == 0
-    assert load_yaml(tmp_path / "run" / "config.yaml")["record"]["initialized_from"]["run"] == str(tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved")
-    Experiment(Config(**SMALL, max_steps=40, seed=1)).fit(work / "first.txt", tmp_path / "moved")
-    config.max_steps = 3
+    run = tmp_path / "run"
+    shutil.copytree(work / "tuned", run)
+    config = Config.from_yaml(run / "config.yaml")
+    config.max_steps = 17
+    (work / "base").rename(tmp_path / "moved")
+    try:
+        with pytest.raises(UsageError, match=r"adapters stand on are gone .*base has no checkpoint.*--init_from NEW_"):
+            Experiment(config).fit(run_dir=run, resume=True)
+        assert main(["eval", str(run)]) == 2
+        assert "are gone" in capsys.readouterr().err
+        config.max_steps, config.init_from = 16, str(tmp_path / "moved")
+        Experiment(config).fit(run_dir=run, resume=True)  # it is finished, and learns it all the same
+        assert load_yaml(run / "config.yaml")["record"]["initialized_from"]["run"] == str(tmp_path / "moved")
+        assert read_cursor(run)["finished"]
+        load_run(run)
+        load_run(run, 12)  # which was saved before the base was moved
+        shutil.copytree(tmp_path / "moved", tmp_path / "other")
+    finally:
+        (tmp_path / "moved").rename(work / "base")
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "40")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "36", tmp_path / "other" / "checkpoints" / "40")
+    config.init_from = str(tmp_path / "other")
     with pytest.raises(UsageError, match="its weights are not those that the adapters were trained for"):
-        Experiment(config).fit(run_dir=tmp_path / "run", resume=True)
+        Experiment(config).fit(run_dir=run, resume=True)
 
 
+@pytest.mark.slow
 def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
     config = tuned(work / "base", init_from=str(work / "tuned"), max_steps=2)
     again = Experiment(config).fit(work / "second.txt", tmp_path / "again")
     assert rows(again)[1]["val_loss"] == pytest.approx(rows(work / "tuned")[16]["val_loss"], abs=0.1)
+    plain = Config(**SMALL, init_from=str(work / "base"), max_steps=1)
+    first = rows(Experiment(plain).fit(work / "second.txt", tmp_path / "plain"))[1]["train_loss"]
+    assert first == pytest.approx(rows(work / "tuned")[1]["train_loss"], abs=1e-5), "B is zero at first"
     config = Config(**SMALL, init_from=str(work / "tuned"), max_steps=1, lr_schedule="constant")
     whole = Experiment(config).fit(work / "second.txt", tmp_path / "whole")
     assert rows(whole)[1]["train_loss"] == pytest.approx(rows(again)[1]["train_loss"], abs=1e-4)
@@ -141,6 +159,7 @@ def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
     assert len(params) == 8
 
 
+@pytest.mark.slow
 def test_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--config", str(work / "base" / "config.yaml"), "--data_path", str(work / "second.txt"), "--use_lora"]

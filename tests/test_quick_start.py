@@ -164,6 +164,7 @@ def test_on_several_devices(here):
     assert "4 device(s)" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_fine_tune_with_adapters(here, trained):
     base = f"runs/{trained.name}"
     Path("data/finetune_corpus.txt").write_text(Path("data/corpus.txt").read_text()[:8000])

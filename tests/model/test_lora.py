@@ -20,6 +20,7 @@ VARIANTS = {
     "latent attention, experts": {**MLA, **MOE, "lora_targets": "all"},
     "latent attention, absorbed": {**MLA, "inference": True},
 }
+MORE = ["plain feed-forward", "latent attention, absorbed"]
 
 
 def made(**fields):
@@ -64,8 +65,11 @@ def test_a_layer_is_what_the_paper_says():
     assert 0.1 < np.abs(a).max() <= 6**-0.5
 
 
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-def test_merged_it_is_a_plain_model_that_does_the_same(fields):
+@pytest.mark.parametrize(
+    "name", ["attention", "latent attention, experts", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
+def test_merged_it_is_a_plain_model_that_does_the_same(name):
+    fields = VARIANTS[name]
     model, plain = adapted(**fields), made(**fields)
     parts, params, _, frozen = take_apart(model)
     names = take_apart(plain)[0].params.names
