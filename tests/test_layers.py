@@ -25,7 +25,7 @@ LAYERS = [
     ["train"],
     ["stream"],
     ["curriculum"],
-    ["data"],
+    ["data", "lora"],
     ["model", "sharding"],
     ["cluster"],
 ]

@@ -90,8 +90,6 @@ def test_it_is_evaluated_loaded_and_merged(work, capsys):
     logits, tokens = nnx.jit(lambda model, tokens: model(tokens)), jnp.arange(48).reshape(3, 16) + 40
     np.testing.assert_allclose(logits(merged, tokens), logits(model, tokens), atol=1e-5)
     assert np.abs(logits(plain, tokens) - logits(model, tokens)).max() > 0.1
-    assert main(["generate", str(work / "tuned"), "--prompt", "(12 - ", "--max_new_tokens", "5"]) == 0
-    assert capsys.readouterr().out.startswith("(12 - ")
 
 
 def test_a_resumed_one_is_the_same(work, tmp_path):
@@ -160,7 +158,9 @@ def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
 
 
 @pytest.mark.slow
-def test_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
+def test_generate_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
+    assert main(["generate", str(work / "tuned"), "--prompt", "(12 - ", "--max_new_tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("(12 - ")
     monkeypatch.chdir(tmp_path)
     words = ["--config", str(work / "base" / "config.yaml"), "--data_path", str(work / "second.txt"), "--use_lora"]
     assert main(["plan", *words, "True", "--json"]) == 0

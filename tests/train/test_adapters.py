@@ -46,7 +46,7 @@ def test_a_step_changes_the_adapters_alone():
     parts, state, inputs = init_state(transformer, first_state(ADAM), mesh, fsdp=True)
     assert all(".lora_" in name for name in state.params)
     assert len(state.params) == 4
-    assert len(parts.frozen.names) == 7
+    assert len(parts.frozen.names) == 8
     assert parts.scales == {"blocks.0.attention.qkv": 8.0, "blocks.0.attention.out": 8.0}
     moments = [leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.shape]
     assert sorted(moments) == sorted(2 * [leaf.shape for leaf in state.params.values()])
