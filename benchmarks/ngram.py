@@ -48,9 +48,7 @@ def main(folder: Path) -> None:
     results += [Result(what=f"{n}-gram", against="nats a token", measured=loss) for n, loss in enumerate(grams, 1)]
     results.append(Result(what=what, against="x 3-gram", measured=mine / grams[-1], target=1.0, at_most=True))
     cpu = used.ru_utime + used.ru_stime
-    results.append(
-        Result(what="CPU time of the training", against="s", measured=cpu, target=CPU_LIMIT_S, at_most=True)
-    )
+    results.append(Result(what="CPU time of the training", against="s", measured=cpu, target=CPU_LIMIT_S, at_most=True))
     print(table(results))
 
 
