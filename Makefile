@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 
-.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-gpu chaos lint format clean
+.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu chaos lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -32,8 +32,12 @@ bench-train: $(VENV)/demo-installed ## what the training loop costs over the bar
 bench-launch: $(VENV)/bench-installed ## how soon a job is gone, or goes on, when something fails: a table; needs root
 	@$(BIN)/python benchmarks/launch.py
 
-bench-model: $(VENV)/demo-installed ## what a mixture of experts costs, against computing every expert: a table of ratios
+bench-model: $(VENV)/demo-installed ## what experts, and decoding with a cache, cost against the plain forms: tables of ratios
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/model.py
+	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/decode.py
+
+bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes
+	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/ngram.py .cache/benchmarks
 
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py
