@@ -13,6 +13,7 @@ from roxxel_dist.train.badstep import BadStep
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.cursor import write_cursor
+from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.follow import Start, changes, end_of, identity, plan_to_follow, take_up, to_keep
 from roxxel_dist.train.keeper import restore
 from roxxel_dist.train.optimizer import Optimizer
@@ -194,35 +195,43 @@ def restore_start(store: CheckpointStore, start: Start, like: TrainState) -> Tra
 
 
 def weights_of(init_from: str) -> RunStep:
-    """The checkpoint that a run has its weights from.
+    """The checkpoint that a run has its weights from; a folder of Hugging Face has no step.
 
     Raises:
         ValueError: there is none such.
     """
+    if is_hf_folder(run_step(init_from).run):
+        return run_step(init_from)
     with opened("init_from", run_step(init_from)) as (_, step):
         return RunStep(run_step(init_from).run, step)
 
 
 @contextlib.contextmanager
-def _weights(wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
-    with opened("init_from", wanted) as found:
-        try:
-            yield found
-        except ValueError as error:
-            raise ValueError(f"init_from is {wanted}: {error}") from error
+def _errors_of(wanted: RunStep) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"init_from is {wanted}: {error}") from error
 
 
 def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
     """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
-    with _weights(wanted) as (store, step):
+    if is_hf_folder(wanted.run):
+        with _errors_of(wanted), HfFolder(wanted.run) as folder:
+            return folder.check_params(like)
+    with opened("init_from", wanted) as (store, step), _errors_of(wanted):
         store.check_params(step, like)
+    return None
 
 
 def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
     """What gives the parameters of a checkpoint, placed as those that it is shown; ValueError if of another model."""
 
     def load(like: Leaves) -> Leaves:
-        with _weights(wanted) as (store, step):
+        if is_hf_folder(wanted.run):
+            with _errors_of(wanted), HfFolder(wanted.run) as folder:
+                return folder.restore_params(like)
+        with opened("init_from", wanted) as (store, step), _errors_of(wanted):
             return store.restore_params(step, like)
 
     return load
