@@ -132,7 +132,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> No
     """The token that ends a text stands before one too: so the model has seen it."""
     if tokenizer.kind == "sentencepiece":
         raise ValueError(
-            "the tokenizer is a SentencePiece model, which is exported as safetensors or msgpack alone: use one of these"
+            "the tokenizer is a SentencePiece model, which hf has no file for here: use --format safetensors"
         )
     tokenizer.save(folder / TOKENIZER_FILE)
     about = {

@@ -58,7 +58,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
     build = model_builder(weights.config)
     parts, like, _, _ = take_apart(nnx.eval_shape(build))
     if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
-        raise ValueError(f"the weights in {path} are of another model than its config ({wrong}): put the right one back")
+        raise ValueError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
     # Only what is asked for is computed: none of the weights that the model would begin with.
     rest, settings = jax.jit(lambda: take_apart(build())[2:])()
     params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}

@@ -63,9 +63,7 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
         newest = max(saved)
         wanted = step if step is not None else (files.best_of(saved) or newest) if best else newest
         if wanted not in saved:
-            raise ValueError(
-                f"{run} has no checkpoint of step {wanted}; those there are: {', '.join(map(str, saved))}"
-            )
+            raise ValueError(f"{run} has no checkpoint of step {wanted}; those there are: {', '.join(map(str, saved))}")
         params = _of_checkpoint(run / CHECKPOINTS / str(wanted))
     else:
         params, wanted = _of_files(run, step, best=best)

@@ -1,7 +1,7 @@
-"""What transformers makes of models on disk. Run by an interpreter of its own: `hf_reference.py read|make`, JSON on stdin.
+"""What transformers makes of models on disk, run by an interpreter of its own: JSON on stdin, JSON on stdout.
 
-    read: {folder: [text, ...]} -> logits.npy in each folder, of the tokens 0, 7, 14, …; {folder: [[id, ...], ...]} on stdout
-    make: {folder: {config}} -> a random model in each folder, and its logits.npy
+read: {folder: [text, …]} -> {folder: [[id, …], …]}, and in each folder logits.npy of the tokens 0, 7, 14, …
+make: {folder: {config}} -> a random model in each folder, and its logits.npy
 """
 
 import json
@@ -36,7 +36,6 @@ def read(asked):
 def make(asked):
     torch.manual_seed(0)
     for folder, fields in asked.items():
-        fields = dict(fields)
         limit = fields.pop("max_shard_size", "5GB")
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
         model.save_pretrained(folder, max_shard_size=limit)

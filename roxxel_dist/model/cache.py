@@ -88,6 +88,8 @@ def keep(held: Held, new: Held, slot_BxL: jax.Array, window: int | None) -> tupl
         What the new tokens look at, and what is held from now on.
     """
     rows_Bx1 = jnp.arange(slot_BxL.shape[0])[:, None]
+    # What is computed may be wider than what is kept: a model with weights in bfloat16 keeps its past in it too.
+    new = tuple(n.astype(h.dtype) for h, n in zip(held, new, strict=True))
     kept = tuple(h.at[rows_Bx1, slot_BxL].set(n, mode="drop") for h, n in zip(held, new, strict=True))
     if window is None or slot_BxL.shape[1] == 1:
         return kept, kept

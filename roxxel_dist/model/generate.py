@@ -72,8 +72,10 @@ def generate_rows(
     kept = _check(model, prompts, max_new_tokens, max_context)
     graphdef, state = _evaluating(model)
     if not isinstance(model, Transformer):
-        options = [how(sampling, [seed], eos_id) for seed in seeds]
-        rows = [_uncached(graphdef, state, p, max_new_tokens, max_context, o) for p, o in zip(kept, options, strict=True)]
+        rows = [
+            _uncached(graphdef, state, row, max_new_tokens, max_context, how(sampling, [seed], eos_id))
+            for row, seed in zip(kept, seeds, strict=True)
+        ]
     else:
         running, options = _begin(graphdef, state, kept, max_context, sampling, seeds, eos_id)
         running = _decode(graphdef, state, running, np.int32(max_new_tokens), options)

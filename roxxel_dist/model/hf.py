@@ -1,8 +1,8 @@
 """The same model in the words of Hugging Face: LLaMA, Mistral and Mixtral, there and back.
 
 Pure functions: a config in both forms (`hf_config`, `model_fields`), and for each of our arrays the tensors of theirs
-that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection and expert is one of its own;
-here it is [inputs, outputs], and what is multiplied together lies together.
+that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection and expert is one of its
+own; here it is [inputs, outputs], and what is multiplied together lies together.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -13,8 +13,8 @@ from roxxel_dist.train.badstep import BadStep
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.cursor import write_cursor
-from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.follow import Start, changes, end_of, identity, plan_to_follow, take_up, to_keep
+from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.keeper import restore
 from roxxel_dist.train.optimizer import Optimizer
 from roxxel_dist.train.origin import Origin, RunStep, run_step

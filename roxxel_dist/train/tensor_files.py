@@ -71,7 +71,7 @@ def _paths(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     index = folder / INDEX
     if not index.is_file():
-        raise ValueError(f"{folder} has no weights: neither {WHOLE} nor {INDEX} is in it; put the files of the model there")
+        raise ValueError(f"{folder} has no weights: put {WHOLE}, or all files and their {INDEX}, there")
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
