@@ -80,7 +80,7 @@ def generate_rows(
         running, options = _begin(graphdef, state, kept, max_context, sampling, seeds, eos_id)
         running = _decode(graphdef, state, running, np.int32(max_new_tokens), options)
         rows = np.asarray(running.new_BxC)[: len(kept), :max_new_tokens].tolist()
-    return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+    return rows if eos_id is None else [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
 
 
 def stream(
@@ -134,7 +134,7 @@ def _evaluating(model: Any) -> tuple[Any, Any]:
 class Running(NamedTuple):
     """Where a Transformer is in its texts, after B prompts and some tokens behind each of them."""
 
-    count: jax.Array
+    drawn: jax.Array
     """int32[]: new tokens of each row, the one not read yet included."""
     token_B: jax.Array
     """The last of them."""
@@ -178,13 +178,13 @@ def _decode(graphdef: Any, state: Any, running: Running, until: Any, how: How) -
     """With `until` new tokens a row, or fewer where all rows have come to their end."""
 
     def add(running: Running) -> Running:
-        count, token_B, done_B, new_BxC, cache = running
+        drawn, token_B, done_B, new_BxC, cache = running
         # Inside the loop, and of copies: NNX objects do not cross jax's trace levels, and a layer may count its draws.
         logits_Bx1xV, cache = nnx.merge(graphdef, state, copy=True)(token_B[:, None], cache=cache)
         token_B = draw(logits_Bx1xV[:, 0], cache.length_B, how)
-        return Running(count + 1, token_B, done_B | (token_B == how.end), new_BxC.at[:, count].set(token_B), cache)
+        return Running(drawn + 1, token_B, done_B | (token_B == how.end), new_BxC.at[:, drawn].set(token_B), cache)
 
-    return jax.lax.while_loop(lambda running: (running.count < until) & ~running.done_B.all(), add, running)
+    return jax.lax.while_loop(lambda running: (running.drawn < until) & ~running.done_B.all(), add, running)
 
 
 def _uncached(graphdef: Any, state: Any, prompt: list[int], count: int, limit: int, how: How) -> list[int]:
