@@ -133,7 +133,7 @@ def with_shape_of(config: Any) -> Any:
         if mine == getattr(usual, name):
             changed[name] = theirs
         elif mine != theirs and not (name == "max_context" and mine < theirs):
-            raise ValueError(f"{name} is {mine}, and the model in {folder} has {theirs}: leave it out")
+            raise ValueError(f"{name} is {mine!r}, and the model in {folder} has {theirs!r}: leave it out")
     return dataclasses.replace(config, **changed)
 
 

@@ -45,7 +45,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     [
         ({"dim": 64}, "dim is 64, and the model in .*hf has 32: leave it out"),
         ({"max_context": 128}, "max_context is 128, and the model in .*hf has 64"),
-        ({"pos_encoding": "none"}, "pos_encoding is 'none', and the model in .* has rotary"),
+        ({"pos_encoding": "none"}, "pos_encoding is 'none', and the model in .* has 'rotary'"),
     ],
 )
 def test_a_field_that_says_otherwise(folder, tmp_path, fields, message):

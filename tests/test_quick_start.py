@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from commands import rows, run
 
-from roxxel_dist import Config, Trainer
+from roxxel_dist import Config, Generator, Trainer, Transformer
 from roxxel_dist.sharding import make_mesh, num_devices, replicate, shard_batch
+from roxxel_dist.train.weights_file import read_weights
 
 pytestmark = pytest.mark.xdist_group("quick start")
 SMALL = """
@@ -126,6 +127,22 @@ def test_a_schedule_by_name_and_early_stopping(here, capsys):
     last = max(found)
     assert min(found, key=lambda step: found[step]["val_loss"]) == last - 2
     assert found[2]["lr"] == pytest.approx(2 * found[1]["lr"])  # still warming up
+
+
+def test_loading_a_trained_model(here, trained):
+    run_dir = str(trained)
+    # Loads config.yaml + best_model_weights.msgpack from the run directory
+    model = Transformer.from_pretrained(run_dir)
+    # Or load the latest checkpoint instead of the best one
+    model = Transformer.from_pretrained(run_dir, best=False)
+    newest = max(int(path.name) for path in (trained / "checkpoints").iterdir())
+    params, step = read_weights(trained / "model_weights.msgpack")
+    assert step == newest
+    assert np.array_equal(model.embedding.embedding[...], params["embedding.embedding"])
+    text = Generator(run_dir).generate("def ", max_new_tokens=20)
+    assert text == Generator(f"{run_dir}").generate(["def "], 20)[0]
+    with pytest.raises(ValueError, match=r"has no checkpoint of step 999; those there are: "):
+        Generator(run_dir, step=999)
 
 
 def test_the_learning_rate_finder(here, capsys):
