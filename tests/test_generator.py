@@ -8,7 +8,7 @@ import pytest
 from commands import run
 from made_runs import TEXT, make_run
 
-from roxxel_dist import Generator, Transformer
+from roxxel_dist import Generator, Transformer, export
 from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
@@ -139,6 +139,13 @@ def test_what_hugging_face_cannot_say(tmp_path, fields, message):
         export_run(made, "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_too_much_for_msgpack(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "LIMIT", 100_000)  # in truth 2 GB
+    with pytest.raises(ValueError, match=r"a msgpack file holds less than .* GB: use --format safetensors"):
+        export_run(made, "msgpack", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_folder_to_write_into(made, tmp_path):
