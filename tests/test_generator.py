@@ -9,6 +9,7 @@ from commands import run
 from made_runs import TEXT, make_run
 
 from roxxel_dist import Generator, Transformer, export
+from roxxel_dist.cli import main
 from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
@@ -159,18 +160,23 @@ def test_the_folder_to_write_into(made, tmp_path):
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_the_commands(made, tmp_path):
+def test_the_commands(made, tmp_path, capsys):
     told = run("export", made, "--format", "hf", "--out", "out", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["hidden_size"], config["eos_token_id"]) == ("llama", 32, 256)
-    words = ["--prompt", "12 π ", "--max_new_tokens", 4, "--top_k", 2]
-    texts = [run("generate", folder, *words, cwd=tmp_path) for folder in (made, "out")]
-    assert texts[0].returncode == texts[1].returncode == 0, texts[0].stderr + texts[1].stderr
-    assert texts[0].stdout == texts[1].stdout
-    assert texts[0].stdout.startswith("12 π ")
-    samples = run("generate", made, *words, "--num_samples", 2, cwd=tmp_path)
-    assert samples.stdout.startswith("--- sample 1, seed 0\n" + texts[0].stdout)
-    wrong = run("generate", made, "--top_p", 2, cwd=tmp_path)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "top_p is 2.0: it must be above 0 and at most 1" in wrong.stderr
+    words = ["--prompt", "12 π ", "--max_new_tokens", "4", "--top_k", "2"]
+    text = run("generate", "out", *words, cwd=tmp_path)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("12 π ")
+    assert main(["generate", str(made), *words, "--num_samples", "2"]) == 0
+    assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text.stdout), "the same from the run itself"
+    for wrong, message in (
+        (["--top_p", "2"], "top_p is 2.0: it must be above 0 and at most 1"),
+        (["--max_new_tokens", "0"], "max_new_tokens is 0: it must be at least 1"),
+        (["--best", "--step", "7"], "--best and --step name two checkpoints"),
+    ):
+        assert main(["generate", str(made), *wrong]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert message in said.err

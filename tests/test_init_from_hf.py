@@ -2,9 +2,11 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from made_runs import TEXT, make_run
 
 from roxxel_dist import Config, Experiment, Transformer
@@ -36,8 +38,8 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     ours, theirs = (Transformer.from_pretrained(one, best=False) for one in (run, folder / "hf"))
     np.testing.assert_allclose(ours(tokens), theirs(tokens), atol=1e-4)
     assert (run / "tokenizer.json").read_bytes() == (folder / "hf" / "tokenizer.json").read_bytes()
-    again = Experiment(Config(init_from=str(folder / "hf"), fsdp=True, max_context=32, **{**QUIET, "max_steps": 2}))
-    again.fit(run_dir=run, resume=True)
+    same = with_shape_of(Config(init_from=str(folder / "hf"), fsdp=True, max_context=32, **QUIET))
+    assert same.to_dict() == saved.to_dict(), "it can be resumed with the same words"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,25 @@ def change(folder, **fields):
 def test_parameters_of_another_model_are_told(folder):
     with HfFolder(folder / "hf") as found, pytest.raises(ValueError, match=r"of another model .* leave out the model"):
         found.check_params({"embedding.embedding": jnp.zeros((257, 48))})
+
+
+def test_the_arrays_of_all_blocks_as_one(folder):
+    """As a model with scan_layers wants them."""
+    mesh = jax.make_mesh((2,), ("blocks",), axis_types=(AxisType.Auto,))
+    places = NamedSharding(mesh, PartitionSpec("blocks")), NamedSharding(mesh, PartitionSpec())
+    with HfFolder(folder / "hf") as found:
+        params, like = found.params(), {}
+        for name, array in params.items():
+            if ".0." in name:
+                shape = (2, *array.shape)
+                like[name.replace(".0.", ".")] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places[0])
+            elif ".1." not in name:
+                like[name] = jax.ShapeDtypeStruct(array.shape, jnp.float32, sharding=places[1])
+        restored = found.restore_params(like)
+    qkv = np.stack([params[f"blocks.{i}.attention.qkv.kernel"] for i in range(2)])
+    assert np.array_equal(restored["blocks.attention.qkv.kernel"], qkv)
+    assert np.array_equal(restored["norm.scale"], params["norm.scale"])
+    assert restored["blocks.feedforward.down"].shape == (2, 4, 88, 32)
 
 
 def test_a_folder_that_is_gone_changes_nothing(tmp_path):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.hf import Tensors, model_fields, put_together, tensors_of
+from roxxel_dist.model.hf import model_fields, put_together, tensors_of
 from roxxel_dist.train.state import Leaves
 from roxxel_dist.train.tensor_files import TensorFiles
 
@@ -51,7 +51,8 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.tensors = tensors_of(ModelConfig(**fields_of(folder)))
+        config = ModelConfig(**fields_of(folder))
+        self.tensors, self._blocks = tensors_of(config), config.num_blocks
         self._files = TensorFiles(folder)
         try:
             self._check_files()
@@ -71,13 +72,15 @@ class HfFolder:
 
     def params(self) -> dict[str, np.ndarray]:
         """All parameters whole, in memory, as they are stored; float16 as float32."""
-        return {name: self._part(tensors, _whole(tensors)) for name, tensors in self.tensors.items()}
+        return {name: self._part(name, (slice(None),) * len(one.shape)) for name, one in self.tensors.items()}
 
     def check_params(self, like: Mapping[str, Any]) -> None:
         """Raises ValueError where the parameters `like`, or their shapes, are of another model."""
-        for name in sorted({*like, *self.tensors}):
+        stacked = {name: layers for name in like if (layers := self._layers(name))}
+        alone = set(self.tensors) - {layer for layers in stacked.values() for layer in layers}
+        for name in sorted({*like, *alone}):
             here = tuple(like[name].shape) if name in like else None
-            there = self.tensors[name].shape if name in self.tensors else None
+            there = self._shape(name)
             if here != there:
                 raise ValueError(
                     f"the weights in {self._folder} are of another model ({name} is {there} in it and {here} here): "
@@ -94,13 +97,30 @@ class HfFolder:
         return {
             name: jax.make_array_from_callback(
                 leaf.shape, leaf.sharding,
-                lambda index, name=name, leaf=leaf: self._part(self.tensors[name], index or ()).astype(leaf.dtype),
+                lambda index, name=name, leaf=leaf: self._read(name, index or ()).astype(leaf.dtype),
             )
             for name, leaf in like.items()
         }  # fmt: skip
 
-    def _part(self, tensors: Tensors, index: tuple[slice, ...]) -> np.ndarray:
-        part = put_together(tensors, index, self._files.read)
+    def _layers(self, name: str) -> list[str]:
+        """Of an array of all blocks, one upon the other as with scan_layers, the names of theirs; else nothing."""
+        first, _, rest = name.partition(".")
+        layers = [f"{first}.{i}.{rest}" for i in range(self._blocks)]
+        return [layer for layer in layers if name not in self.tensors and layer in self.tensors]
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        layers = self._layers(name)
+        shape = self.tensors[layers[0] if layers else name].shape if layers or name in self.tensors else None
+        return shape and ((len(layers), *shape) if layers else shape)
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        layers = self._layers(name)
+        if not layers:
+            return self._part(name, index)
+        return np.stack([self._part(layer, index[1:]) for layer in layers[index[0]]])
+
+    def _part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        part = put_together(self.tensors[name], index, self._files.read)
         return part.astype(np.float32) if part.dtype == np.float16 else part
 
     def _check_files(self) -> None:
@@ -119,7 +139,3 @@ class HfFolder:
         extra = [name for name in sorted(there.keys() - wanted.keys() - tied) if not name.endswith(NEEDLESS)]
         if extra:
             raise ValueError(f"{self._folder}: there is no place for {', '.join(extra[:5])} in the Transformer")
-
-
-def _whole(tensors: Tensors) -> tuple[slice, ...]:
-    return (slice(None),) * len(tensors.shape)
