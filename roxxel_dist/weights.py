@@ -58,13 +58,14 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
     if not (run / CONFIG).exists():
         raise ValueError(f"{run} is not a run directory: it has no {CONFIG}")
     config = Config.from_yaml(run / CONFIG)
-    saved = files.complete(run / CHECKPOINTS)
+    checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
+    saved = files.complete(checkpoints)
     if saved:
         newest = max(saved)
         wanted = step if step is not None else (files.best_of(saved) or newest) if best else newest
         if wanted not in saved:
             raise ValueError(f"{run} has no checkpoint of step {wanted}; those there are: {', '.join(map(str, saved))}")
-        params = _of_checkpoint(run / CHECKPOINTS / str(wanted))
+        params = _of_checkpoint(checkpoints / str(wanted))
     else:
         params, wanted = _of_files(run, step, best=best)
     tokenizer = run / TOKENIZER

@@ -130,7 +130,7 @@ def test_a_schedule_by_name_and_early_stopping(here, capsys):
 
 
 def test_loading_a_trained_model(here, trained):
-    run_dir = str(trained)
+    run_dir = str(trained.relative_to(here))
     # Loads config.yaml + best_model_weights.msgpack from the run directory
     model = Transformer.from_pretrained(run_dir)
     # Or load the latest checkpoint instead of the best one
