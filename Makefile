@@ -6,8 +6,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
+HF := .cache/hf
 
-.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu chaos lint format clean
+.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu chaos hf lint \
+    format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -45,6 +47,8 @@ bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a ja
 chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: as root
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))
 
+hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export; takes torch from Debian's python3-torch
+
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,6 +73,12 @@ $(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/dev-installed: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/demo-installed
+
+$(HF)/installed: tests/hf_requirements.txt
+	/usr/bin/python3 -c 'import torch' || { echo "apt install python3-torch python3-venv" >&2; exit 2; }
+	/usr/bin/python3 -m venv --system-site-packages $(HF)
+	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
+	@touch $@
 
 $(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .

@@ -18,6 +18,7 @@ _WHERE = {
     "Checkpointer": "train.checkpointer",
     "Config": "config",
     "Experiment": "experiment",
+    "Generator": "generator",
     "Transformer": "model.transformer",
     "initialize": "cluster.process",
 }
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from roxxel_dist.curriculum.plan import Plan as Plan
     from roxxel_dist.data.dataset import Roxxel as Roxxel
     from roxxel_dist.experiment import Experiment as Experiment
+    from roxxel_dist.generator import Generator as Generator
     from roxxel_dist.model.transformer import Transformer as Transformer
     from roxxel_dist.train.checkpointer import Checkpointer as Checkpointer
     from roxxel_dist.train.logger import Logger as Logger
@@ -40,6 +42,7 @@ __all__ = [
     "Config",
     "Curriculum",
     "Experiment",
+    "Generator",
     "Logger",
     "Phase",
     "Plan",

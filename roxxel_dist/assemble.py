@@ -25,7 +25,7 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.lineage import check_tokenizer, tokenizer_of
+from roxxel_dist.lineage import check_tokenizer, tokenizer_of, with_shape_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.own import find_function
 from roxxel_dist.model.transformer import Transformer, token_losses
@@ -92,6 +92,7 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
     Raises:
         ValueError: a field breaks its rule, or does not fit the data.
     """
+    config = with_shape_of(config)
     config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
     config.validate()
     loop, optimizer = config.part(LoopConfig), NamedOptimizer(config.part(OptimizerConfig))

@@ -13,6 +13,8 @@ import tyro
 from roxxel_dist.cli_data import data_build, data_info, data_verify
 from roxxel_dist.cli_doctor import doctor
 from roxxel_dist.cli_eval import evaluate
+from roxxel_dist.cli_export import export
+from roxxel_dist.cli_generate import generate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cli_plan import plan
@@ -24,7 +26,6 @@ from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
     "sweep": "search for the best configuration",
-    "export": "weights for other programs",
     "launch slurm": "start ranks in a SLURM job",
     "launch k8s": "start ranks in Kubernetes",
     "launch ray": "start ranks on a Ray cluster",
@@ -107,34 +108,6 @@ def train(words: list[str]) -> int:
     return EXIT_DRAINED if experiment.stopped else 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateArgs:
-    """Continue a text with a trained model."""
-
-    run_dir: tyro.conf.Positional[str]
-    """The run directory of the model."""
-    prompt: str = ""
-    """The text to continue; the beginning of a document where empty."""
-    max_new_tokens: int = 200
-    """Tokens to add at most."""
-    temperature: float = 0.8
-    """0 takes the likeliest token each time, 1 draws from the model's distribution."""
-    seed: int = 0
-    """Of the draws."""
-    step: int | None = None
-    """The checkpoint to use; the newest where not given."""
-
-
-def generate(words: list[str]) -> int:
-    """Continue a text with a trained model."""
-    args = parse(GenerateArgs, words, "generate")
-    with usage_errors():
-        from roxxel_dist.load import write_text
-
-        print(args.prompt + write_text(**dataclasses.asdict(args)))
-    return 0
-
-
 def data(words: list[str]) -> int:
     """Make, describe and check shards of tokens: build, info, verify."""
     return _dispatch("data", {"build": data_build, "info": data_info, "verify": data_verify}, words)
@@ -203,6 +176,7 @@ COMMANDS: dict[str, Command] = {
     "save": save,
     "eval": evaluate,
     "generate": generate,
+    "export": export,
     "report": report,
     "launch": launch,
     "doctor": doctor,

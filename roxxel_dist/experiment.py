@@ -26,7 +26,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.find_lr import find_lr
-from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base
+from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields, describe_environment, summarize
@@ -86,6 +86,7 @@ class Experiment:
             # A launched run without a name has the launcher's: started again, it is the same folder.
             folder = Path(run_dir or default_run_dir())
             saved = saved_config(folder) if resume else {}
+            self.config = with_shape_of(self.config)
             parent = forked_from(fork, saved, folder)
             origin = Origin(
                 fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps

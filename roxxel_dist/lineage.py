@@ -10,8 +10,9 @@ from roxxel_dist.curriculum.amend import Amendment
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import find_shards, is_tokens
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.run_directory import CONFIG, DATA, TOKENIZER
+from roxxel_dist.train.hf_folder import fields_of, is_hf_folder
 from roxxel_dist.train.origin import RunStep, run_step
 
 
@@ -111,6 +112,8 @@ def tokenizer_of(init_from: str) -> Path:
         ValueError: it has none.
     """
     run = run_step(init_from).run
+    if is_hf_folder(run) and any((run / name).is_file() for name in TOKENIZER_NAMES):
+        return run  # with what its other files call end-of-text
     if not (run / TOKENIZER).exists():
         raise ValueError(
             f"init_from is {init_from}: {run} has no {TOKENIZER}, so text cannot become the tokens that it knows; name "
@@ -121,7 +124,8 @@ def tokenizer_of(init_from: str) -> Path:
 
 def check_tokenizer(init_from: str, data: Roxxel) -> None:
     """Raises ValueError if the data was made with another tokenizer than the run that the weights come from."""
-    path = run_step(init_from).run / TOKENIZER
+    run = run_step(init_from).run
+    path = tokenizer_of(init_from) if is_hf_folder(run) else run / TOKENIZER
     if not path.exists() or data.tokenizer_fingerprint is None:
         return
     known = Tokenizer.load(path).fingerprint
@@ -130,6 +134,31 @@ def check_tokenizer(init_from: str, data: Roxxel) -> None:
             f"init_from is {init_from}, whose tokenizer is {known}, and the data was made with "
             f"{data.tokenizer_fingerprint}: build the data with {path}"
         )
+
+
+def with_shape_of(config: Any) -> Any:
+    """The config with the shape of the model of Hugging Face that `init_from` names; else as it is.
+
+    A field that has its default is taken from there. `max_context` may be set smaller: the weights do not depend on it.
+
+    Raises:
+        ValueError: a field that is set says otherwise, or the Transformer cannot be that model.
+    """
+    folder = None if config.init_from is None else run_step(config.init_from).run
+    if folder is None or config.model is not None or not is_hf_folder(folder):
+        return config
+    try:
+        fields, usual = fields_of(folder), type(config)()
+    except ValueError as error:
+        raise ValueError(f"init_from is {config.init_from}: {error}") from error
+    changed = {}
+    for name, theirs in fields.items():
+        mine = getattr(config, name)
+        if mine == getattr(usual, name):
+            changed[name] = theirs
+        elif mine != theirs and not (name == "max_context" and mine < theirs):
+            raise ValueError(f"{name} is {mine!r}, and the model in {folder} has {theirs!r}: leave it out")
+    return dataclasses.replace(config, **changed)
 
 
 def data_at(

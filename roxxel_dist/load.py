@@ -1,77 +1,77 @@
-"""A trained model from its run directory."""
+"""A trained model from its folder, ready to be called."""
 
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from roxxel_dist.assemble import model_builder
-from roxxel_dist.cluster.process import enable_compilation_cache, initialize
-from roxxel_dist.config import Config
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.model.generate import generate
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
-from roxxel_dist.train.base import below
-from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.state import take_apart
+from roxxel_dist.weights import Weights, weights_of
 
 
-def load_run(run_dir: str | Path, step: int | None = None) -> tuple[Any, Tokenizer, Any, int]:
+def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False) -> tuple[Any, Tokenizer, Any, int]:
     """(model with dropout off, tokenizer, Config, step) of a run, from its newest checkpoint or the one of `step`.
+
+    Args:
+        run_dir: a run directory, RUN@STEP, or what `weights.weights_of` reads besides.
+        step: the checkpoint of this step.
+        best: the one with the lowest val_loss; the newest where none was validated.
 
     Raises:
         ValueError: the folder holds no run, no checkpoint, or not that step.
     """
-    run = Path(run_dir)
-    if not (run / CONFIG).exists():
-        raise ValueError(f"{run} is not a run directory: it has no config.yaml")
-    if not (run / TOKENIZER).exists():
+    weights = weights_of(run_dir, step=step, best=best)
+    if weights.tokenizer is None:
         raise ValueError(
-            f"{run} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
+            f"{run_dir} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
         )
-    config = Config.from_yaml(run / CONFIG)
-    checkpointer = CheckpointStore(run / CHECKPOINTS, read_only=True)
-    try:
-        newest = checkpointer.latest_step()
-        if newest is None:
-            raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
-        model = nnx.jit(model_builder(config))()
-        parts, params, rest, settings = take_apart(model)
-        restored = checkpointer.restore_params(newest if step is None else step, params)
-        base = below(checkpointer.meta(newest if step is None else step), config.init_from)
-        if base is not None and parts.frozen.names:
-            settings |= base({name: settings[name] for name in parts.frozen.names})
-    finally:
-        checkpointer.close()
-    return (
-        parts.merge(restored, rest, settings, training=False),
-        Tokenizer.load(run / TOKENIZER),
-        config,
-        step or newest,
-    )
+    return model_of(weights, run_dir), Tokenizer.load(weights.tokenizer), weights.config, weights.step
 
 
-def write_text(
-    run_dir: str | Path, *, prompt: str, max_new_tokens: int, temperature: float, seed: int, step: int | None = None
-) -> str:
-    """What a run's model adds to `prompt` (see `model.generate`).
+def load_transformer(path: str | Path, *, best: bool = True) -> Any:
+    """What `Transformer.from_pretrained` gives."""
+    weights = weights_of(path, best=best)
+    if weights.config.model is not None:
+        raise ValueError(
+            f"{path} has model {weights.config.model!r}, which is no Transformer: load it with "
+            f"roxxel_dist.load.load_run, from the folder that has that module"
+        )
+    return model_of(weights, path)
+
+
+def model_of(weights: Weights, path: str | Path) -> Any:
+    """The module of some weights, with dropout off.
+
+    Args:
+        weights: from `weights_of`.
+        path: where they are from, for messages.
 
     Raises:
-        ValueError: no such run or checkpoint, a model of one's own that is called in another way, or a prompt with
-            characters that a char tokenizer does not have.
+        ValueError: they are of another model than the config says.
     """
-    initialize()
-    enable_compilation_cache()
-    model, tokenizer, config, _ = load_run(run_dir, step)
-    check_continues(model, config)
-    ids = tokenizer.encode(prompt) if prompt else [tokenizer.eos_id]
-    new = generate(
-        model, ids, min(max_new_tokens, config.max_context - 1), max_context=config.max_context,
-        temperature=temperature, seed=seed, eos_id=tokenizer.eos_id,
-    )  # fmt: skip
-    return tokenizer.decode(new)
+    build = model_builder(weights.config)
+    parts, like, _, inputs = take_apart(nnx.eval_shape(build))
+    # What adapters of the user's own model stand on is not in a run: the model makes it.
+    frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
+    like |= {name: inputs[name] for name in frozen}
+    if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
+        raise ValueError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+
+    def others() -> Any:
+        """Only what is asked for is computed: none of the weights that the model would begin with."""
+        _, _, rest, inputs = take_apart(build())
+        return rest, {name: one for name, one in inputs.items() if name not in frozen}
+
+    rest, inputs = jax.jit(others)()
+    params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
+    inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
+    return parts.merge(params, rest, inputs, training=False)
 
 
 def check_continues(model: Any, config: Any) -> None:

@@ -12,14 +12,26 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_data", "cli_doctor", "cli_eval", "cli_jobs", "cli_launch", "cli_plan", "cli_report", "cli_runs"],
+    [
+        "cli_data",
+        "cli_doctor",
+        "cli_eval",
+        "cli_export",
+        "cli_generate",
+        "cli_jobs",
+        "cli_launch",
+        "cli_plan",
+        "cli_report",
+        "cli_runs",
+    ],
     ["launcher"],
     ["trainer"],
-    ["experiment", "load"],
+    ["experiment", "generator"],
+    ["export", "load"],
     ["evaluation", "find_lr", "outlook"],
     ["assemble"],
     ["flags", "report"],
-    ["lineage", "reading", "save"],
+    ["lineage", "reading", "save", "weights"],
     ["record", "run_directory"],
     ["config"],
     ["train"],
@@ -29,7 +41,7 @@ LAYERS = [
     ["model", "sharding"],
     ["cluster"],
 ]
-EXCEPTIONS = [("data", "stream")]  # Roxxel.stream imports it when it is called
+EXCEPTIONS = [("data", "stream"), ("model", "load")]  # Roxxel.stream and Transformer.from_pretrained, when called
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.

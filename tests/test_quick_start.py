@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from commands import rows, run
 
-from roxxel_dist import Config, Trainer
-from roxxel_dist.load import load_run
+from roxxel_dist import Config, Generator, Trainer, Transformer
 from roxxel_dist.lora import LoRALinear
 from roxxel_dist.sharding import make_mesh, num_devices, replicate, shard_batch
+from roxxel_dist.train.weights_file import read_weights
 
 pytestmark = pytest.mark.xdist_group("quick start")
 SMALL = """
@@ -130,6 +130,22 @@ def test_a_schedule_by_name_and_early_stopping(here, capsys):
     assert found[2]["lr"] == pytest.approx(2 * found[1]["lr"])  # still warming up
 
 
+def test_loading_a_trained_model(here, trained):
+    run_dir = str(trained.relative_to(here))
+    # Loads config.yaml + best_model_weights.msgpack from the run directory
+    model = Transformer.from_pretrained(run_dir)
+    # Or load the latest checkpoint instead of the best one
+    model = Transformer.from_pretrained(run_dir, best=False)
+    newest = max(int(path.name) for path in (trained / "checkpoints").iterdir())
+    params, step = read_weights(trained / "model_weights.msgpack")
+    assert step == newest
+    assert np.array_equal(model.embedding.embedding[...], params["embedding.embedding"])
+    text = Generator(run_dir).generate("def ", max_new_tokens=20)
+    assert text == Generator(f"{run_dir}").generate(["def "], 20)[0]
+    with pytest.raises(ValueError, match=r"has no checkpoint of step 999; those there are: "):
+        Generator(run_dir, step=999)
+
+
 def test_the_learning_rate_finder(here, capsys):
     words = ["--min_lr", "1e-6", "--max_lr", "1e-2", "--num_steps", "100", "--plot"]
     result = run("find-lr", *CONFIG, *words, cwd=here, JAX_NUM_CPU_DEVICES="1")
@@ -181,7 +197,7 @@ def test_a_fine_tune_with_adapters(here, trained):
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"init_from is {base}" in result.stdout
     assert rows(run_dir)[2]["train_loss"] == pytest.approx(rows("adapted_too")[2]["train_loss"], abs=1e-4)
-    model, *_ = load_run(run_dir)
+    model = Transformer.from_pretrained(run_dir)
     kernels = []
     for module in model.modules():
         if isinstance(module, LoRALinear):

@@ -96,6 +96,11 @@ class SentencePieceTokenizer(Tokenizer):
         return number
 
     @property
+    def eos_token(self) -> str:
+        """The piece that ends a document. Errors as of `eos_id`."""
+        return self._processor.IdToPiece(self.eos_id)
+
+    @property
     def fingerprint(self) -> str:
         """32 hex digits that follow from the model alone."""
         return hashlib.blake2b(self._model, digest_size=16).hexdigest()

@@ -96,11 +96,19 @@ class Tokenizer:
         Raises:
             ValueError: it has no token of the name given, or none with one of the usual names.
         """
+        return self._end()[1]
+
+    @property
+    def eos_token(self) -> str:
+        """What the token that ends a document is called. Errors as of `eos_id`."""
+        return self._end()[0]
+
+    def _end(self) -> tuple[str, int]:
         names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
         for name in names:
             number = self._inner.token_to_id(name)
             if number is not None:
-                return number
+                return name, number
         raise ValueError(
             f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. Name one with --eos_token"
         )

@@ -1,12 +1,12 @@
-"""Text from a model: greedy or at a temperature.
+"""Text from a model, as token ids.
 
-The built-in Transformer reads the prompt once (prefill) and then one token at a time (decode), with a cache of what it
+The built-in Transformer reads the prompts once (prefill) and then one token at a time (decode), with a cache of what it
 has read. Any other model reads the whole text again for each token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.model.cache import Cache
+from roxxel_dist.model.sampling import How, Sampling, draw, how
 from roxxel_dist.model.transformer import Transformer
 
 WINDOW_STEP = 64
@@ -30,103 +31,178 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
 ) -> list[int]:
-    """Continue `prompt`.
+    """Continue one prompt: `generate_rows` of it alone."""
+    sampling = Sampling(temperature=temperature)
+    return generate_rows(
+        model, [prompt], max_new_tokens, max_context=max_context, sampling=sampling, seeds=[seed], eos_id=eos_id
+    )[0]
 
-    Compiled once: a Transformer's decoding for all lengths, its prefill for all prompts within the same multiple of 64
-    tokens, and for another model one program for all lengths of prompt and answer within such a multiple.
+
+def generate_rows(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    max_context: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    eos_id: int | None = None,
+) -> list[list[int]]:
+    """Continue each of some prompts; each row is what it is alone.
+
+    Compiled once, for so many rows (the next power of 2): a Transformer's decoding for all lengths, its prefill for all
+    prompts within the same multiple of 64 tokens, and for another model one program for all lengths of prompt and
+    answer within such a multiple.
 
     Args:
-        model: an NNX module, int32[1, L] tokens to [1, L, vocabulary] logits.
-        prompt: token ids, at least one; only as many of the last ones are read as leave room in the context.
-        max_new_tokens: at most this many are added, fewer where `max_context` ends first.
+        model: an NNX module, int32[B, L] tokens to [B, L, vocabulary] logits; it is left as it is.
+        prompts: token ids, at least one each; only as many of the last ones are read as leave room in the context.
+        max_new_tokens: at most this many are added to each.
         max_context: tokens that the model reads at most, prompt and answer together.
-        temperature: 0 always takes the likeliest token; 1 draws from the model's distribution.
-        seed: of the draws.
-        eos_id: stop before this token.
+        sampling: how tokens are chosen.
+        seeds: of the draws, one a prompt.
+        eos_id: a row stops before this token.
 
     Returns:
         The new ids alone.
+
+    Raises:
+        ValueError: an argument breaks its rule.
     """
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
-    if max_new_tokens < 1 or max_new_tokens >= max_context:
-        raise ValueError(
-            f"max_new_tokens is {max_new_tokens}: it must be at least 1 and below max_context ({max_context})"
-        )
-    if not 0 <= seed < 1 << 31:
-        raise ValueError(f"seed is {seed}: it must be at least 0 and below 2^31")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}: it must be 0 (greedy) or more")
-    kept = list(prompt)[-(max_context - max_new_tokens) :]
-    options = np.float32(temperature), np.int32(seed)
-    model.eval()
-    graphdef, state = nnx.split(model)
-    if isinstance(model, Transformer):
-        if max_context > model.config.max_context:
-            raise ValueError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
-        logits, cache = _prefill(graphdef, state, _padded(kept, len(kept), max_context), np.int32(len(kept)))
-        end = np.int32(NO_TOKEN if eos_id is None else eos_id)
-        out = _decode(graphdef, state, logits, cache, np.int32(max_new_tokens), end, *options)
-        new = np.asarray(out)[:max_new_tokens].tolist()
+    kept = _check(model, prompts, max_new_tokens, max_context)
+    graphdef, state = _evaluating(model)
+    if not isinstance(model, Transformer):
+        rows = [
+            _uncached(graphdef, state, row, max_new_tokens, max_context, how(sampling, [seed], eos_id))
+            for row, seed in zip(kept, seeds, strict=True)
+        ]
     else:
-        window = _padded(kept, len(kept) + max_new_tokens, max_context)
-        out = _continue(graphdef, state, window, np.int32(len(kept)), np.int32(max_new_tokens), *options)
-        new = np.asarray(out)[0, len(kept) : len(kept) + max_new_tokens].tolist()
-    model.train()
-    return new[: new.index(eos_id)] if eos_id in new else new
+        running, options = _begin(graphdef, state, kept, max_context, sampling, seeds, eos_id)
+        running = _decode(graphdef, state, running, np.int32(max_new_tokens), options)
+        rows = np.asarray(running.new_BxC)[: len(kept), :max_new_tokens].tolist()
+    return rows if eos_id is None else [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
 
 
-def _padded(tokens: Sequence[int], length: int, limit: int) -> np.ndarray:
-    """int32[1, C] that begins with `tokens`; C is `length` rounded up to a multiple of 64, at most `limit`."""
-    row = np.zeros((1, min(limit, -(-length // WINDOW_STEP) * WINDOW_STEP)), np.int32)
-    row[0, : len(tokens)] = tokens
-    return row
+def stream(
+    model: Any,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    max_context: int,
+    sampling: Sampling,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> Iterator[int]:
+    """The ids that `generate_rows` adds to one prompt, each as soon as it is there. Arguments and errors as there.
+
+    A model that is no Transformer gives them when the last is there.
+    """
+    (kept,) = _check(model, [prompt], max_new_tokens, max_context)
+    if not isinstance(model, Transformer):
+        options: Any = {"max_context": max_context, "sampling": sampling, "seeds": [seed], "eos_id": eos_id}
+        yield from generate_rows(model, [prompt], max_new_tokens, **options)[0]
+        return
+    graphdef, state = _evaluating(model)
+    running, how_drawn = _begin(graphdef, state, [kept], max_context, sampling, [seed], eos_id)
+    for i in range(max_new_tokens):
+        if i:
+            running = _decode(graphdef, state, running, np.int32(i + 1), how_drawn)
+        token = int(running.token_B[0])
+        if token == eos_id:
+            return
+        yield token
 
 
-def _draw(logits_V: jax.Array, place: jax.Array, temperature: jax.Array, seed: jax.Array) -> jax.Array:
-    """int32[]: the token for a place in the text."""
-    logits_V = logits_V.astype(jnp.float32)
-    key = jax.random.fold_in(jax.random.key(seed), place)
-    drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits_V)).astype(jnp.int32)
+def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context: int) -> list[list[int]]:
+    """As much of each prompt as is read."""
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
+    if count < 1 or count >= max_context:
+        raise ValueError(f"max_new_tokens is {count}: it must be at least 1 and below max_context ({max_context})")
+    if isinstance(model, Transformer) and max_context > model.config.max_context:
+        raise ValueError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
+    return [list(prompt)[-(max_context - count) :] for prompt in prompts]
+
+
+def _evaluating(model: Any) -> tuple[Any, Any]:
+    """(graph definition, state) of a model with dropout off, of the same arrays."""
+    twin = nnx.merge(*nnx.split(model))
+    twin.eval()
+    return nnx.split(twin)
+
+
+class Running(NamedTuple):
+    """Where a Transformer is in its texts, after B prompts and some tokens behind each of them."""
+
+    drawn: jax.Array
+    """int32[]: new tokens of each row, the one not read yet included."""
+    token_B: jax.Array
+    """The last of them."""
+    done_B: jax.Array
+    """Whether a row has come to its end."""
+    new_BxC: jax.Array
+    """int32: all of them; C is max_context."""
+    cache: Cache
+
+
+def _begin(
+    graphdef: Any, state: Any, prompts: list[list[int]], limit: int, sampling: Sampling, seeds: Sequence[int],
+    end: int | None,
+) -> tuple[Running, How]:  # fmt: skip
+    """Read the prompts, and draw the first token of each. Rows are added up to a power of 2, and are done at once."""
+    count = 1 << (len(prompts) - 1).bit_length()
+    longest = max(map(len, prompts))
+    rows = np.zeros((count, min(limit, -(-longest // WINDOW_STEP) * WINDOW_STEP)), np.int32)
+    lengths = np.zeros(count, np.int32)  # of a row that is only added, one token is read: something must be
+    for i, prompt in enumerate(prompts):
+        rows[i, : len(prompt)], lengths[i] = prompt, len(prompt)
+    options = how(sampling, [*seeds, *[0] * (count - len(prompts))], end)
+    return _prefill(graphdef, state, rows, lengths, options), options
 
 
 @partial(jax.jit, static_argnums=0)
-def _prefill(graphdef: Any, state: Any, prompt_1xL: Any, count: Any) -> tuple[jax.Array, Cache]:
-    """The logits [vocabulary] behind the first `count` tokens, and a cache with these."""
+def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, how: How) -> Running:
+    """What stands behind the first `length_B` tokens of each row."""
     model = nnx.merge(graphdef, state, copy=True)
-    x_1xLxD, _, cache = model.states(prompt_1xL, cache=model.empty_cache()._replace(count_B=count[None]))
-    return model.logits(jax.lax.dynamic_slice_in_dim(x_1xLxD, count - 1, 1, axis=1))[0, 0], cache
+    read_B = jnp.maximum(length_B, 1)
+    batch = prompt_BxL.shape[0]
+    x_BxLxD, _, cache = model.states(prompt_BxL, cache=model.empty_cache(batch)._replace(count_B=read_B))
+    last_Bx1xD = jnp.take_along_axis(x_BxLxD, (read_B - 1)[:, None, None], axis=1)
+    token_B = draw(model.logits(last_Bx1xD)[:, 0], read_B, how)
+    new_BxC = jnp.full((batch, model.config.max_context), NO_TOKEN, jnp.int32).at[:, 0].set(token_B)
+    return Running(jnp.int32(1), token_B, (length_B == 0) | (token_B == how.end), new_BxC, cache._replace(count_B=None))
 
 
-@partial(jax.jit, static_argnums=0)
-def _decode(
-    graphdef: Any, state: Any, logits: Any, cache: Cache, count: Any, end: Any, temperature: Any, seed: Any
-) -> jax.Array:
-    """int32[max_context] that begins with `count` new tokens, or fewer, the last of them `end`."""
-    start, limit = cache.length_B[0], nnx.merge(graphdef, state, copy=True).config.max_context
-    first = _draw(logits, start, temperature, seed)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _decode(graphdef: Any, state: Any, running: Running, until: Any, how: How) -> Running:
+    """With `until` new tokens a row, or fewer where all rows have come to their end."""
 
-    def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, token, cache, new = carry
+    def add(running: Running) -> Running:
+        drawn, token_B, done_B, new_BxC, cache = running
         # Inside the loop, and of copies: NNX objects do not cross jax's trace levels, and a layer may count its draws.
-        logits, cache = nnx.merge(graphdef, state, copy=True)(token[None, None], cache=cache)
-        token = _draw(logits[0, 0], start + i, temperature, seed)
-        return i + 1, token, cache, new.at[i].set(token)
+        logits_Bx1xV, cache = nnx.merge(graphdef, state, copy=True)(token_B[:, None], cache=cache)
+        token_B = draw(logits_Bx1xV[:, 0], cache.length_B, how)
+        return Running(drawn + 1, token_B, done_B | (token_B == how.end), new_BxC.at[:, drawn].set(token_B), cache)
 
-    new = jnp.full(limit, NO_TOKEN, jnp.int32).at[0].set(first)
-    loop = (jnp.int32(1), first, cache, new)
-    return jax.lax.while_loop(lambda carry: (carry[0] < count) & (carry[1] != end), add, loop)[3]
+    return jax.lax.while_loop(lambda running: (running.drawn < until) & ~running.done_B.all(), add, running)
+
+
+def _uncached(graphdef: Any, state: Any, prompt: list[int], count: int, limit: int, how: How) -> list[int]:
+    length = len(prompt) + count
+    window = np.zeros((1, min(limit, -(-length // WINDOW_STEP) * WINDOW_STEP)), np.int32)
+    window[0, : len(prompt)] = prompt
+    out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), how)
+    return np.asarray(out)[0, len(prompt) : length].tolist()
 
 
 @partial(jax.jit, static_argnums=0)
-def _continue(graphdef: Any, state: Any, window: Any, start: Any, count: Any, temperature: Any, seed: Any) -> jax.Array:
+def _continue(graphdef: Any, state: Any, window: Any, start: Any, count: Any, how: How) -> jax.Array:
     """Fill int32[1, C] from position `start` on. Runs the whole window for each token: there is no cache."""
 
     def add(i: jax.Array, tokens: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state, copy=True)
-        logits = jax.lax.dynamic_index_in_dim(model(tokens)[0], i - 1, keepdims=False)
-        token = _draw(logits, i, temperature, seed)
-        return jax.lax.dynamic_update_slice(tokens, token[None, None], (0, i))
+        logits_1xV = jax.lax.dynamic_index_in_dim(model(tokens)[0], i - 1)
+        token_1 = draw(logits_1xV, i[None], how)
+        return jax.lax.dynamic_update_slice(tokens, token_1[:, None], (0, i))
 
     return jax.lax.fori_loop(start, start + count, add, jnp.asarray(window))

@@ -1,6 +1,7 @@
 """A decoder-only Transformer."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -160,6 +161,26 @@ class Transformer(nnx.Module):
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
         shapes = [block.attention.kept for block in self.blocks]
         return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, best: bool = True) -> "Transformer":
+        """The trained model of a run, with dropout off; `model.train()` turns it on.
+
+        Args:
+            path: a run directory, or RUN@STEP; what `export` has made of one; or a folder of Hugging Face that holds a
+                LLaMA, Mistral or Mixtral.
+            best: of a run, the checkpoint with the lowest val_loss, or the newest where none was validated. False: the
+                newest.
+
+        Returns:
+            The model on the first device, its parameters of the type that they are stored in.
+
+        Raises:
+            ValueError: there is no such model, or it is one of the user's own.
+        """
+        from roxxel_dist.load import load_transformer
+
+        return load_transformer(path, best=best)
 
     def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
         x_BxLxD = self.embedding(tokens_BxL)

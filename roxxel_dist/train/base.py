@@ -21,6 +21,7 @@ from roxxel_dist.cluster.process import agree, is_primary
 from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.origin import RunStep, run_step
 from roxxel_dist.train.parts import Leaves
 
@@ -36,6 +37,7 @@ class Base(NamedTuple):
 
     run: Path
     step: int
+    """0 for a folder of Hugging Face, which has none."""
     asked: str
     """The `init_from` that named it."""
     fingerprint: str = ""
@@ -44,7 +46,7 @@ class Base(NamedTuple):
     @property
     def place(self) -> RunStep:
         """The run and the step."""
-        return RunStep(self.run, self.step)
+        return RunStep(self.run, self.step or None)
 
     def state(self) -> dict[str, Any]:
         """For JSON."""
@@ -93,32 +95,35 @@ def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
 
 
 def weights_of(init_from: str) -> RunStep:
-    """The checkpoint that a run has its weights from.
+    """The checkpoint that a run has its weights from; a folder of Hugging Face has no step.
 
     Raises:
         ValueError: there is none such.
     """
+    if is_hf_folder(run_step(init_from).run):
+        return run_step(init_from)
     with opened("init_from", run_step(init_from)) as (_, step):
         return RunStep(run_step(init_from).run, step)
 
 
 @contextlib.contextmanager
-def _weights(wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
-    with opened("init_from", wanted) as found:
-        try:
-            yield found
-        except ValueError as error:
-            raise ValueError(f"init_from is {wanted}: {error}") from error
+def _errors_of(wanted: RunStep) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"init_from is {wanted}: {error}") from error
 
 
 def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
     """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
-    with _weights(wanted) as (store, step):
+    if is_hf_folder(wanted.run):
+        with _errors_of(wanted), HfFolder(wanted.run) as folder:
+            return folder.check_params(like)
+    with opened("init_from", wanted) as (store, step), _errors_of(wanted):
         base = _stands_on(store.meta(step))
         if base is None:
-            store.check_params(step, like)
-    if base is not None:
-        check_weights(base.place, like)
+            return store.check_params(step, like)
+    return check_weights(base.place, like)
 
 
 def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
@@ -128,7 +133,10 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
     """
 
     def load(like: Leaves) -> Leaves:
-        with _weights(wanted) as (store, step):
+        if is_hf_folder(wanted.run):
+            with _errors_of(wanted), HfFolder(wanted.run) as folder:
+                return folder.restore_params(like)
+        with opened("init_from", wanted) as (store, step), _errors_of(wanted):
             saved = store.meta(step)
             base = _stands_on(saved)
             if base is None:
@@ -190,19 +198,24 @@ def based_on(base: Base) -> Callable[[Leaves], Leaves]:
     """
 
     def load(like: Leaves) -> Leaves:
-        cure = f"put {base.place} back or, if it was moved, name its new place: resume with --init_from NEW_PLACE"
-        try:
-            found = fingerprint(base.place)
-        except ValueError as error:
-            raise ValueError(f"the weights that the adapters stand on are gone ({error}): {cure}") from error
-        if base.fingerprint and found != base.fingerprint:
-            raise ValueError(
-                f"init_from is {base.place}: its weights are not those that the adapters were trained for "
-                f"({base.fingerprint}, now {found}): {cure}"
-            )
+        check_base(base)
         return loader(base.place)(like)
 
     return load
+
+
+def check_base(base: Base) -> None:
+    """Raises ValueError where the weights that adapters stand on are gone, or others."""
+    cure = f"put {base.place} back or, if it was moved, name its new place: resume with --init_from NEW_PLACE"
+    try:
+        found = fingerprint(base.place)
+    except ValueError as error:
+        raise ValueError(f"the weights that the adapters stand on are gone ({error}): {cure}") from error
+    if base.fingerprint and found != base.fingerprint:
+        raise ValueError(
+            f"init_from is {base.place}: its weights are not those that the adapters were trained for "
+            f"({base.fingerprint}, now {found}): {cure}"
+        )
 
 
 def fingerprint(wanted: RunStep) -> str:
@@ -211,26 +224,39 @@ def fingerprint(wanted: RunStep) -> str:
     Raises:
         ValueError: there is no such checkpoint, or it cannot be read.
     """
-    with opened("init_from", wanted) as (store, step):
-        text = ""
-        if is_primary():
-            try:
-                text = "=" + fingerprint_of(store.folder / str(step), store.param_shapes(step))
-            except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
-                text = files.cause(error)
-        text = agree("fingerprint of the base", text, READ_LIMIT_S)
+    text = ""
+    if is_primary():
+        try:
+            text = "=" + _digest(_in_parcels(wanted))
+        except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
+            text = files.cause(error)
+    text = agree("fingerprint of the base", text, READ_LIMIT_S)
     if not text.startswith("="):
         raise ValueError(f"init_from is {wanted}: its weights cannot be read ({text})")
     return text[1:]
 
 
-def fingerprint_of(checkpoint: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> str:
-    """The SHA-256, cut, of the names, shapes, types and bytes of a checkpoint's parameters."""
+def _in_parcels(wanted: RunStep) -> Iterator[Mapping[str, np.ndarray]]:
+    """Parameters by name, in the order of their names, not all of them at once."""
+    if is_hf_folder(wanted.run):
+        with HfFolder(wanted.run) as folder:
+            for name in sorted(folder.tensors):
+                yield {name: folder.read(name)}
+        return
+    with opened("init_from", wanted) as (store, step):
+        shapes = store.param_shapes(step)
+        sizes = itertools.accumulate(
+            math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes)
+        )
+        parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
+        for _, names in parcels:
+            yield files.read_params(store.folder / str(step), {name: shapes[name] for name, _ in names})
+
+
+def _digest(parcels: Iterator[Mapping[str, np.ndarray]]) -> str:
+    """The SHA-256, cut, of the names, shapes, types and bytes of parameters."""
     digest = hashlib.sha256()
-    sizes = itertools.accumulate(math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes))
-    parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
-    for _, names in parcels:
-        arrays = files.read_params(checkpoint, {name: shapes[name] for name, _ in names})
+    for arrays in parcels:
         for name in sorted(arrays):
             array = np.ascontiguousarray(arrays[name])
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())

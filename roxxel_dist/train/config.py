@@ -118,8 +118,9 @@ class LoopOptions:
     seed: int = 42
     """Of the weights, the data order and dropout."""
     init_from: str | None = None
-    """Begin with the weights of another run, RUN or RUN@STEP, and its tokenizer where the data is text. Moments, random
-    streams and the position in the data are new."""
+    """Begin with the weights of another run, RUN or RUN@STEP, or of a folder of Hugging Face (LLaMA, Mistral, Mixtral),
+    whose shape is taken then; and with its tokenizer where the data is text. Moments, random streams and the position
+    in the data are new."""
     val_fraction: float = 0.0
     """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
     patience: int = 0

@@ -1,0 +1,179 @@
+"""A run's model as a folder for other programs: its weights in one of three formats, its config and its tokenizer."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from roxxel_dist.data.commit import sync_folder
+from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.hf import hf_config, take_out, tensors_of
+from roxxel_dist.run_directory import CONFIG, TOKENIZER
+from roxxel_dist.train.exporter import NEWEST
+from roxxel_dist.train.hf_folder import HF_CONFIG
+from roxxel_dist.train.tensor_files import write_tensors
+from roxxel_dist.train.weights_file import LIMIT, write_weights
+from roxxel_dist.weights import Weights, weights_of
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def export_run(
+    run: str | Path,
+    format: str,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    merge_lora: bool = False,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> str:
+    """Write the model of a run into the folder `out`, which appears whole or not at all.
+
+    Args:
+        run: a run directory, or RUN@STEP.
+        format: "msgpack": flax's format, as the run's own files of weights; "safetensors": the same names; "hf": a
+            folder that transformers loads. Of the first two, `Transformer.from_pretrained` and `Generator` read the
+            folder as they do a run; of the last one too.
+        out: the folder to make.
+        step: the checkpoint of this step; the newest where not given.
+        best: the one with the lowest val_loss; the newest where none was validated.
+        merge_lora: of a run that trained adapters, write the plain model that does what it does with them.
+        dtype: of the weights; as they are where not given.
+        max_shard_size: how large a file of safetensors may be, such as "500MB".
+        overwrite: replace a folder that is there.
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        ValueError: there is no such model, the format cannot hold it, or the folder is there already.
+    """
+    out, limit = Path(out), _bytes(max_shard_size)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+        raise ValueError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
+    if out.resolve() in (Path(run).resolve(), *Path(run).resolve().parents):
+        raise ValueError(f"--out {out} holds the run: name another folder")
+    weights = weights_of(run, step=step, best=best)
+    if merge_lora and not weights.scales:
+        raise ValueError(f"--merge_lora: {run} has no adapters; leave it out")
+    weights = weights.merged() if merge_lora else weights
+    params = weights.params if dtype is None else {name: _cast(one, dtype) for name, one in weights.params.items()}
+    size = sum(one.nbytes for one in params.values())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        folder.chmod(0o755)  # mkdtemp's is for its owner alone
+        if format == "hf":
+            _write_hf(folder, weights, params, limit)
+        else:
+            _write_own(folder, weights, params, format, limit)
+        _put(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    count = sum(one.size for one in params.values())
+    return f"step {weights.step} of {run}: {count:,} parameters, {size / 1e6:,.1f} MB, in {out}"
+
+
+def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
+    """Our own names, beside what makes it a folder that is read as a run."""
+    size = sum(one.nbytes for one in params.values())
+    if format == "safetensors":
+        arrays = ((name, np.ascontiguousarray(one)) for name, one in params.items())
+        write_tensors(folder, arrays, {name: one.nbytes for name, one in params.items()}, limit)
+    elif format != "msgpack":
+        raise ValueError(f"format is {format!r}: it must be msgpack, safetensors or hf")
+    elif size >= LIMIT:
+        raise ValueError(
+            f"the weights take {size / 1e9:.1f} GB, and a msgpack file holds less than {LIMIT / 1e9:.0f} GB: use "
+            f"--format safetensors"
+        )
+    else:
+        write_weights(folder / NEWEST, weights.step, params)
+    weights.config.save_yaml(folder / CONFIG)
+    if weights.tokenizer is not None:
+        Tokenizer.load(weights.tokenizer).save(folder / TOKENIZER)
+
+
+def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], limit: int) -> None:
+    """What `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` read."""
+    if weights.config.model is not None:
+        raise ValueError(f"model is {weights.config.model!r}: hf holds the built-in Transformer alone; use safetensors")
+    config = weights.config.part(ModelConfig)
+    tokenizer = None if weights.tokenizer is None else Tokenizer.load(weights.tokenizer)
+    found = hf_config(config, None if tokenizer is None else tokenizer.eos_id)
+    layout = tensors_of(config)
+    dtypes = sorted({one.dtype.name for one in params.values()})
+    found |= {"torch_dtype": dtypes[0] if len(dtypes) == 1 else "float32"}
+    sizes = {}
+    for name, tensors in layout.items():
+        each = params[name].nbytes // len(tensors.names) // sum(tensors.widths)
+        for names in tensors.names:
+            sizes |= {one: each * width for one, width in zip(names, tensors.widths, strict=True)}
+    write_tensors(folder, _all_tensors(params, layout), sizes, limit)
+    _write_json(folder / HF_CONFIG, found)
+    ends = {name: found[name] for name in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / "generation_config.json", {"do_sample": True, **ends})
+    if tokenizer is not None:
+        _write_tokenizer(folder, tokenizer, config.max_context)
+
+
+def _all_tensors(params: dict[str, np.ndarray], layout: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    for name, tensors in layout.items():
+        yield from take_out(params[name], tensors)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> None:
+    """The token that ends a text stands before one too: so the model has seen it."""
+    if tokenizer.kind == "sentencepiece":
+        raise ValueError(
+            "the tokenizer is a SentencePiece model, which hf has no file for here: use --format safetensors"
+        )
+    tokenizer.save(folder / TOKENIZER_FILE)
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eos_token,
+        "bos_token": tokenizer.eos_token,
+        "model_max_length": max_context, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    _write_json(folder / CONFIG_FILE, about)
+
+
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Floating arrays alone."""
+    return array.astype(jnp.dtype(dtype)) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+)\s*([KMG]?B|)", text.strip().upper())
+    if not found or int(found[1]) < 1:
+        raise ValueError(f"max_shard_size is {text!r}: write a whole number with KB, MB or GB, such as 500MB")
+    return int(found[1]) * UNITS.get(found[2], 1)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _put(folder: Path, out: Path) -> None:
+    """Give a finished folder its name; what has it is taken away."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+    old = out.with_name(f".{out.name}.replaced")
+    if out.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+    folder.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+    sync_folder(out.parent)

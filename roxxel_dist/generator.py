@@ -1,0 +1,128 @@
+"""Text from a trained model, whatever kind of folder it is in."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.load import check_continues, load_run
+from roxxel_dist.model.generate import generate_rows, stream
+from roxxel_dist.model.sampling import Sampling
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer makes of bytes that are no character, or not yet."""
+
+
+class Generator:
+    """A trained model and its tokenizer, on the first device.
+
+    The first call compiles; later ones with prompts within the same multiple of 64 tokens, and as many of them, do not.
+
+    Args:
+        path: a run directory, or RUN@STEP; what `export` has made of one; or a folder of Hugging Face that holds a
+            LLaMA, Mistral or Mixtral.
+        best: of a run, the checkpoint with the lowest val_loss, or the newest where none was validated. False: the
+            newest.
+        step: the checkpoint of this step instead.
+
+    Attributes:
+        model: the module, with dropout off.
+        tokenizer: text to ids and back.
+        config: the `Config` of the run.
+        step: of the checkpoint.
+
+    Raises:
+        ValueError: there is no such model, it has no tokenizer, or it is one of the user's own that cannot continue a
+            text.
+    """
+
+    def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None) -> None:
+        self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
+        check_continues(self.model, self.config)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] = "",
+        max_new_tokens: int = 200,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Sequence[int] = 0,
+        stop_at_eos: bool = True,
+    ) -> str | list[str]:
+        """What the model adds to a prompt, or to each of some; the prompt is not part of it.
+
+        Args:
+            prompt: text; where it is empty, the beginning of a document. Of a list, each is continued as it would be
+                alone.
+            max_new_tokens: tokens to add at most; at most max_context - 1 are. Of a prompt with more tokens than fit
+                before them, the last ones are read.
+            temperature: 0 takes the likeliest token each time, 1 draws from the model's distribution.
+            top_k: draw from so many of the likeliest tokens; 0 for all.
+            top_p: draw from the fewest of the likeliest tokens that have this probability together; 1 for all.
+            seed: of the draws: one for all prompts, so that the same prompt twice gives the same text, or one for each.
+            stop_at_eos: end a text where the model ends it.
+
+        Returns:
+            A text for a text, a list for a list.
+
+        Raises:
+            ValueError: an argument breaks its rule, or a prompt has characters that a char tokenizer does not know.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(prompts):
+            raise ValueError(f"seed has {len(seeds)} numbers for {len(prompts)} prompts: give one each, or one for all")
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        if not prompts:
+            return []
+        rows = generate_rows(
+            self.model, [self._ids(one) for one in prompts], self._room(max_new_tokens),
+            max_context=self.config.max_context, sampling=sampling, seeds=seeds, eos_id=self._end(stop_at_eos),
+        )  # fmt: skip
+        texts = [self.tokenizer.decode(row) for row in rows]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(
+        self,
+        prompt: str = "",
+        max_new_tokens: int = 200,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_at_eos: bool = True,
+    ) -> Iterator[str]:
+        """The text that `generate` gives, in pieces as they come; no piece ends within a character."""
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        ids = stream(
+            self.model, self._ids(prompt), self._room(max_new_tokens), max_context=self.config.max_context,
+            sampling=sampling, seed=seed, eos_id=self._end(stop_at_eos),
+        )  # fmt: skip
+        return pieces(self.tokenizer, ids)
+
+    def _ids(self, prompt: str) -> list[int]:
+        return (self.tokenizer.encode(prompt) if prompt else []) or [self.tokenizer.eos_id]
+
+    def _room(self, max_new_tokens: int) -> int:
+        return min(max_new_tokens, self.config.max_context - 1)
+
+    def _end(self, stop_at_eos: bool) -> int | None:
+        return self.tokenizer.eos_id if stop_at_eos else None
+
+
+def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of some ids, piece by piece: together what `tokenizer.decode` makes of all of them."""
+    known: list[int] = []
+    shown, begin = 0, 0
+    for number in ids:
+        known.append(number)
+        # With the piece before it: some tokenizers take the space away that a text begins with.
+        old, new = tokenizer.decode(known[begin:shown]), tokenizer.decode(known[begin:])
+        if len(new) > len(old) and not new.endswith(UNFINISHED):
+            yield new[len(old) :]
+            begin, shown = shown, len(known)
+    old, new = tokenizer.decode(known[begin:shown]), tokenizer.decode(known[begin:])
+    if len(new) > len(old):
+        yield new[len(old) :]

@@ -1,0 +1,256 @@
+"""The same model in the words of Hugging Face: LLaMA, Mistral and Mixtral, there and back.
+
+Pure functions: a config in both forms (`hf_config`, `model_fields`), and for each of our arrays the tensors of theirs
+that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection and expert is one of its
+own; here it is [inputs, outputs], and what is multiplied together lies together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.feedforward import hidden_sizes
+from roxxel_dist.model.position import THETA
+
+EPSILON = 1e-6
+"""Of `norm.make_norm`."""
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+ACTIVATIONS = {
+    "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2", "tanh": "tanh",
+    "sigmoid": "sigmoid",
+}  # fmt: skip
+"""Our names of activations to theirs."""
+OTHER_NAMES = {"swish": "silu"}
+LARGEST_EXPANSION = 64
+
+
+class Tensors(NamedTuple):
+    """What one of our arrays is made of."""
+
+    names: tuple[tuple[str, ...], ...]
+    """For each expert, or for one where there are none, the tensors that stand side by side on the last axis."""
+    shape: tuple[int, ...]
+    """Of our array; the first axis is that of experts where it has three."""
+    widths: tuple[int, ...]
+    """How much of the last axis each of the tensors takes."""
+    transposed: bool
+    """The tensors are matrices [outputs, inputs]."""
+
+
+def tensors_of(config: ModelConfig) -> dict[str, Tensors]:
+    """Every array of a Transformer by name, and what it is made of. For configs that `hf_config` does not refuse."""
+    heads, groups, size = config.heads()
+    dim, hidden, vocab, experts = config.dim, hidden_sizes(config)[0], config.vocab_size or 0, config.n_experts
+
+    def as_it_is(name: str, *shape: int) -> Tensors:
+        return Tensors(((name,),), shape, shape[-1:], transposed=False)
+
+    def matrix(inputs: int, **outputs: int) -> Tensors:
+        return Tensors((tuple(outputs),), (inputs, sum(outputs.values())), tuple(outputs.values()), transposed=True)
+
+    def matrices(inputs: int, **outputs: int) -> Tensors:
+        """One for each expert, with `{e}` in the tensors' names."""
+        names = tuple(tuple(name.format(e=e) for name in outputs) for e in range(experts))
+        return Tensors(names, (experts, inputs, sum(outputs.values())), tuple(outputs.values()), transposed=True)
+
+    found = {"embedding.embedding": as_it_is("model.embed_tokens.weight", vocab, dim)}
+    for i in range(config.num_blocks):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        projections = {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}
+        qkv = {f"{theirs}self_attn.{name}.weight": width for name, width in projections.items()}
+        found |= {
+            f"{ours}attention_norm.scale": as_it_is(f"{theirs}input_layernorm.weight", dim),
+            f"{ours}attention.qkv.kernel": matrix(dim, **qkv),
+            f"{ours}attention.out.kernel": matrix(dim, **{f"{theirs}self_attn.o_proj.weight": dim}),
+            f"{ours}feedforward_norm.scale": as_it_is(f"{theirs}post_attention_layernorm.weight", dim),
+        }
+        if config.use_moe:
+            expert = f"{theirs}block_sparse_moe.experts.{{e}}."
+            gate_up = {f"{expert}w1.weight": hidden, f"{expert}w3.weight": hidden}
+            router = {f"{theirs}block_sparse_moe.gate.weight": experts}
+            found |= {
+                f"{ours}feedforward.router.kernel": matrix(dim, **router),
+                f"{ours}feedforward.gate_up": matrices(dim, **gate_up),
+                f"{ours}feedforward.down": matrices(hidden, **{f"{expert}w2.weight": dim}),
+            }
+        else:
+            gate_up = {f"{theirs}mlp.gate_proj.weight": hidden, f"{theirs}mlp.up_proj.weight": hidden}
+            found |= {
+                f"{ours}feedforward.gate_up.kernel": matrix(dim, **gate_up),
+                f"{ours}feedforward.down.kernel": matrix(hidden, **{f"{theirs}mlp.down_proj.weight": dim}),
+            }
+    found["norm.scale"] = as_it_is("model.norm.weight", dim)
+    if not config.weight_tying:
+        found["head.kernel"] = matrix(dim, **{"lm_head.weight": vocab})
+    return found
+
+
+def take_out(array: np.ndarray, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) of all that one of our arrays is made of."""
+    cuts = np.cumsum(tensors.widths)[:-1]
+    for names, one in zip(tensors.names, array if array.ndim == 3 else array[None], strict=True):
+        for name, piece in zip(names, np.split(one, cuts, axis=-1), strict=True):
+            yield name, np.ascontiguousarray(piece.T if tensors.transposed else piece)
+
+
+def put_together(
+    tensors: Tensors, index: tuple[slice, ...], read: Callable[[str, tuple[slice, ...]], np.ndarray]
+) -> np.ndarray:
+    """A part of one of our arrays.
+
+    Args:
+        tensors: what it is made of.
+        index: which part; a slice without step for each axis.
+        read: (name, slices) to that part of a tensor. No more is asked for than is needed.
+    """
+    whole = [slice(*one.indices(size)[:2]) for one, size in zip(index, tensors.shape, strict=True)]
+    experts = tensors.names[whole.pop(0)] if len(tensors.shape) == 3 else tensors.names
+    *before, last = whole
+
+    def one(names: tuple[str, ...]) -> np.ndarray:
+        pieces, begin = [], 0
+        for name, width in zip(names, tensors.widths, strict=True):
+            first, end = max(last.start - begin, 0), min(last.stop - begin, width)
+            begin += width
+            if first < end:
+                inside = (*before, slice(first, end))
+                pieces.append(read(name, inside[::-1]).T if tensors.transposed else read(name, inside))
+        return np.concatenate(pieces, axis=-1)
+
+    parts = [one(names) for names in experts]
+    return np.stack(parts) if len(tensors.shape) == 3 else parts[0]
+
+
+def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
+    """The contents of `config.json`: LLaMA, with a sliding window Mistral, with experts Mixtral.
+
+    Args:
+        config: of the model, its vocabulary known.
+        eos_id: the token that ends a text and stands before one.
+
+    Raises:
+        ValueError: none of the three can say it; every field that is in the way is named.
+    """
+    family = "mixtral" if config.use_moe else "mistral" if config.sliding_window else "llama"
+    if problems := list(_unsaid(config, family)):
+        raise ValueError(
+            f"this model is no LLaMA, Mistral or Mixtral: {'; '.join(problems)}. Use --format safetensors or msgpack"
+        )
+    heads, groups, size = config.heads()
+    found: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]], "model_type": family,
+        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[0],
+        "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "head_dim": size, "hidden_act": ACTIVATIONS[config.activation],
+        "max_position_embeddings": config.max_context, "rms_norm_eps": EPSILON, "rope_theta": THETA,
+        "tie_word_embeddings": config.weight_tying, "initializer_range": 0.02, "attention_dropout": 0.0,
+        "bos_token_id": eos_id, "eos_token_id": eos_id, "use_cache": True,
+    }  # fmt: skip
+    if family == "llama":
+        scale = config.rope_scale_factor
+        # "type" is what transformers before 4.45 reads.
+        scaling = None if scale == 1 else {"rope_type": "linear", "type": "linear", "factor": scale}
+        return found | {"attention_bias": False, "mlp_bias": False, "rope_scaling": scaling}
+    found["sliding_window"] = config.window
+    if family == "mixtral":
+        found |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp}
+    return found
+
+
+def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
+    """Field, value and reason of each thing that the family has no words for."""
+    if config.use_lora:
+        yield "use_lora is True: they have no adapters, which --merge_lora takes into the weights"
+    if config.mla:
+        yield "mla is True: they have no latent attention"
+    if config.no_sink:
+        yield "no_sink is True: they have no gate on attention"
+    if config.pos_encoding != "rotary":
+        yield f"pos_encoding is {config.pos_encoding!r}: they have rotary positions alone"
+    elif config.rope_scale_factor != 1 and family != "llama":
+        yield (
+            f"rope_scale_factor is {config.rope_scale_factor} with {'use_moe' if config.use_moe else 'sliding_window'}"
+            f": transformers before 5 passes over it in a Mistral or Mixtral"
+        )
+    if config.norm_type != "rmsnorm":
+        yield f"norm_type is {config.norm_type!r}: they have rmsnorm alone"
+    if not config.use_swiglu:
+        yield "use_swiglu is False: they have the gated layer alone"
+    if config.use_moe and config.top_k_mlp == 1:
+        yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
+
+
+def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `ModelConfig` that the contents of a `config.json` say.
+
+    Raises:
+        ValueError: it is of another family, or says what the Transformer has no words for; all of that is named.
+    """
+    family = found.get("model_type")
+    if family not in ARCHITECTURES:
+        raise ValueError(f"model_type is {family!r}: it must be one of {', '.join(ARCHITECTURES)}")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "max_position_embeddings")  # fmt: skip
+    if missing := [name for name in sizes if not isinstance(found.get(name), int)]:
+        raise ValueError(f"{', '.join(missing)} must be there, a whole number each")
+    dim, heads = found["hidden_size"], found["num_attention_heads"]
+    activation = OTHER_NAMES.get(found.get("hidden_act", "silu"), found.get("hidden_act", "silu"))
+    scale, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
+    expansion = _expansion(dim, found["intermediate_size"])
+    if expansion is None:
+        problems.append(
+            f"intermediate_size is {found['intermediate_size']}: with hidden_size {dim} it must be that of a whole "
+            f"expansion, such as {', '.join(str(_hidden(dim, e)) for e in (2, 3, 4))}"
+        )
+    if (size := found.get("head_dim") or dim // heads) * heads != dim:
+        problems.append(f"head_dim is {size}: it must be hidden_size / num_attention_heads")
+    if activation not in ACTIVATIONS.values():
+        problems.append(f"hidden_act is {activation!r}: it must be one of {', '.join(ACTIVATIONS.values())}")
+    usual = {"rms_norm_eps": 1e-5 if family == "mixtral" else EPSILON, "attention_bias": False, "mlp_bias": False}
+    for name, default in usual.items():
+        wanted = EPSILON if name == "rms_norm_eps" else False
+        if found.get(name, default) != wanted:
+            problems.append(f"{name} is {found.get(name, default)}: it must be {wanted}")
+    if family == "mixtral" and found.get("num_experts_per_tok", 2) == 1:
+        problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
+    if problems:
+        raise ValueError("; ".join(problems))
+    fields = {
+        "dim": dim, "num_blocks": found["num_hidden_layers"], "vocab_size": found["vocab_size"],
+        "n_heads": heads, "kv_heads": found.get("num_key_value_heads") or heads,
+        "max_context": found["max_position_embeddings"], "expansion": expansion,
+        "weight_tying": bool(found.get("tie_word_embeddings", False)), "rope_scale_factor": scale,
+        "activation": next(ours for ours, theirs in ACTIVATIONS.items() if theirs == activation),
+        "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
+        "use_moe": family == "mixtral", "sliding_window": False,
+    }  # fmt: skip
+    if family != "llama" and (window := found.get("sliding_window", 4096 if family == "mistral" else None)):
+        fields |= {"sliding_window": True, "context_window": window}
+    if family == "mixtral":
+        fields |= {"n_experts": found.get("num_local_experts", 8), "top_k_mlp": found.get("num_experts_per_tok", 2)}
+    return fields
+
+
+def _rope(found: Mapping[str, Any], usual_theta: float) -> tuple[float, list[str]]:
+    """(what positions are divided by, what is wrong); transformers 5 writes it in another place than those before."""
+    rope = found.get("rope_parameters") or {}
+    scaling = found.get("rope_scaling") or rope
+    theta, problems = rope.get("rope_theta", found.get("rope_theta", usual_theta)), []
+    if theta != THETA:
+        problems.append(f"rope_theta is {theta}: it must be {THETA:g}")
+    if (part := rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1))) not in (1, None):
+        problems.append(f"partial_rotary_factor is {part}: it must be 1")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear"):
+        problems.append(f"rope_type is {kind!r}: it must be default or linear")
+    return float(scaling.get("factor", 1.0)) if kind == "linear" else 1.0, problems
+
+
+def _expansion(dim: int, hidden: int) -> int | None:
+    return next((e for e in range(1, LARGEST_EXPANSION) if _hidden(dim, e) == hidden), None)
+
+
+def _hidden(dim: int, expansion: int) -> int:
+    return hidden_sizes(ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion))[0]

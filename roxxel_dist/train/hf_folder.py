@@ -1,0 +1,145 @@
+"""A model of Hugging Face on disk: `config.json`, safetensors and a tokenizer, read without a network."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.hf import model_fields, put_together, tensors_of
+from roxxel_dist.train.state import Leaves
+from roxxel_dist.train.tensor_files import TensorFiles
+
+HF_CONFIG = "config.json"
+NEEDLESS = ("rotary_emb.inv_freq",)
+"""What old files hold that follows from the config."""
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder is such a model, rather than a run."""
+    return (folder / HF_CONFIG).is_file() and not (folder / "config.yaml").exists()
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """The fields of a `ModelConfig` that the model in a folder has.
+
+    Raises:
+        ValueError: the Transformer cannot be that model; the message names the file and all that is in the way.
+    """
+    path = folder / HF_CONFIG
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): put the right file back") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}: it must be an object of names and values")
+    try:
+        return model_fields(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+class HfFolder:
+    """The weights of such a model, by our names. To be closed.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the Transformer cannot be that model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        config = ModelConfig(**fields_of(folder))
+        self.tensors, self._blocks = tensors_of(config), config.num_blocks
+        self._files = TensorFiles(folder)
+        try:
+            self._check_files()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files.close()
+
+    def __enter__(self) -> "HfFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def params(self) -> dict[str, np.ndarray]:
+        """All parameters whole, in memory, as they are stored; float16 as float32."""
+        return {name: self.read(name) for name in self.tensors}
+
+    def read(self, name: str) -> np.ndarray:
+        """One of them."""
+        return self._part(name, (slice(None),) * len(self.tensors[name].shape))
+
+    def check_params(self, like: Mapping[str, Any]) -> None:
+        """Raises ValueError where the parameters `like`, or their shapes, are of another model."""
+        stacked = {name: layers for name in like if (layers := self._layers(name))}
+        alone = set(self.tensors) - {layer for layers in stacked.values() for layer in layers}
+        for name in sorted({*like, *alone}):
+            here = tuple(like[name].shape) if name in like else None
+            there = self._shape(name)
+            if here != there:
+                raise ValueError(
+                    f"the weights in {self._folder} are of another model ({name} is {there} in it and {here} here): "
+                    f"leave out the model fields, they are taken from its {HF_CONFIG}"
+                )
+
+    def restore_params(self, like: Mapping[str, Any]) -> Leaves:
+        """The parameters, placed and of the types as `like`; each process reads the parts that it holds.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        self.check_params(like)
+        return {
+            name: jax.make_array_from_callback(
+                leaf.shape, leaf.sharding,
+                lambda index, name=name, leaf=leaf: self._read(name, index or ()).astype(leaf.dtype),
+            )
+            for name, leaf in like.items()
+        }  # fmt: skip
+
+    def _layers(self, name: str) -> list[str]:
+        """Of an array of all blocks, one upon the other as with scan_layers, the names of theirs; else nothing."""
+        first, _, rest = name.partition(".")
+        layers = [f"{first}.{i}.{rest}" for i in range(self._blocks)]
+        return [layer for layer in layers if name not in self.tensors and layer in self.tensors]
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        layers = self._layers(name)
+        shape = self.tensors[layers[0] if layers else name].shape if layers or name in self.tensors else None
+        return shape and ((len(layers), *shape) if layers else shape)
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        layers = self._layers(name)
+        if not layers:
+            return self._part(name, index)
+        return np.stack([self._part(layer, index[1:]) for layer in layers[index[0]]])
+
+    def _part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        part = put_together(self.tensors[name], index, self._files.read)
+        return part.astype(np.float32) if part.dtype == np.float16 else part
+
+    def _check_files(self) -> None:
+        there, wanted = self._files.shapes(), {}
+        for tensors in self.tensors.values():
+            one = tensors.shape[1:] if len(tensors.shape) == 3 else tensors.shape
+            for names in tensors.names:
+                for name, width in zip(names, tensors.widths, strict=True):
+                    shape = (*one[:-1], width)
+                    wanted[name] = shape[::-1] if tensors.transposed else shape
+        for name, shape in wanted.items():
+            if there.get(name) != shape:
+                found = "not there" if name not in there else f"{there[name]}"
+                raise ValueError(f"{self._folder}: {name} is {found}, and must be {shape} by its {HF_CONFIG}")
+        tied = {"lm_head.weight"}  # may be stored although it is the embedding
+        extra = [name for name in sorted(there.keys() - wanted.keys() - tied) if not name.endswith(NEEDLESS)]
+        if extra:
+            raise ValueError(f"{self._folder}: there is no place for {', '.join(extra[:5])} in the Transformer")

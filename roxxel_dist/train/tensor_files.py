@@ -1,0 +1,119 @@
+"""Folders of safetensors: arrays by name in one file, or in several that an index tells of.
+
+    model.safetensors, or model-00001-of-00002.safetensors … and model.safetensors.index.json
+
+as Hugging Face has them. Arrays are read slice by slice, where they are wanted.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from roxxel_dist.data.commit import write_file
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorFiles:
+    """The arrays of a folder, open for reading.
+
+    Raises:
+        ValueError: there are none, or a file is damaged or missing. The message names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = contextlib.ExitStack()
+        self._of: dict[str, Any] = {}
+        try:
+            for path in _paths(folder):
+                file: Any = self._open.enter_context(_opened(path))
+                self._of |= dict.fromkeys(file.keys(), file)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._of = {}
+        self._open.close()
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every array, by its name."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A part of an array, or all of it."""
+        if not index:
+            return self._of[name].get_tensor(name)
+        return self._of[name].get_slice(name)[index]
+
+
+def has_tensors(folder: Path) -> bool:
+    """Whether a folder holds such files."""
+    return (folder / WHOLE).is_file() or (folder / INDEX).is_file()
+
+
+def _paths(folder: Path) -> list[Path]:
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise ValueError(f"{folder} has no weights: put {WHOLE}, or all files and their {INDEX}, there")
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is no index of safetensors ({error!r}): put the right file back") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}, which {INDEX} names: put all files of the model there")
+    return [folder / name for name in names]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no file of safetensors, or is damaged ({error}): put it back") from error
+
+
+def write_tensors(folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], limit: int) -> None:
+    """Write arrays into one file, or into several where they take more than `limit` bytes.
+
+    Args:
+        folder: an empty one.
+        arrays: (name, array), in the order of `sizes`; made one by one, so that one file's are in memory at a time.
+        sizes: bytes of each.
+        limit: bytes a file; an array that is larger has a file of its own.
+    """
+    files: list[list[str]] = [[]]
+    taken = 0
+    for name, size in sizes.items():
+        if files[-1] and taken + size > limit:
+            files.append([])
+            taken = 0
+        files[-1].append(name)
+        taken += size
+    about = {"format": "pt"}  # transformers refuses files that do not say it
+    if len(files) == 1:
+        save_file(dict(arrays), folder / WHOLE, about)
+        return
+    where = {}
+    for i, names in enumerate(files):
+        path = folder / f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        save_file(dict(next(arrays) for _ in names), path, about)
+        where |= dict.fromkeys(names, path.name)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())

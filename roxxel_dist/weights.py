@@ -1,0 +1,137 @@
+"""The weights of a trained model as arrays in memory, whatever kind of folder they are in."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roxxel_dist.config import RECORD, Config, load_yaml
+from roxxel_dist.data.tokenizer import TOKENIZER_NAMES
+from roxxel_dist.model.lora import A, merge_adapters, target_of
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
+from roxxel_dist.train import checkpoint_files as files
+from roxxel_dist.train.base import BASE, SCALES, Base, check_base
+from roxxel_dist.train.exporter import BEST, NEWEST
+from roxxel_dist.train.fork import FROM
+from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
+from roxxel_dist.train.origin import run_step
+from roxxel_dist.train.standing import META
+from roxxel_dist.train.tensor_files import TensorFiles, has_tensors
+from roxxel_dist.train.weights_file import read_weights, step_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a model is, and what it has learnt."""
+
+    config: Any
+    """The `Config`, its vocabulary known."""
+    params: dict[str, np.ndarray]
+    """Parameters by name, such as "blocks.0.attention.qkv.kernel", of the type that they are stored in. Adapters are
+    among them, and what they stand on."""
+    step: int
+    """Optimizer steps done; 0 for a model of Hugging Face."""
+    tokenizer: Path | None
+    """What `Tokenizer.load` reads; None where it was trained on tokens alone."""
+    scales: dict[str, float] = field(default_factory=dict)
+    """Of every adapter by its name: what it counts."""
+
+    def merged(self) -> "Weights":
+        """The same model without adapters: what they do is in the weights that they stood on."""
+        config = replace(self.config, use_lora=False, init_from=None)
+        return replace(self, config=config, params=merge_adapters(self.params, self.scales), scales={})
+
+
+def weights_of(path: str | Path, *, step: int | None = None, best: bool = False) -> Weights:
+    """The weights in a run directory, in what `export` has made of one, or in a folder of Hugging Face.
+
+    Of a run's checkpoints it is the newest; where there are none, the run's files of weights alone. No device is asked.
+
+    Args:
+        path: the folder, or RUN@STEP.
+        step: the checkpoint of this step.
+        best: the checkpoint with the lowest val_loss; the newest where none was validated.
+
+    Raises:
+        ValueError: the folder holds no model, no weights, or not those of that step.
+    """
+    named = run_step(path)
+    step = named.step if step is None else step
+    if is_hf_folder(named.run):
+        return _of_hugging_face(named.run)
+    return weights_of_run(named.run, step, best=best)
+
+
+def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) -> Weights:
+    """`weights_of` for a run directory."""
+    if not (run / CONFIG).exists():
+        raise ValueError(f"{run} is not a run directory: it has no {CONFIG}")
+    config = Config.from_yaml(run / CONFIG)
+    checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
+    saved = files.complete(checkpoints)
+    if saved:
+        newest = max(saved)
+        wanted = step if step is not None else (files.best_of(saved) or newest) if best else newest
+        if wanted not in saved:
+            raise ValueError(f"{run} has no checkpoint of step {wanted}; those there are: {', '.join(map(str, saved))}")
+        params, about = _of_checkpoint(checkpoints / str(wanted))
+    else:
+        params, wanted = _of_files(run, step, best=best)
+        about = _about_adapters(load_yaml(run / CONFIG), params)
+    if BASE in about:
+        params = _base_of(about[BASE], config.init_from) | params
+    tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
+    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=about.get(SCALES, {}))
+
+
+def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(parameters, what it says beside its arrays)."""
+    try:
+        saved = json.loads((checkpoint / META).read_bytes())
+        return files.read_params(checkpoint, files.parameter_shapes(saved["shapes"])), saved["meta"]
+    except Exception as error:  # Orbax has no error of its own for this
+        raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): name another step") from error
+
+
+def _about_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint would say about the adapters among some parameters, from the config that is beside them."""
+    names = [name.removesuffix(A) for name in params if name.endswith(A)]
+    about: dict[str, Any] = {SCALES: dict.fromkeys(names, saved["lora_alpha"] / saved["lora_rank"])} if names else {}
+    known = saved.get(RECORD, {}).get(FROM)
+    if names and known and any(target_of(name) not in params for name in names):
+        about[BASE] = {**known, "asked": saved["init_from"]}
+    return about
+
+
+def _base_of(saved: Mapping[str, Any], init_from: str | None) -> dict[str, np.ndarray]:
+    """The weights that the adapters of a run stand on: those of a base with adapters are merged."""
+    base = Base.of(saved, init_from)
+    check_base(base)
+    return weights_of(base.run, step=base.step or None).merged().params
+
+
+def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], int]:
+    """(parameters, steps done) of a run without checkpoints."""
+    there = {name: found for name in (NEWEST, BEST) if (found := step_of(run / name)) is not None}
+    if not there and has_tensors(run):
+        with TensorFiles(run) as tensors:
+            return {name: tensors.read(name) for name in tensors.shapes()}, step or 0
+    if not there:
+        raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
+    names = [BEST, NEWEST] if best else [NEWEST, BEST]
+    fitting = [name for name in names if name in there and step in (None, there[name])]
+    if not fitting:
+        kept = ", ".join(map(str, sorted(set(there.values()))))
+        raise ValueError(f"{run} has no checkpoint, and no weights of step {step}; those there are: {kept}")
+    return read_weights(run / fitting[0])
+
+
+def _of_hugging_face(folder: Path) -> Weights:
+    config = Config(**fields_of(folder))
+    with HfFolder(folder) as found:
+        params = found.params()
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
+    return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None)

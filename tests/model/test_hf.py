@@ -1,0 +1,82 @@
+"""The same model in two sets of words. What transformers makes of it is tests/test_hugging_face.py."""
+
+import numpy as np
+import pytest
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.hf import hf_config, model_fields, put_together, take_out, tensors_of
+
+SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "max_context": 64, "vocab_size": 50}
+VARIANTS = [
+    {"weight_tying": False, "rope_scale_factor": 2.0, "activation": "gelu_tanh"},
+    {"sliding_window": True, "context_window": 5, "expansion": 3},
+    {"use_moe": True, "n_experts": 3, "top_k_mlp": 2, "sliding_window": True},
+]
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_a_config_there_and_back(fields):
+    config = ModelConfig(**SHAPE, **fields)
+    found = hf_config(config, eos_id=7)
+    assert found["eos_token_id"] == 7
+    assert ModelConfig(**{**model_fields(found), "alpha_balance": config.alpha_balance, "n_heads": None, "head_size": 8,
+                          "n_experts": config.n_experts, "top_k_mlp": config.top_k_mlp,
+                          "context_window": config.context_window}) == config  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_arrays_there_and_back_in_any_parts(fields):
+    """Only what is asked for is read."""
+    rng = np.random.default_rng(0)
+    for tensors in tensors_of(ModelConfig(**SHAPE, **fields)).values():
+        ours = rng.normal(size=tensors.shape)
+        theirs = dict(take_out(ours, tensors))
+        assert sum(one.size for one in theirs.values()) == ours.size
+        for _ in range(4):
+            ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in ours.shape]
+            index = tuple(slice(int(a), int(b)) for a, b in ends)
+            read = 0
+
+            def reading(name, part, theirs=theirs):
+                nonlocal read
+                read += theirs[name][part].size
+                return theirs[name][part]
+
+            part = put_together(tensors, index, reading)
+            assert np.array_equal(part, ours[index])
+            assert read == part.size
+
+
+def test_projections_of_a_block():
+    """Queries, keys and values side by side; of pairs the gate is first."""
+    found = tensors_of(ModelConfig(**SHAPE))
+    qkv, first = found["blocks.1.attention.qkv.kernel"], found["blocks.0.feedforward.gate_up.kernel"]
+    assert qkv.shape == (32, 64)
+    assert dict(zip(qkv.names[0], qkv.widths, strict=True)) == {
+        "model.layers.1.self_attn.q_proj.weight": 32,
+        "model.layers.1.self_attn.k_proj.weight": 16,
+        "model.layers.1.self_attn.v_proj.weight": 16,
+    }
+    assert first.names == (("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2': it must be one of llama, mistral, mixtral"),
+        ({"hidden_size": None}, "hidden_size must be there, a whole number each"),
+        ({"attention_bias": True, "mlp_bias": True}, "attention_bias is True: .*; mlp_bias is True: it must be False"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05: it must be 1e-06"),
+        ({"rope_theta": 5e5}, "rope_theta is 500000.0: it must be 10000"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"}}, "rope_theta is .*; rope_type is 'llama3'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic': it must be default or linear"),
+        ({"head_dim": 16}, "head_dim is 16: it must be hidden_size / num_attention_heads"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+        ({"intermediate_size": 90}, "intermediate_size is 90: with hidden_size 32 .* such as 48, 64, 88"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+    ],
+)
+def test_what_the_transformer_cannot_be(changes, message):
+    found = hf_config(ModelConfig(**SHAPE)) | changes
+    with pytest.raises(ValueError, match=message):
+        model_fields(found)

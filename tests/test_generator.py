@@ -1,0 +1,182 @@
+"""Text from trained models: batches, streams, and what is compiled for them."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import run
+from made_runs import TEXT, make_run
+
+from roxxel_dist import Generator, Transformer, export
+from roxxel_dist.cli import main
+from roxxel_dist.data.tokenizer import train_tokenizer
+from roxxel_dist.export import export_run
+from roxxel_dist.generator import pieces
+from roxxel_dist.model import generate as generation
+from roxxel_dist.train.exporter import BEST, NEWEST
+from roxxel_dist.train.weights_file import read_weights, write_weights
+
+PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("generator") / "run")
+
+
+@pytest.fixture(scope="module")
+def generator(made):
+    return Generator(made)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 5}])
+def test_a_row_of_a_batch_is_what_it_is_alone(generator, options):
+    rows = generator.generate(PROMPTS, 20, **options)
+    assert rows == [generator.generate(prompt, 20, **options) for prompt in PROMPTS]
+    assert len(set(rows)) == 3
+    streamed = list(generator.stream(PROMPTS[0], 20, **options))
+    assert "".join(streamed) == rows[0]
+    assert len(streamed) > 3
+
+
+def test_seeds(generator):
+    one, same, other = generator.generate(["x"] * 3, 12, temperature=1.0, seed=[1, 1, 2])
+    assert one == same != other
+    assert generator.generate("x", 12, temperature=1.0, seed=2) == other
+    with pytest.raises(ValueError, match="seed has 2 numbers for 3 prompts"):
+        generator.generate(["x"] * 3, seed=[1, 2])
+    assert generator.generate([]) == []
+
+
+def test_nothing_is_compiled_for_other_prompts_lengths_and_options(generator):
+    generator.generate("x", 5)
+    sizes = generation._prefill._cache_size(), generation._decode._cache_size()
+    generator.generate("other", 30, temperature=0)
+    generator.generate("def f(x):", 9, temperature=0.3, top_k=3, top_p=0.5, seed=4, stop_at_eos=False)
+    list(generator.stream("y", 20, top_k=1))
+    assert (generation._prefill._cache_size(), generation._decode._cache_size()) == sizes
+
+
+def test_it_stops_at_the_end_of_a_text(generator):
+    whole = generation.generate(generator.model, [0], 30, max_context=64, temperature=1.0, seed=3)
+    end = whole[4]
+    cut = generation.generate(generator.model, [0], 30, max_context=64, temperature=1.0, seed=3, eos_id=end)
+    assert cut == whole[: whole.index(end)]
+    options = {"max_context": 64, "sampling": generation.Sampling(temperature=1.0), "eos_id": end}
+    assert list(generation.stream(generator.model, [0], 30, seed=3, **options)) == cut
+    rows = generation.generate_rows(generator.model, [[0], [1]], 30, seeds=[3, 3], **options)
+    assert rows[0] == cut
+
+
+def test_the_model_stays_as_it_was(generator):
+    assert generator.model.deterministic
+    generator.model.train()
+    generator.generate("x", 2)
+    assert not generator.model.deterministic
+    generator.model.eval()
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "char"])
+def test_a_stream_ends_no_piece_within_a_character(kind):
+    tokenizer = train_tokenizer(kind, [TEXT * 20], 300)
+    found = list(pieces(tokenizer, tokenizer.encode(TEXT)))
+    assert "".join(found) == TEXT
+    assert not any("\ufffd" in piece for piece in found)
+    assert len(found) > len(TEXT) / 3
+
+
+def test_bytes_that_are_no_text_come_as_in_one_piece():
+    tokenizer = train_tokenizer("byte", [])
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ids = rng.integers(0, tokenizer.vocab_size, 30).tolist()
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_the_best_weights_and_the_newest(made, tmp_path):
+    params, _ = read_weights(made / NEWEST)
+    for name in ("config.yaml", "tokenizer.json"):
+        (tmp_path / name).write_bytes((made / name).read_bytes())
+    write_weights(tmp_path / NEWEST, 9, params)
+    write_weights(tmp_path / BEST, 4, {name: array * 2 for name, array in params.items()})
+    steps = [Generator(tmp_path).step, Generator(tmp_path, best=False).step, Generator(f"{tmp_path}@9").step]
+    assert steps == [4, 9, 9]
+    best, newest = (Transformer.from_pretrained(tmp_path, best=best) for best in (True, False))
+    assert np.array_equal(best.norm.scale[...], 2 * newest.norm.scale[...])
+    assert best.deterministic
+    with pytest.raises(ValueError, match="no checkpoint, and no weights of step 5; those there are: 4, 9"):
+        Generator(tmp_path, step=5)
+
+
+@pytest.mark.parametrize("kind", ["msgpack", "safetensors"])
+def test_an_export_is_read_as_a_run(made, tmp_path, kind):
+    told = export_run(made, kind, tmp_path / "out", dtype="bfloat16", max_shard_size="20KB")
+    assert told.startswith("step 7 of ")
+    model, same = Transformer.from_pretrained(tmp_path / "out"), Transformer.from_pretrained(made)
+    assert model.norm.scale[...].dtype == jnp.bfloat16
+    tokens = jnp.arange(20)[None]
+    np.testing.assert_allclose(model(tokens).astype(jnp.float32), same(tokens), atol=0.3)
+    assert Generator(tmp_path / "out").generate("x", 5) != ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
+    assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"mla": True, "rope_dim": 8, "no_sink": True, "norm_type": "layernorm", "use_swiglu": False},
+            "mla is True: .*; no_sink is True: .*; norm_type is 'layernorm': .*; use_swiglu is False",
+        ),
+        ({"pos_encoding": "learned"}, "pos_encoding is 'learned': they have rotary positions alone"),
+        ({"use_moe": True, "top_k_mlp": 1}, "top_k_mlp is 1: Mixtral divides"),
+        ({"sliding_window": True, "rope_scale_factor": 2.0}, "rope_scale_factor is 2.0 with sliding_window"),
+    ],
+)
+def test_what_hugging_face_cannot_say(tmp_path, fields, message):
+    made = make_run(tmp_path / "run", **fields)
+    with pytest.raises(ValueError, match=message):
+        export_run(made, "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_too_much_for_msgpack(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "LIMIT", 100_000)  # in truth 2 GB
+    with pytest.raises(ValueError, match=r"a msgpack file holds less than .* GB: use --format safetensors"):
+        export_run(made, "msgpack", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_to_write_into(made, tmp_path):
+    (tmp_path / "mine.txt").write_text("of the user")
+    with pytest.raises(ValueError, match="is there already: name another folder, or replace it with --overwrite"):
+        export_run(made, "hf", tmp_path)
+    with pytest.raises(ValueError, match="holds the run"):
+        export_run(made, "hf", made, overwrite=True)
+    with pytest.raises(ValueError, match="max_shard_size is '5 bananas'"):
+        export_run(made, "hf", tmp_path / "out", max_shard_size="5 bananas")
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_the_commands(made, tmp_path, capsys):
+    told = run("export", made, "--format", "hf", "--out", "out", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["hidden_size"], config["eos_token_id"]) == ("llama", 32, 256)
+    words = ["--prompt", "12 π ", "--max_new_tokens", "4", "--top_k", "2"]
+    text = run("generate", "out", *words, cwd=tmp_path)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("12 π ")
+    assert main(["generate", str(made), *words, "--num_samples", "2"]) == 0
+    assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text.stdout), "the same from the run itself"
+    for wrong, message in (
+        (["--top_p", "2"], "top_p is 2.0: it must be above 0 and at most 1"),
+        (["--max_new_tokens", "0"], "max_new_tokens is 0: it must be at least 1"),
+        (["--best", "--step", "7"], "--best and --step name two checkpoints"),
+    ):
+        assert main(["generate", str(made), *wrong]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert message in said.err
