@@ -17,6 +17,7 @@ from roxxel_dist.model.moe import MixtureOfExperts
 from roxxel_dist.model.norm import make_norm
 from roxxel_dist.model.position import sinusoids
 from roxxel_dist.model.setting import Setting
+from roxxel_dist.model.sharding import transformer_axes
 
 
 class Block(nnx.Module):
@@ -49,6 +50,8 @@ class Transformer(nnx.Module):
         config: its shape; `vocab_size` must be set.
         rngs: streams `params`, and `dropout` where the rate is above 0.
     """
+
+    parameter_axes = staticmethod(transformer_axes)
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         if config.vocab_size is None:

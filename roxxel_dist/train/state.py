@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.sharding import parameter_sharding
+from roxxel_dist.cluster.sharding import Axes, parameter_sharding
 from roxxel_dist.model.setting import Setting
 from roxxel_dist.train.health import Health, healthy
 
@@ -63,6 +63,8 @@ class ModelParts:
     params: Part
     rest: Part
     settings: Part
+    axes: Callable[[str], Axes] | None = None
+    """The module's own table of the axes that its parameters are cut over, by name: its `parameter_axes`."""
 
     def merge(
         self, params: Mapping[str, Any], rest: Mapping[str, Any], settings: Mapping[str, Any], *, training: bool
@@ -92,7 +94,8 @@ def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves, Leaves]:
     twin.train()
     training, *states = _split(twin)
     (params, param_leaves), (settings, setting_leaves), (rest, rest_leaves) = (_named(state) for state in states)
-    return ModelParts(training, evaluating, params, rest, settings), param_leaves, rest_leaves, setting_leaves
+    axes = getattr(type(model), "parameter_axes", None)
+    return ModelParts(training, evaluating, params, rest, settings, axes), param_leaves, rest_leaves, setting_leaves
 
 
 def _split(model: nnx.Module) -> Any:
@@ -143,8 +146,8 @@ def init_state(
             streams of its own, which is traced and computed straight into its shards.
         init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
         mesh: devices of all processes.
-        fsdp: cut large parameters along the mesh's first axis. What a module asks for itself (`nnx.with_partitioning`)
-            holds in any case.
+        fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks for
+            itself (`nnx.with_partitioning`) holds in any case.
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
         restored: the state will be read from a checkpoint: of a callable's parameters, and of all moments, nothing is
             computed; `jax.ShapeDtypeStruct`s with shardings stand for them.
@@ -257,9 +260,15 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
 
 
 def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
-    """Where each leaf lies, by name; the rule for parameters is for no others."""
+    """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
+
+    def place(part: Part, name: str, asked: P | None) -> NamedSharding:
+        trained = part is parts.params
+        axes = parts.axes(name) if trained and parts.axes is not None else None
+        return parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and trained, axes)
+
     return {
-        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and part is parts.params)
+        name: place(part, name, asked)
         for part in (parts.params, parts.settings, parts.rest)
         for name, asked in zip(part.names, part.asked, strict=True)
     }
