@@ -27,8 +27,9 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.lineage import check_tokenizer, tokenizer_of
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.own import find_function
-from roxxel_dist.model.transformer import Transformer, token_losses
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.evaluate import HELD_OUT

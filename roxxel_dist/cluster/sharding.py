@@ -2,10 +2,11 @@
 
 import math
 
-from jax.sharding import Mesh, NamedSharding
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_pieces
 
 Axes = tuple[str | None, ...]
 """The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers
@@ -82,3 +83,15 @@ def table_spec(shape: tuple[int, ...], mesh: Mesh, axes: Axes, *, fsdp: bool) ->
     while found and found[-1] is None:
         found.pop()
     return P(*found)
+
+
+def on_their_rows(x: jax.Array) -> jax.Array:
+    """`x` [B, ...] with its rows where those of a batch are, if a mesh from `make_mesh` is set and divides them.
+
+    Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    if not ours or mesh.size == 1 or x.shape[0] % row_pieces(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))

@@ -1,12 +1,12 @@
 """A decoder-only Transformer."""
 
-from typing import Any, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from roxxel_dist.cluster.sharding import on_their_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
@@ -37,7 +37,7 @@ class Block(nnx.Module):
         mixed_BxLxD, held = self.attention(self.attention_norm(x_BxLxD), reading, held)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return x_BxLxD + self._drop(y_BxLxD), balance, held
+        return on_their_rows(x_BxLxD + self._drop(y_BxLxD)), balance, held
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -139,7 +139,7 @@ class Transformer(nnx.Module):
             reading = Reading(position, same)
         else:
             reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
-        x_BxLxD = self._embed(tokens_BxL, reading.position_L)
+        x_BxLxD = on_their_rows(self._embed(tokens_BxL, reading.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         run = nnx.remat(Block.__call__) if remat else Block.__call__
         layers: list[Held | None] = []
@@ -151,6 +151,11 @@ class Transformer(nnx.Module):
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
         return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=tuple(layers))
+
+    @property
+    def output(self) -> nnx.Embed | nnx.Linear:
+        """What makes logits: the embedding where it is tied, else a matrix of its own."""
+        return self.embedding if self.config.weight_tying else self.head
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """What `states` returned to logits [B, L, vocab_size]."""
@@ -186,46 +191,3 @@ class Transformer(nnx.Module):
             looked_up += self.position.embedding[...].size
         pairs = sum(block.attention.pair_products for block in self.blocks)
         return 6.0 * (parameters - looked_up) + 6.0 * pairs * min(length, self.config.window or length)
-
-
-def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
-    """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
-
-    Of a `Transformer` with experts their balance loss is added: it is what training makes small.
-
-    Args:
-        model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
-            positions too.
-        batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
-            Then the mean leaves out a document's first token: nothing before it is of that document.
-    """
-    losses = token_losses(model, batch)
-    return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
-
-
-def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
-    """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
-
-    Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
-    """
-    balance: dict[str, jax.Array] = {}
-
-    def apply(*inputs: jax.Array) -> jax.Array:
-        if not (isinstance(model, Transformer) and model.config.use_moe):
-            return model(*inputs)  # pyright: ignore[reportCallIssue]
-        logits, balance["balance_loss"] = model.forward(*inputs)
-        return logits
-
-    if not hasattr(batch, "tokens"):
-        losses = _cross_entropy(apply(batch[:, :-1]), batch[:, 1:])
-        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
-    tokens, segments, positions = batch.tokens, batch.segments, batch.positions
-    losses = _cross_entropy(apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1]), tokens[:, 1:])
-    counted = segments[:, 1:] == segments[:, :-1]
-    sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
-    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)} | balance
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """float32[B, L], whatever the type of the logits: in bfloat16 the sum over a vocabulary loses its small terms."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)

@@ -56,8 +56,9 @@ def _devices(found: Outlook) -> list[str]:
         if (together := phase.layout.together) > 1:
             how += f", {together} devices for each"
         groups = phase.layout.pieces + phase.layout.repeated
-        again = f"; {phase.layout.repeated} of {groups} {'devices' if together == 1 else 'groups of devices'} repeat the "
-        again += f"work of others: use a batch_size that divides by {groups * found.grad_accum}"
+        who = "devices" if together == 1 else "groups of devices"
+        again = f"; {phase.layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
+        again += f"that divides by {groups * found.grad_accum}"
         micro = f", in {found.grad_accum} micro-batches" if found.grad_accum > 1 else ""
         reads = f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if found.processes > 1 else ""
         lines.append(
