@@ -71,9 +71,7 @@ class Recipe:
                 phase's batch does not divide by them.
         """
         config, every = self.config, processes or process_count()
-        mesh = make_mesh(
-            config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices
-        )
+        mesh = make_mesh(config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices)
         if processes:
             used = -(-mesh.size * processes // jax.device_count())
         else:
@@ -99,7 +97,8 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
     """
     config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
     config.validate()
-    loop, optimizer = config.part(LoopConfig), NamedOptimizer(config.part(OptimizerConfig))
+    loop = config.part(LoopConfig)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
     curriculum, held_out = curriculum_of(config, data)
     optimizer.config.check(curriculum.total_steps)
     validation = validation_sets(config, data)

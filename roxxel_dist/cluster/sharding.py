@@ -1,6 +1,7 @@
 """How parameters lie on a mesh: as their module asks, else by its table of axes, else by one rule."""
 
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -62,7 +63,7 @@ def fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*(axis if i == cut else None for i in range(cut + 1)))
 
 
-def table_spec(shape: tuple[int, ...], mesh: Mesh, axes: Axes, *, fsdp: bool) -> P:
+def table_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P:
     """What becomes of `axes` on this mesh. Small arrays stay whole.
 
     A dimension that "tensor" does not divide is not cut over it. One that fsdp does not divide leaves that to the
@@ -90,8 +91,23 @@ def on_their_rows(x: jax.Array) -> jax.Array:
 
     Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not ours or mesh.size == 1 or x.shape[0] % row_pieces(mesh):
+    mesh = _mesh_of_ours()
+    if mesh is None or x.shape[0] % row_pieces(mesh):
         return x
     return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))
+
+
+def put_together(x: jax.Array, axes: Axes) -> jax.Array:
+    """A parameter as each device needs it that computes with it: pieces of fsdp together, those of "tensor" apart.
+
+    For the table that tokens are looked up in: of pieces XLA would make pieces of every row's activations.
+    """
+    mesh = _mesh_of_ours()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, table_spec(x.shape, mesh, axes, fsdp=False))
+
+
+def _mesh_of_ours() -> Any:
+    """The mesh that is set, where it is one from `make_mesh` and of several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if ours and mesh.size > 1 else None

@@ -33,6 +33,9 @@ class ModelConfig(FeedForwardConfig, PositionConfig, AttentionConfig):  # fields
     """What normalises before each part: rmsnorm scales, layernorm takes the mean away as well."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more work."""
+    scan_layers: bool = False
+    """Stack the arrays of all blocks and compile one block for all of them: the time to compile no longer grows with
+    num_blocks. The same weights and numbers; checkpoints have the stacked arrays."""
     loss_chunk: int = 0
     """Compute logits and loss of so many tokens of a batch at a time, all devices together, and again in the backward
     pass: with a large vocabulary they are most of the memory. 0 for all at once."""

@@ -1,12 +1,12 @@
 """A decoder-only Transformer."""
 
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.sharding import on_their_rows
+from roxxel_dist.cluster.sharding import on_their_rows, put_together
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
@@ -18,6 +18,7 @@ from roxxel_dist.model.norm import make_norm
 from roxxel_dist.model.position import sinusoids
 from roxxel_dist.model.setting import Setting
 from roxxel_dist.model.sharding import transformer_axes
+from roxxel_dist.model.stack import run_stack, stack_of
 
 
 class Block(nnx.Module):
@@ -29,6 +30,7 @@ class Block(nnx.Module):
         self.feedforward_norm = make_norm(config, config.dim, rngs)
         self.feedforward = (MixtureOfExperts if config.use_moe else FeedForward)(config, rngs)
         self.dropout = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
+        self.deterministic = False  # NNX's eval() and train() set it
 
     def __call__(
         self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None
@@ -64,7 +66,10 @@ class Transformer(nnx.Module):
             self.position = nnx.Embed(config.max_context, config.dim, embedding_init=init, rngs=rngs)
         # No layer at rate 0: it would carry random state through every step for nothing.
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
-        self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
+        if config.scan_layers:
+            self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
         self.norm = make_norm(config, config.dim, rngs)
         if config.use_moe:
             self.alpha_balance = Setting(config.alpha_balance)
@@ -141,16 +146,26 @@ class Transformer(nnx.Module):
             reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
         x_BxLxD = on_their_rows(self._embed(tokens_BxL, reading.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
-        run = nnx.remat(Block.__call__) if remat else Block.__call__
-        layers: list[Held | None] = []
-        balance = jnp.zeros((), jnp.float32)
-        for i, block in enumerate(self.blocks):
-            x_BxLxD, of_block, held = run(block, x_BxLxD, reading, None if cache is None else cache.layers[i])
-            layers.append(held)
-            balance += of_block
+        x_BxLxD, balance, layers = self._run(x_BxLxD, reading, None if cache is None else cache.layers, remat=remat)
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
-        return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=tuple(layers))
+        return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+
+    def _run(
+        self, x_BxLxD: jax.Array, reading: Reading, layers: Any, *, remat: bool
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Through all blocks: [B, L, dim], the sum of their balances, and what a cache holds of each."""
+        if self.config.scan_layers:
+            x_BxLxD, balance, held = run_stack(self.blocks, x_BxLxD, reading, layers and layers[0], remat=remat)
+            return x_BxLxD, balance, (held,)
+        run = nnx.remat(Block.__call__) if remat else Block.__call__
+        kept: list[Held | None] = []
+        balance = jnp.zeros((), jnp.float32)
+        for i, block in enumerate(self.blocks):
+            x_BxLxD, of_block, held = run(block, x_BxLxD, reading, None if layers is None else layers[i])
+            kept.append(held)
+            balance += of_block
+        return x_BxLxD, balance, tuple(kept)
 
     @property
     def output(self) -> nnx.Embed | nnx.Linear:
@@ -164,11 +179,20 @@ class Transformer(nnx.Module):
     def empty_cache(self, batch: int = 1) -> Cache:
         """A cache in which nothing was read yet, for `batch` rows of tokens."""
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
-        shapes = [block.attention.kept for block in self.blocks]
-        return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
+        shapes = [block.attention.kept for block in self._blocks]
+        cache = empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
+        if not self.config.scan_layers:
+            return cache
+        return cache._replace(layers=(jax.tree.map(lambda *layers: jnp.stack(layers), *cache.layers),))
+
+    @property
+    def _blocks(self) -> list[Block]:
+        """The blocks; of stacked ones the stack, as often as there are blocks."""
+        return [self.blocks] * self.config.num_blocks if self.config.scan_layers else list(self.blocks)
 
     def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
-        x_BxLxD = self.embedding(tokens_BxL)
+        table_VxD = put_together(self.embedding.embedding[...], transformer_axes("embedding.embedding"))
+        x_BxLxD = jnp.take(table_VxD, tokens_BxL, axis=0)
         if self.config.pos_encoding == "learned":
             return x_BxLxD + self.position(position_L)
         if self.config.pos_encoding == "absolute":
@@ -185,9 +209,12 @@ class Transformer(nnx.Module):
         Of experts those parameters count that a token goes through.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
-        parameters -= sum(block.feedforward.idle for block in self.blocks)
+        # Stacked experts count once, for all layers.
+        parameters -= sum(
+            block.feedforward.idle for block in (self._blocks[:1] if self.config.scan_layers else self._blocks)
+        )
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding[...].size
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding[...].size
-        pairs = sum(block.attention.pair_products for block in self.blocks)
+        pairs = sum(block.attention.pair_products for block in self._blocks)
         return 6.0 * (parameters - looked_up) + 6.0 * pairs * min(length, self.config.window or length)
