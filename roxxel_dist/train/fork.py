@@ -9,6 +9,7 @@ from typing import Any
 from roxxel_dist.cluster.process import is_primary
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.train import restack
 from roxxel_dist.train.badstep import BadStep
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
@@ -215,7 +216,7 @@ def _weights(wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
 def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
     """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
     with _weights(wanted) as (store, step):
-        store.check_params(step, like)
+        restack.check_params(store, step, like)
 
 
 def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
@@ -223,7 +224,7 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
 
     def load(like: Leaves) -> Leaves:
         with _weights(wanted) as (store, step):
-            return store.restore_params(step, like)
+            return restack.restore_params(store, step, like)
 
     return load
 
