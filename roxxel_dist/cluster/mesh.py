@@ -55,14 +55,14 @@ def row_axes(mesh: Any) -> tuple[str, ...]:
 
     Of a mesh with other axes it is the first one.
     """
-    known = [axis for axis in (DATA, FSDP) if axis in mesh.axis_names] or [mesh.axis_names[0]]
-    return tuple(axis for axis in known if mesh.shape[axis] > 1) or (known[0],)
+    known: tuple[str, ...] = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names) or mesh.axis_names[:1]
+    return tuple(axis for axis in known if mesh.shape[axis] > 1) or known[:1]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of a (rows, tokens) batch: rows over `row_axes`. Devices along "tensor" hold the same rows."""
-    axes = row_axes(mesh)
-    return NamedSharding(mesh, P(axes if len(axes) > 1 else axes[0], None))
+    first, *more = row_axes(mesh)
+    return NamedSharding(mesh, P((first, *more) if more else first, None))
 
 
 def row_pieces(mesh: Any) -> int:

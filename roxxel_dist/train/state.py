@@ -261,16 +261,11 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
 
 def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
     """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
-
-    def place(part: Part, name: str, asked: P | None) -> NamedSharding:
-        trained = part is parts.params
-        axes = parts.axes(name) if trained and parts.axes is not None else None
-        return parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and trained, axes)
-
     return {
-        name: place(part, name, asked)
+        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and part is parts.params, axes)
         for part in (parts.params, parts.settings, parts.rest)
         for name, asked in zip(part.names, part.asked, strict=True)
+        for axes in [parts.axes(name) if parts.axes and part is parts.params else None]
     }
 
 
