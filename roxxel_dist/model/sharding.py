@@ -33,7 +33,8 @@ TABLE: tuple[tuple[str, Axes], ...] = (
     (r"feedforward\.down", (None, *BACK)),
 )
 """The end of a name, and the axis of each dimension. What is not here, norms and the like, is whole."""
-ADAPTER = re.compile(r"[._]lora_([ab])$")
+ADAPTER = re.compile(r"(_adapter)?\.lora_([ab])$")
+"""Of a matrix `x.kernel` adapters are `x.lora_a` and `x.lora_b`; of experts' `x`, `x_adapter.lora_a` and so on."""
 
 
 def transformer_axes(name: str) -> Axes:
@@ -42,7 +43,7 @@ def transformer_axes(name: str) -> Axes:
     An adapter's `lora_a`, [in, rank], lies as the matrix beside it does along in, and `lora_b`, [rank, out], along out.
     """
     if adapter := ADAPTER.search(name):
-        beside = name[: adapter.start()]
-        *experts, into, out = transformer_axes(beside) or transformer_axes(f"{beside}.kernel") or (None, None)
-        return (*experts, into, None) if adapter[1] == "a" else (*experts, None, out)
+        beside = name[: adapter.start()] + ("" if adapter[1] else ".kernel")
+        *_, into, out = transformer_axes(beside) or (None, None)
+        return (into, None) if adapter[2] == "a" else (None, out)
     return next((axes for end, axes in TABLE if re.search(rf"(^|\.){end}$", name)), WHOLE)

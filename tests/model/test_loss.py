@@ -36,10 +36,16 @@ def batches():
     return tokens, Packed(tokens, segments, places)
 
 
-@pytest.mark.parametrize("fields", [{}, {"weight_tying": False, "use_moe": True}])
-@pytest.mark.parametrize("chunk", [1, 17, 1000])
-def test_chunks_give_the_same_numbers(fields, chunk):
-    """23 targets a row: one at a time, 5 at a time with two places left over, and all of them."""
+@pytest.mark.parametrize(
+    ("chunk", "fields"),
+    [
+        (17, {"weight_tying": False, "use_moe": True}),
+        (1, {}),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((17, {}), (1000, {}))),
+    ],
+)
+def test_chunks_give_the_same_numbers(chunk, fields):
+    """23 targets a row: 5 at a time with two places left over, one at a time, and all of them."""
     for batch in batches():
         (_, expected), gradients = measure(batch, **fields)
         (_, found), chunked = measure(batch, **fields, loss_chunk=chunk)
