@@ -97,15 +97,6 @@ def on_their_rows(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))
 
 
-def put_together(x: jax.Array, axes: Axes) -> jax.Array:
-    """A parameter as each device needs it that computes with it: pieces of fsdp together, those of "tensor" apart.
-
-    For the table that tokens are looked up in: of pieces XLA would make pieces of every row's activations.
-    """
-    mesh = _mesh_of_ours()
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, table_spec(x.shape, mesh, axes, fsdp=False))
-
-
 def _mesh_of_ours() -> Any:
     """The mesh that is set, where it is one from `make_mesh` with devices along "fsdp" or "tensor".
 

@@ -33,7 +33,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     balance: dict[str, jax.Array] = {}
 
     def losses_of(targets_BxL: jax.Array, *inputs: Any) -> jax.Array:
-        if not isinstance(model, Transformer):
+        if not isinstance(model, Transformer) or not (model.config.use_moe or model.config.loss_chunk):
             return _cross_entropy(model(*inputs), targets_BxL)  # pyright: ignore[reportCallIssue]
         x_BxLxD, of_experts, _ = model.states(*inputs)
         if model.config.use_moe:

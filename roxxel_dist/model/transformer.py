@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.sharding import on_their_rows, put_together
+from roxxel_dist.cluster.sharding import on_their_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
@@ -191,8 +191,7 @@ class Transformer(nnx.Module):
         return [self.blocks] * self.config.num_blocks if self.config.scan_layers else list(self.blocks)
 
     def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
-        table_VxD = put_together(self.embedding.embedding[...], transformer_axes("embedding.embedding"))
-        x_BxLxD = jnp.take(table_VxD, tokens_BxL, axis=0)
+        x_BxLxD = self.embedding(tokens_BxL)
         if self.config.pos_encoding == "learned":
             return x_BxLxD + self.position(position_L)
         if self.config.pos_encoding == "absolute":
