@@ -21,7 +21,7 @@ from measure import Result, table
 
 from roxxel_dist import Config, Plan, Roxxel
 from roxxel_dist.load import load_run
-from roxxel_dist.model.transformer import token_losses
+from roxxel_dist.model.loss import token_losses
 from roxxel_dist.reading import curriculum_of, saved_plan
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"

@@ -23,7 +23,8 @@ from jax._src.array import ArrayImpl
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, token_losses
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.trainer import Trainer
 

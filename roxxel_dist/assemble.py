@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.mesh import make_mesh, row_pieces
 from roxxel_dist.cluster.process import agree, is_primary, process_count, process_index
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import UsageError, usage_errors
@@ -27,8 +27,9 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.lineage import check_tokenizer, tokenizer_of, with_shape_of
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.own import find_function
-from roxxel_dist.model.transformer import Transformer, token_losses
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.evaluate import HELD_OUT
@@ -66,19 +67,21 @@ class Recipe:
             processes: how many shall share the devices that are here, in order; by default those that do.
 
         Raises:
-            ValueError: there are not so many, a process has none of them, or a phase's batch does not divide by them.
+            ValueError: there are not so many, they cannot be shared out as asked, a process has none of them, or a
+                phase's batch does not divide by them.
         """
-        mesh, every = make_mesh(self.config.n_devices), processes or process_count()
+        config, every = self.config, processes or process_count()
+        mesh = make_mesh(config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices)
         if processes:
             used = -(-mesh.size * processes // jax.device_count())
         else:
             used = len({device.process_index for device in mesh.devices.flat})
         if used < every:
             raise ValueError(
-                f"n_devices is {self.config.n_devices}, which leaves none to {every - used} of {every} processes: use "
+                f"n_devices is {config.n_devices}, which leaves none to {every - used} of {every} processes: use "
                 f"0 for all, or launch fewer"
             )
-        check_division(self.curriculum, mesh.size, self.grad_accum)
+        check_division(self.curriculum, row_pieces(mesh), self.grad_accum)
         return mesh
 
 
@@ -95,7 +98,8 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
     config = with_shape_of(config)
     config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
     config.validate()
-    loop, optimizer = config.part(LoopConfig), NamedOptimizer(config.part(OptimizerConfig))
+    loop = config.part(LoopConfig)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
     curriculum, held_out = curriculum_of(config, data)
     optimizer.config.check(curriculum.total_steps)
     validation = validation_sets(config, data)

@@ -145,8 +145,10 @@ def _different(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mesh(made: Recipe) -> Mesh:
-    """The devices: as many as the run had, or all there are where those are fewer."""
-    if made.config.n_devices > len(jax.devices()):
+    """The devices: as many as the run had, or all there are where those are fewer, or cannot be shared out so."""
+    config, here = made.config, len(jax.devices())
+    groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
+    if config.n_devices > here or (config.n_devices or here) % groups:
         return make_mesh()
     return made.mesh()
 

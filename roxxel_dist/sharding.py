@@ -1,5 +1,5 @@
 """What a program of one's own needs to lay arrays on devices."""
 
-from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, num_devices, replicate, shard_batch
 
-__all__ = ["make_mesh", "num_devices", "replicate", "shard_batch"]
+__all__ = ["batch_sharding", "make_mesh", "num_devices", "replicate", "shard_batch"]

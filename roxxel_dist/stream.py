@@ -212,9 +212,9 @@ def stream_of(
     phase = Phase(ENDLESS if steps is None else steps, batch_size, seq_len, weights=weights)
     plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)
     if mesh is not None and data_sharding is None:
-        from jax.sharding import NamedSharding, PartitionSpec
+        from roxxel_dist.cluster.mesh import batch_sharding
 
-        data_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0], None))
+        data_sharding = batch_sharding(mesh)
     return Stream(plan, {"self": dataset, **(mix_datasets or {})}, data_sharding, start_step)
 
 

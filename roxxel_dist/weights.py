@@ -11,6 +11,7 @@ import numpy as np
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES
 from roxxel_dist.model.lora import A, merge_adapters, target_of
+from roxxel_dist.model.stack import unstacked
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.base import BASE, SCALES, Base, check_base
@@ -18,6 +19,7 @@ from roxxel_dist.train.exporter import BEST, NEWEST
 from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.origin import run_step
+from roxxel_dist.train.restack import scales_apart
 from roxxel_dist.train.standing import META
 from roxxel_dist.train.tensor_files import TensorFiles, has_tensors
 from roxxel_dist.train.weights_file import read_weights, step_of
@@ -30,8 +32,8 @@ class Weights:
     config: Any
     """The `Config`, its vocabulary known."""
     params: dict[str, np.ndarray]
-    """Parameters by name, such as "blocks.0.attention.qkv.kernel", of the type that they are stored in. Adapters are
-    among them, and what they stand on."""
+    """Parameters by name, such as "blocks.0.attention.qkv.kernel", of the type that they are stored in, blocks apart.
+    Adapters are among them, and what they stand on."""
     step: int
     """Optimizer steps done; 0 for a model of Hugging Face."""
     tokenizer: Path | None
@@ -81,10 +83,14 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
     else:
         params, wanted = _of_files(run, step, best=best)
         about = _about_adapters(load_yaml(run / CONFIG), params)
+    scales = about.get(SCALES, {})
+    if config.model is None and config.scan_layers:
+        config, params = replace(config, scan_layers=False), unstacked(params)
+        scales = scales_apart(params, scales)
     if BASE in about:
         params = _base_of(about[BASE], config.init_from) | params
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
-    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=about.get(SCALES, {}))
+    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales)
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -7,7 +7,8 @@ from flax import nnx
 
 from roxxel_dist import Curriculum, Phase, Trainer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]
 

@@ -1,7 +1,8 @@
 """Devices of all processes as one mesh, and how arrays lie on it."""
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,15 +14,23 @@ from jax.sharding import PartitionSpec as P
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
-def make_mesh(n_devices: int = 0, axes: Sequence[str] = ("data",)) -> Mesh:
-    """A mesh over the devices of all processes; every axis but the first has size 1.
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+"""The axes of a mesh: copies of the model, the devices that share one copy of its parameters, and among these the ones
+that compute on the same rows together."""
+
+
+def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh over the devices of all processes, with the axes "data", "fsdp" and "tensor".
+
+    Neighbours in `jax.devices()` are neighbours along "tensor", whose devices talk most.
 
     Args:
         n_devices: how many devices to use, 0 for all.
-        axes: names of the axes; the first one takes all devices.
+        fsdp: size of "fsdp", 0 for all that "tensor" leaves; "data" gets the rest.
+        tensor: size of "tensor".
 
     Raises:
-        ValueError: more devices are asked for than there are.
+        ValueError: more devices are asked for than there are, or they cannot be shared out so.
     """
     devices = jax.devices()
     if n_devices < 0 or n_devices > len(devices):
@@ -30,9 +39,35 @@ def make_mesh(n_devices: int = 0, axes: Sequence[str] = ("data",)) -> Mesh:
             f"(--nprocs, --devices-per-proc)"
         )
     count = n_devices or len(devices)
-    shape = (count,) + (1,) * (len(axes) - 1)
+    if tensor < 1 or count % tensor:
+        raise ValueError(f"tensor_devices is {tensor}: it must be at least 1, and divide the {count} device(s)")
+    fsdp = fsdp or count // tensor
+    if fsdp < 1 or count // tensor % fsdp:
+        share = f"{count} device(s)" + (f" / tensor_devices ({tensor})" if tensor > 1 else "")
+        raise ValueError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
+    shape = count // tensor // fsdp, fsdp, tensor
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
-    return Mesh(np.asarray(devices[:count]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(np.asarray(devices[:count]).reshape(shape), (DATA, FSDP, TENSOR), axis_types=(AxisType.Auto,) * 3)
+
+
+def row_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes, one at least, that the rows of a batch are cut over: "data" and "fsdp", those of size 1 left out.
+
+    Of a mesh with other axes it is the first one.
+    """
+    known: tuple[str, ...] = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names) or mesh.axis_names[:1]
+    return tuple(axis for axis in known if mesh.shape[axis] > 1) or known[:1]
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of a (rows, tokens) batch: rows over `row_axes`. Devices along "tensor" hold the same rows."""
+    first, *more = row_axes(mesh)
+    return NamedSharding(mesh, P((first, *more) if more else first, None))
+
+
+def row_pieces(mesh: Any) -> int:
+    """Into how many pieces the rows of a batch are cut."""
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
 def simulate_devices(count: int) -> None:
@@ -78,18 +113,18 @@ def scalars_on(mesh: Mesh, numbers: Mapping[str, float]) -> dict[str, jax.Array]
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Every leaf cut along its first axis over the mesh's first axis.
+    """Every leaf cut along its first axis over the mesh's "data" and "fsdp" (see `row_axes`).
 
     Raises:
         ValueError: the first axis does not divide by the devices.
     """
-    size = mesh.shape[mesh.axis_names[0]]
+    size = row_pieces(mesh)
     for leaf in jax.tree.leaves(batch):
         if leaf.shape[0] % size:
             raise ValueError(
                 f"a batch of {leaf.shape[0]} rows does not divide by {size} devices: use a multiple of {size}"
             )
-    return jax.device_put(batch, NamedSharding(mesh, P(mesh.axis_names[0])))
+    return jax.device_put(batch, NamedSharding(mesh, P(*batch_sharding(mesh).spec[:1])))
 
 
 def fit_sharding(sharding: NamedSharding, shape: tuple[int, int]) -> NamedSharding:

@@ -1,21 +1,34 @@
-"""How parameters lie on a mesh: as their module asks, else by one rule."""
+"""How parameters lie on a mesh: as their module asks, else by its table of axes, else by one rule."""
 
 import math
+from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_pieces
+
+Axes = tuple[str | None, ...]
+"""The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers
+that are stacked in front."""
 FSDP_MIN_SIZE = 1 << 16
 """Arrays of fewer elements stay whole, as norms and biases do; matrices from 256 x 256 on are cut. To gather a small
 array costs a collective's delay in every step and saves next to nothing."""
 
 
-def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh, asked: P | None, fsdp: bool) -> NamedSharding:
-    """Where the array `name` lies: as `asked` by its module, else by the rule where `fsdp` is on, else everywhere.
+def parameter_sharding(
+    name: str, shape: tuple[int, ...], mesh: Mesh, asked: P | None, fsdp: bool, axes: Axes | None = None
+) -> NamedSharding:
+    """Where the array `name` lies: as `asked` by its module, else by its `axes`, else by the rule, see `fsdp_spec`.
+
+    Without `fsdp` no array is cut over "fsdp", and the rule cuts none at all.
 
     Raises:
         ValueError: the mesh lacks an axis that the module asks for, or the axis does not divide the dimension.
     """
+    if asked is None and axes is not None:
+        return NamedSharding(mesh, table_spec(shape, mesh, axes, fsdp=fsdp))
     if asked is None:
         return NamedSharding(mesh, fsdp_spec(shape, mesh) if fsdp else P())
     entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in asked]
@@ -35,11 +48,60 @@ def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh, asked: P |
     return NamedSharding(mesh, asked)
 
 
+def fsdp_axis(mesh: Mesh) -> str:
+    """The axis that fsdp cuts parameters over: "fsdp", or the mesh's first one where nothing lies along that."""
+    return FSDP if mesh.shape.get(FSDP, 1) > 1 else mesh.axis_names[0]
+
+
 def fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The rule: the largest dimension that the mesh's first axis divides is cut along it; small arrays stay whole."""
-    axis = mesh.axis_names[0]
+    """The rule: the largest dimension that the axis of fsdp divides is cut over it; small arrays stay whole."""
+    axis = fsdp_axis(mesh)
     fitting = [i for i, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
     if math.prod(shape) < FSDP_MIN_SIZE or not fitting:
         return P()
     cut = max(fitting, key=lambda i: shape[i])
     return P(*(axis if i == cut else None for i in range(cut + 1)))
+
+
+def table_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P:
+    """What becomes of `axes` on this mesh. Small arrays stay whole.
+
+    A dimension that "tensor" does not divide is not cut over it. One that fsdp does not divide leaves that to the
+    largest other dimension that is free and divides.
+    """
+    first = len(shape) - len(axes)  # behind the layers
+    found: list[str | None] = [None] * len(shape)
+    if math.prod(shape[first:]) < FSDP_MIN_SIZE:
+        return P()
+    pieces = mesh.shape.get(TENSOR, 1)
+    if TENSOR in axes and pieces > 1 and shape[i := first + axes.index(TENSOR)] % pieces == 0:
+        found[i] = TENSOR
+    if fsdp and FSDP in axes:
+        wanted, axis = first + axes.index(FSDP), fsdp_axis(mesh)
+        free = [i for i in range(first, len(shape)) if found[i] is None and shape[i] % mesh.shape[axis] == 0]
+        if free:
+            found[max(free, key=lambda i: (i == wanted, shape[i]))] = axis
+    while found and found[-1] is None:
+        found.pop()
+    return P(*found)
+
+
+def on_their_rows(x: jax.Array) -> jax.Array:
+    """`x` [B, ...] with its rows where those of a batch are, if a mesh from `make_mesh` is set and divides them.
+
+    Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around.
+    """
+    mesh = _mesh_of_ours()
+    if mesh is None or x.shape[0] % row_pieces(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))
+
+
+def _mesh_of_ours() -> Any:
+    """The mesh that is set, where it is one from `make_mesh` with devices along "fsdp" or "tensor".
+
+    Along "data" alone XLA does what is wanted, and programs stay the same to the bit.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if ours and mesh.shape[FSDP] * mesh.shape[TENSOR] > 1 else None

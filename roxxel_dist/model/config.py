@@ -34,12 +34,20 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """What normalises before each part: rmsnorm scales, layernorm takes the mean away as well."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more work."""
+    scan_layers: bool = False
+    """Stack the arrays of all blocks and compile one block for all of them: the time to compile no longer grows with
+    num_blocks. The same weights and numbers; checkpoints have the stacked arrays."""
+    loss_chunk: int = 0
+    """Compute logits and loss of so many tokens of a batch at a time, all devices together, and again in the backward
+    pass: with a large vocabulary they are most of the memory. 0 for all at once."""
 
     def __post_init__(self) -> None:
         check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})
         for group in (AttentionConfig, PositionConfig, FeedForwardConfig, LoraConfig):
             group.__post_init__(self)
         check_choice("norm_type", self.norm_type, get_args(NormType))
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk is {self.loss_chunk}: it must be a number of tokens, or 0 for all at once")
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
         if self.use_moe and self.adapts("mlp") and self.lora_dropout:

@@ -1,6 +1,6 @@
 """A mixture of experts (Shazeer et al., 2017): many feed-forward layers, of which each token goes through a few."""
 
-from functools import partial
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.mesh import TENSOR
 from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts import Activate, experts
@@ -25,8 +26,9 @@ class MixtureOfExperts(nnx.Module):
 
     What it costs: tokens are sorted by expert, and each costs its k experts (see `experts.py`). On a mesh that is set
     (`jax.set_mesh`, as `Trainer` does) and whose size divides the tokens, each device sorts and computes its own
-    tokens, with all experts gathered to it, as data parallelism and FSDP have it. Otherwise the result is the same, but
-    XLA gathers the tokens and every device computes all of them.
+    tokens, with all experts gathered to it, as data parallelism and FSDP have it; devices along "tensor" have the same
+    tokens, and a share of each expert's hidden units. Otherwise the result is the same, but XLA gathers the tokens and
+    every device computes all of them.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -106,15 +108,28 @@ def by_device(
     x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxP: jax.Array, second_ExHxD: jax.Array,
     activate: Activate,
 ) -> jax.Array:  # fmt: skip
-    """`experts`, each device for its own share of the rows where the mesh that is set divides them."""
-    local = partial(experts, activate=activate)
+    """`experts`, each device for its own share of the rows where the mesh that is set divides them.
+
+    Devices along "tensor" have the same rows, and of every expert their share of the hidden units.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if automatic and mesh.size > 1 and x_NxD.shape[0] % mesh.size == 0:
-        # XLA cannot cut a sort, nor a loop over what it gives: left to itself it repeats all of it on every device.
-        rows = P(mesh.axis_names)
-        specs = (rows, rows, rows, P(), P())
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
-            x_NxD, chosen_NxK, gates_NxK, first_ExDxP, second_ExHxD
-        )
-    return local(x_NxD, chosen_NxK, gates_NxK, first_ExDxP, second_ExHxD)
+    n_experts, hidden, _ = second_ExHxD.shape
+    shares = TENSOR if automatic and mesh.shape.get(TENSOR, 1) > 1 and hidden % mesh.shape[TENSOR] == 0 else None
+    rows = tuple(axis for axis in mesh.axis_names if axis != shares) if automatic else ()
+    if not automatic or mesh.size == 1 or x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+        return experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxP, second_ExHxD, activate)
+
+    def local(x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, *weights: jax.Array) -> jax.Array:
+        first_ExDxFxH, second_ExHxD = weights
+        first_ExDxP = first_ExDxFxH.reshape(*first_ExDxFxH.shape[:2], -1)
+        y_NxD = experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxP, second_ExHxD, activate)
+        return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
+
+    # XLA cannot cut a sort, nor a loop over what it gives: left to itself it repeats all of it on every device.
+    specs = (P(rows), P(rows), P(rows), P(None, None, None, shares), P(None, shares))
+    # A unit's gate goes where its other half is: they are apart by half the matrix.
+    first_ExDxFxH = first_ExDxP.reshape(n_experts, x_NxD.shape[1], -1, hidden)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows), check_vma=False)(
+        x_NxD, chosen_NxK, gates_NxK, first_ExDxFxH, second_ExHxD
+    )

@@ -6,9 +6,9 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from roxxel_dist.cluster.sharding import on_their_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
@@ -20,6 +20,8 @@ from roxxel_dist.model.moe import MixtureOfExperts
 from roxxel_dist.model.norm import make_norm
 from roxxel_dist.model.position import sinusoids
 from roxxel_dist.model.setting import Setting
+from roxxel_dist.model.sharding import transformer_axes
+from roxxel_dist.model.stack import run_stack, stack_of
 
 
 class Block(nnx.Module):
@@ -31,6 +33,7 @@ class Block(nnx.Module):
         self.feedforward_norm = make_norm(config, config.dim, rngs)
         self.feedforward = (MixtureOfExperts if config.use_moe else FeedForward)(config, rngs)
         self.dropout = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
+        self.deterministic = False  # NNX's eval() and train() set it
 
     def __call__(
         self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None
@@ -39,7 +42,7 @@ class Block(nnx.Module):
         mixed_BxLxD, held = self.attention(self.attention_norm(x_BxLxD), reading, held)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return x_BxLxD + self._drop(y_BxLxD), balance, held
+        return on_their_rows(x_BxLxD + self._drop(y_BxLxD)), balance, held
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -53,6 +56,8 @@ class Transformer(nnx.Module):
         rngs: streams `params`, and `dropout` where the rate is above 0.
     """
 
+    parameter_axes = staticmethod(transformer_axes)
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")
@@ -64,7 +69,10 @@ class Transformer(nnx.Module):
             self.position = nnx.Embed(config.max_context, config.dim, embedding_init=init, rngs=rngs)
         # No layer at rate 0: it would carry random state through every step for nothing.
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
-        self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
+        if config.scan_layers:
+            self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
         self.norm = make_norm(config, config.dim, rngs)
         if config.use_moe:
             self.alpha_balance = Setting(config.alpha_balance)
@@ -139,18 +147,33 @@ class Transformer(nnx.Module):
             reading = Reading(position, same)
         else:
             reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
-        x_BxLxD = self._embed(tokens_BxL, reading.position_L)
+        x_BxLxD = on_their_rows(self._embed(tokens_BxL, reading.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
-        run = nnx.remat(Block.__call__) if remat else Block.__call__
-        layers: list[Held | None] = []
-        balance = jnp.zeros((), jnp.float32)
-        for i, block in enumerate(self.blocks):
-            x_BxLxD, of_block, held = run(block, x_BxLxD, reading, None if cache is None else cache.layers[i])
-            layers.append(held)
-            balance += of_block
+        x_BxLxD, balance, layers = self._run(x_BxLxD, reading, None if cache is None else cache.layers, remat=remat)
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
-        return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=tuple(layers))
+        return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+
+    def _run(
+        self, x_BxLxD: jax.Array, reading: Reading, layers: Any, *, remat: bool
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Through all blocks: [B, L, dim], the sum of their balances, and what a cache holds of each."""
+        if self.config.scan_layers:
+            x_BxLxD, balance, held = run_stack(self.blocks, x_BxLxD, reading, layers and layers[0], remat=remat)
+            return x_BxLxD, balance, (held,)
+        run = nnx.remat(Block.__call__) if remat else Block.__call__
+        kept: list[Held | None] = []
+        balance = jnp.zeros((), jnp.float32)
+        for i, block in enumerate(self.blocks):
+            x_BxLxD, of_block, held = run(block, x_BxLxD, reading, None if layers is None else layers[i])
+            kept.append(held)
+            balance += of_block
+        return x_BxLxD, balance, tuple(kept)
+
+    @property
+    def output(self) -> nnx.Embed | nnx.Linear:
+        """What makes logits: the embedding where it is tied, else a matrix of its own."""
+        return self.embedding if self.config.weight_tying else self.head
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """What `states` returned to logits [B, L, vocab_size]."""
@@ -159,8 +182,16 @@ class Transformer(nnx.Module):
     def empty_cache(self, batch: int = 1) -> Cache:
         """A cache in which nothing was read yet, for `batch` rows of tokens."""
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
-        shapes = [block.attention.kept for block in self.blocks]
-        return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
+        shapes = [block.attention.kept for block in self._blocks]
+        cache = empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
+        if not self.config.scan_layers:
+            return cache
+        return cache._replace(layers=(jax.tree.map(lambda *layers: jnp.stack(layers), *cache.layers),))
+
+    @property
+    def _blocks(self) -> list[Block]:
+        """The blocks; of stacked ones the stack, as often as there are blocks."""
+        return [self.blocks] * self.config.num_blocks if self.config.scan_layers else list(self.blocks)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, best: bool = True) -> "Transformer":
@@ -200,11 +231,14 @@ class Transformer(nnx.Module):
         reaches, without one all of the row. Of experts those parameters count that a token goes through.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
-        parameters -= sum(block.feedforward.idle for block in self.blocks)
+        # Stacked experts count once, for all layers.
+        parameters -= sum(
+            block.feedforward.idle for block in (self._blocks[:1] if self.config.scan_layers else self._blocks)
+        )
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding[...].size
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding[...].size
-        pairs = sum(block.attention.pair_products for block in self.blocks)
+        pairs = sum(block.attention.pair_products for block in self._blocks)
         adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, LoRAParam)))
         of_weights = 4.0 * (parameters - looked_up) + 2.0 * adapters if adapters else 6.0 * (parameters - looked_up)
         return of_weights + 6.0 * pairs * min(length, self.config.window or length)
@@ -212,46 +246,3 @@ class Transformer(nnx.Module):
     def modules(self) -> Iterator[nnx.Module]:
         """The model and every module in it."""
         return (module for _, module in nnx.iter_modules(self))
-
-
-def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
-    """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
-
-    Of a `Transformer` with experts their balance loss is added: it is what training makes small.
-
-    Args:
-        model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
-            positions too.
-        batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
-            Then the mean leaves out a document's first token: nothing before it is of that document.
-    """
-    losses = token_losses(model, batch)
-    return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
-
-
-def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
-    """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
-
-    Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
-    """
-    balance: dict[str, jax.Array] = {}
-
-    def apply(*inputs: jax.Array) -> jax.Array:
-        if not (isinstance(model, Transformer) and model.config.use_moe):
-            return model(*inputs)  # pyright: ignore[reportCallIssue]
-        logits, balance["balance_loss"] = model.forward(*inputs)
-        return logits
-
-    if not hasattr(batch, "tokens"):
-        losses = _cross_entropy(apply(batch[:, :-1]), batch[:, 1:])
-        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
-    tokens, segments, positions = batch.tokens, batch.segments, batch.positions
-    losses = _cross_entropy(apply(tokens[:, :-1], segments[:, :-1], positions[:, :-1]), tokens[:, 1:])
-    counted = segments[:, 1:] == segments[:, :-1]
-    sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
-    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)} | balance
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """float32[B, L], whatever the type of the logits: in bfloat16 the sum over a vocabulary loses its small terms."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from roxxel_dist.assemble import Recipe, folder_for_now, open_corpus, recipe
-from roxxel_dist.cluster.mesh import simulate_devices
+from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.cluster.process import enable_compilation_cache, initialize, make_deterministic, pin_threads
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
@@ -185,7 +184,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         if weights is not None:
             check_weights(weights, parts.of_base(state.params, settings))
             notes = (*notes, f"the weights are those of {weights}")
-        sharding = NamedSharding(mesh, P(mesh.axis_names[0], None))
+        sharding = batch_sharding(mesh)
         programs = Programs(mesh, SIMULATED if asked.devices else None)
         phases = PhasePrograms(
             programs, parts, state, settings, loss_fn=made.loss, optimizer=made.optimizer,

@@ -140,7 +140,7 @@ def look_at(
         layout=shared,
         rows_a_process=shape.batch_size * mine // shared.pieces,
         memory=memory,
-        seconds=speed.seconds(tokens, tokens * each, shared.pieces),
+        seconds=speed.seconds(tokens, tokens * each, shared.pieces * shared.together),
     )
 
 

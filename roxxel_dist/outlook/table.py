@@ -55,8 +55,12 @@ def _devices(found: Outlook) -> list[str]:
     lines = [f"{found.devices} {found.platform} device(s){of}{made}"]
     for phase in found.phases:
         how = SHARED.get(phase.layout.cut, "each device has all of it").format(phase.layout.pieces)
-        again = f"; {phase.layout.repeated} of {found.devices} devices repeat the work of others: use a batch_size "
-        again += f"that divides by {found.devices * found.grad_accum}" if phase.layout.repeated else ""
+        if (together := phase.layout.together) > 1:
+            how += f", {together} devices for each"
+        groups = phase.layout.pieces + phase.layout.repeated
+        who = "devices" if together == 1 else "groups of devices"
+        again = f"; {phase.layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
+        again += f"that divides by {groups * found.grad_accum}"
         micro = f", in {found.grad_accum} micro-batches" if found.grad_accum > 1 else ""
         reads = f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if found.processes > 1 else ""
         lines.append(

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import fit_sharding
+from roxxel_dist.cluster.mesh import TENSOR, fit_sharding
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import Optimizer, first_state
 from roxxel_dist.train.state import Leaves, ModelParts, TrainState, abstract_state
@@ -55,7 +55,9 @@ class Layout:
     pieces: int
     """Into how many."""
     repeated: int
-    """Devices that do what another one does, too."""
+    """Devices, or groups of them, that do what another one does, too."""
+    together: int = 1
+    """Devices in a group: those along "tensor", which share the work on each piece."""
 
 
 def layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> Layout:
@@ -65,7 +67,8 @@ def layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> 
     by_row, by_token = (whole // part for whole, part in zip(shape, fitted.shard_shape(shape), strict=True))
     pieces = by_row * by_token
     cut = "rows" if by_row > 1 else "tokens" if by_token > 1 else "nothing"
-    return Layout(cut=cut, pieces=pieces, repeated=sharding.mesh.size - pieces)
+    together = sharding.mesh.shape.get(TENSOR, 1)
+    return Layout(cut=cut, pieces=pieces, repeated=sharding.mesh.size // together - pieces, together=together)
 
 
 def look_ahead(

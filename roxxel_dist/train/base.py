@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.process import agree, is_primary
 from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import checkpoint_files as files
+from roxxel_dist.train import restack
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.origin import RunStep, run_step
@@ -122,7 +123,8 @@ def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
     with opened("init_from", wanted) as (store, step), _errors_of(wanted):
         base = _stands_on(store.meta(step))
         if base is None:
-            return store.check_params(step, like)
+            restack.check_params(store, step, like)
+            return None
     return check_weights(base.place, like)
 
 
@@ -140,12 +142,12 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
             saved = store.meta(step)
             base = _stands_on(saved)
             if base is None:
-                return store.restore_params(step, like)
+                return restack.restore_params(store, step, like)
             plain = based_on(base)(like)
             names = [name + end for name in saved[SCALES] for end in (A, B)]
             wanted_shapes = store.param_shapes(step)
             whole = {name: _whole(wanted_shapes[name], like) for name in names}
-            return _merged(plain, store.restore_params(step, whole), saved[SCALES])
+            return _merged(plain, *restack.adapters(store.restore_params(step, whole), saved[SCALES], like))
 
     return load
 

@@ -137,7 +137,7 @@ class LoopOptions:
     bf16_compute: bool = False
     """Compute in bfloat16, with parameters and moments in float32."""
     fsdp: bool = False
-    """Cut parameters and moments over all devices instead of keeping a copy on each."""
+    """Cut parameters and moments over devices (see fsdp_devices) instead of keeping a copy on each."""
     profile_steps: list[int] | None = None
     """[A, B]: write a trace of the steps A to B into the run directory."""
 
@@ -193,6 +193,10 @@ class LoopConfig(LoopOptions):
     """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
     n_devices: int = 0
     """Devices to use, of all processes together; 0 for all."""
+    fsdp_devices: int = 0
+    """Of fsdp: so many devices share one copy of parameters and moments; 0 for all."""
+    tensor_devices: int = 1
+    """So many devices compute on the same rows together, each with its share of heads, hidden units and vocabulary."""
     deterministic: bool = False
     """Ask XLA for the same bits every time, which costs speed on a GPU."""
     wandb: Literal["off", "offline", "online"] = "off"
@@ -206,7 +210,8 @@ class LoopConfig(LoopOptions):
         super().__post_init__()
         for name in ("batch_size", "grad_accum"):
             _check_at_least(name, getattr(self, name), 1)
-        _check_at_least("n_devices", self.n_devices, 0)
+        for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("tensor_devices", 1)):
+            _check_at_least(name, getattr(self, name), least)
         if not self.epochs > 0:
             raise ValueError(f"epochs is {self.epochs}: it must be above 0")
         if self.phases is not None and not self.phases:

@@ -6,10 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from roxxel_dist.cluster.mesh import scalars_on
+from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.cluster.process import enable_compilation_cache
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.stream import Stream
@@ -35,7 +34,7 @@ def sweep_stream(curriculum: Curriculum, num_steps: int, seed: int, mesh: Mesh, 
     phase = replace(curriculum.phases[0], steps=num_steps)
     check_batches([phase.shape], grad_accum)
     plan = Curriculum(curriculum.primary_streamer, [phase], curriculum.mix_streamers).plan(seed)
-    return Stream(plan, curriculum.datasets, NamedSharding(mesh, P(mesh.axis_names[0], None)))
+    return Stream(plan, curriculum.datasets, batch_sharding(mesh))
 
 
 def sweep(

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
+from roxxel_dist.train.by_layer import by_layer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.schedule import Settings, learning_rate
 
@@ -44,6 +45,8 @@ class NamedOptimizer:
     """The optimizer and schedule that an `OptimizerConfig` names."""
 
     config: OptimizerConfig
+    stacked: bool = False
+    """The model is a Transformer with `scan_layers`: each layer of its stacked arrays is treated by itself."""
 
     def settings(self, total_steps: int) -> dict[str, float]:
         """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
@@ -57,7 +60,8 @@ class NamedOptimizer:
         """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
         rate = self.rate(settings, step)
         decay = jnp.asarray(settings["weight_decay"], jnp.float32)
-        return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay))
+        inner = _optimizer(self.config, rate, decay)
+        return optax.chain(clip(settings["grad_clip"]), by_layer(inner) if self.stacked else inner)
 
     def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
         """float32[]: the learning rate of a step counted from 0."""

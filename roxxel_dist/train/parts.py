@@ -4,7 +4,7 @@ The model is split once. Its leaves travel as dictionaries from a parameter's na
 of what NNX states or objects cost at the border of a jitted call, and are merged into a module again while tracing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.sharding import Axes
 from roxxel_dist.model.lora import LoRAParam, scales_of
 from roxxel_dist.model.setting import Setting
 
@@ -51,6 +52,8 @@ class ModelParts:
     settings: Part
     scales: Mapping[str, float]
     """Of each adapter by its name: what it counts (see `model.lora.merge_adapters`)."""
+    axes: Callable[[str], Axes] | None = None
+    """The module's own table of the axes that its parameters are cut over, by name: its `parameter_axes`."""
 
     def merge(
         self,
@@ -106,7 +109,8 @@ def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves, Leaves]:
     found = [named_leaves(state) for state in states]
     params, frozen, settings, rest = (part for part, _ in found)
     param_leaves, frozen_leaves, setting_leaves, rest_leaves = (leaves for _, leaves in found)
-    parts = ModelParts(training, evaluating, params, frozen, rest, settings, scales_of(twin))
+    axes = getattr(type(model), "parameter_axes", None)
+    parts = ModelParts(training, evaluating, params, frozen, rest, settings, scales_of(twin), axes)
     return parts, param_leaves, rest_leaves, frozen_leaves | setting_leaves
 
 

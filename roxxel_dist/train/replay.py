@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
+from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.train.base import below
@@ -65,7 +65,7 @@ class Replay:
                 train,
                 make_eval_step(parts, loss_fn, jnp.bfloat16 if options.bf16_compute else None),
                 self._programs,
-                NamedSharding(mesh, P(mesh.axis_names[0], None)),
+                batch_sharding(mesh),
                 options.eval_iters,
             )
             self._validation.check(shape)

@@ -48,8 +48,8 @@ def init_state(
             streams of its own, which is traced and computed straight into its shards.
         init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
         mesh: devices of all processes.
-        fsdp: cut large parameters along the mesh's first axis. What a module asks for itself (`nnx.with_partitioning`)
-            holds in any case.
+        fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks for
+            itself (`nnx.with_partitioning`) holds in any case.
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
         restored: the state will be read from a checkpoint: of a callable's parameters, and of all moments, nothing is
             computed; `jax.ShapeDtypeStruct`s with shardings stand for them.
@@ -184,12 +184,13 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
 
 
 def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
-    """Where each leaf lies, by name; the rule for parameters is for no others."""
+    """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
     weights = _weights(parts)
     return {
-        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and name in weights)
+        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and name in weights, axes)
         for part in (parts.params, parts.frozen, parts.settings, parts.rest)
         for name, asked in zip(part.names, part.asked, strict=True)
+        for axes in [parts.axes(name) if parts.axes and name in weights else None]
     }
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import make_mesh, scalars_on
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.process import enable_compilation_cache, process_index, stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
@@ -55,8 +54,8 @@ class Trainer:
         eval_fn: called with `state` on every rank after each validation; rank 0 prints the text, or logs the dictionary
             of numbers, that it returns.
         validation: data sets by name to validate on, instead of what `val_fraction` holds out.
-        mesh: devices of all processes; by default all of them on one axis "data".
-        data_sharding: of a (rows, tokens) batch; by default rows over the mesh's first axis.
+        mesh: devices of all processes, from `make_mesh` or with axes of your own; by default all of them along "data".
+        data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
         grad_accum_steps: micro-batches a step; divides every batch.
         amend: the curriculum may be another one than the run's, from here on.
         origin: another run's checkpoint to begin with, or an older one of its own to go back to.
@@ -92,7 +91,7 @@ class Trainer:
         self.options = LoopOptions(**options)
         enable_compilation_cache()
         self.mesh = mesh = mesh or make_mesh()
-        self._sharding = data_sharding or NamedSharding(mesh, P(mesh.axis_names[0], None))
+        self._sharding = data_sharding or batch_sharding(mesh)
         curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(curriculum.shapes, grad_accum_steps)
         self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn

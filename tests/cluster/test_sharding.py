@@ -24,7 +24,7 @@ from roxxel_dist.cluster.sharding import fsdp_spec, parameter_sharding
     ],
 )
 def test_the_largest_dimension_that_divides_is_cut(shape, spec):
-    mesh = make_mesh(8, ("data", "tensor"))
+    mesh = make_mesh(8)
     assert fsdp_spec(shape, mesh) == spec
     assert NamedSharding(mesh, spec).shard_shape(shape) is not None
 

@@ -9,8 +9,9 @@ from plain_numpy import float64, mix, rms_norm, sigmoid, turn, visible
 
 from roxxel_dist.model.cache import Reading
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.mla import LatentAttention
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.transformer import Transformer
 
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "mla": True, "head_size": 8}
 SIZES = {"down_dim_q": 12, "down_dim_kv": 10, "rope_dim": 6}

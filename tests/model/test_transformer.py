@@ -8,7 +8,8 @@ from flax import nnx
 from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64}
 

@@ -10,7 +10,8 @@ from flax import nnx
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.process import barrier, initialize, process_index
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 
 GLOO_S = 30.0
 folder = Path(sys.argv[1])

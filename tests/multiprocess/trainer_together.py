@@ -21,7 +21,8 @@ from jax.experimental import multihost_utils
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.process import barrier, initialize, is_primary, process_index
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run_directory import RunDirectory
 
 folder = Path(sys.argv[1])

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.lora import LoRALinear
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer, first_state
 from roxxel_dist.train.state import abstract_state, init_state
 from roxxel_dist.train.step import SPIKE_FACTOR, make_step

@@ -6,7 +6,7 @@ import pytest
 from runs import PHASES, losses, make, model, rows, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
-from roxxel_dist.model.transformer import next_token_loss
+from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 

@@ -7,7 +7,7 @@ import pytest
 from runs import losses, make, rows, saved, told, train
 
 from roxxel_dist import Curriculum, Phase
-from roxxel_dist.model.transformer import next_token_loss
+from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.badstep import BadStep
 
 PHASES = [Phase(14, 8, 17)]

@@ -14,7 +14,8 @@ from runs import PHASES, losses, make, model, rows, saved, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.origin import Origin, RunStep, run_step

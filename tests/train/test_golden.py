@@ -23,7 +23,8 @@ from flax import nnx
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, token_losses
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.setting import Setting
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer
 from roxxel_dist.train.state import _optimizer_program, _places, _trace, init_state, take_apart
 from roxxel_dist.train.step import make_step

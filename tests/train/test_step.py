@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state
 from roxxel_dist.train.state import init_state

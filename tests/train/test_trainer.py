@@ -10,7 +10,8 @@ from runs import losses, make, rows, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer, next_token_loss
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.meter import Meter
 

@@ -17,7 +17,7 @@ from runs import PHASES, losses, make, model, rows, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.model.transformer import next_token_loss, token_losses
+from roxxel_dist.model.loss import next_token_loss, token_losses
 
 BACK_AND_FORTH = [Phase(3, 8, 17), Phase(3, 8, 33), Phase(3, 8, 17), Phase(3, 8, 33)]
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"

@@ -1,0 +1,86 @@
+"""The cross-entropy of the next token: of all tokens at once, or of some at a time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from roxxel_dist.model.transformer import Transformer
+
+
+def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
+    """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
+
+    Of a `Transformer` with experts their balance loss is added: it is what training makes small.
+
+    Args:
+        model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
+            positions too.
+        batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
+            Then the mean leaves out a document's first token: nothing before it is of that document.
+    """
+    losses = token_losses(model, batch)
+    return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
+
+
+def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
+    """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
+
+    Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
+    """
+    balance: dict[str, jax.Array] = {}
+
+    def losses_of(targets_BxL: jax.Array, *inputs: Any) -> jax.Array:
+        if not isinstance(model, Transformer) or not (model.config.use_moe or model.config.loss_chunk):
+            return _cross_entropy(model(*inputs), targets_BxL)  # pyright: ignore[reportCallIssue]
+        x_BxLxD, of_experts, _ = model.states(*inputs)
+        if model.config.use_moe:
+            balance["balance_loss"] = of_experts
+        if model.config.loss_chunk:
+            return _by_chunks(model, x_BxLxD, targets_BxL)
+        return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
+
+    if not hasattr(batch, "tokens"):
+        losses = losses_of(batch[:, 1:], batch[:, :-1])
+        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
+    tokens, segments, positions = batch.tokens, batch.segments, batch.positions
+    losses = losses_of(tokens[:, 1:], tokens[:, :-1], segments[:, :-1], positions[:, :-1])
+    counted = segments[:, 1:] == segments[:, :-1]
+    sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
+    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)} | balance
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """float32[B, L], whatever the type of the logits: in bfloat16 the sum over a vocabulary loses its small terms."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+
+
+def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+    """The same float32[B, L]. The logits of `loss_chunk` tokens are there at a time, in the backward pass too, which
+    makes them again.
+
+    A chunk is a part of every row: rows stay on their devices.
+    """
+    batch, length = targets_BxL.shape
+    count = -(-length // max(1, model.config.loss_chunk // batch))
+    size = -(-length // count)  # parts of one size, so that little is filled up
+    short = count * size - length
+    x_BxLxD = jnp.pad(x_BxLxD, [(0, 0), (0, short), (0, 0)])
+    targets_BxL = jnp.pad(targets_BxL, [(0, 0), (0, short)])
+    graphdef, state = nnx.split(model.output)
+    # The gradient is added up over the chunks, in the type of what goes into the loop: bfloat16 loses what is small.
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), state)
+
+    def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+        own = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), wide, state)
+        # A copy: NNX objects do not cross jax's trace levels.
+        output: nnx.Embed | nnx.Linear = nnx.merge(graphdef, own, copy=True)
+        x_BxCxD, targets_BxC = piece
+        logits = output.attend(x_BxCxD) if isinstance(output, nnx.Embed) else output(x_BxCxD)
+        return _cross_entropy(logits, targets_BxC)
+
+    pieces = tuple(a.reshape(batch, count, size, *a.shape[2:]).swapaxes(0, 1) for a in (x_BxLxD, targets_BxL))
+    losses_NxBxC = jax.lax.map(jax.checkpoint(losses_of), pieces)
+    return losses_NxBxC.swapaxes(0, 1).reshape(batch, -1)[:, :length]

@@ -1,0 +1,83 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist.data.packed import Packed
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.ahead import memory_of
+from roxxel_dist.train.state import take_apart
+from roxxel_dist.train.step import cast
+
+SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
+
+
+def taken(**fields):
+    return take_apart(Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0, dropout=1)))
+
+
+def measure(batch, dtype=None, **fields):
+    parts, params, rest, settings = taken(**fields)
+
+    def loss(params):
+        told = token_losses(parts.merge(cast(params, dtype), rest, settings, training=True), batch)
+        return told["loss"], told
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+def batches():
+    tokens = jax.random.randint(jax.random.key(0), (3, 24), 0, 50)
+    places = jnp.stack([jnp.arange(24) % size for size in (7, 24, 10)])
+    segments = jnp.stack([jnp.arange(24) // size for size in (7, 24, 10)])
+    return tokens, Packed(tokens, segments, places)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fields"),
+    [
+        (17, {"weight_tying": False, "use_moe": True}),
+        (1, {}),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((17, {}), (1000, {}))),
+    ],
+)
+def test_chunks_give_the_same_numbers(chunk, fields):
+    """23 targets a row: 5 at a time with two places left over, one at a time, and all of them."""
+    for batch in batches():
+        (_, expected), gradients = measure(batch, **fields)
+        (_, found), chunked = measure(batch, **fields, loss_chunk=chunk)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
+        for name, leaf in gradients.items():
+            np.testing.assert_allclose(chunked[name], leaf, atol=1e-6, err_msg=name)
+
+
+def test_gradients_of_bfloat16_are_added_up_in_float32():
+    """One token at a time, so that there is much to add up."""
+    tokens = jax.random.randint(jax.random.key(0), (2, 64), 0, 50)
+    exact = measure(tokens)[1]["embedding.embedding"]
+
+    def off(**fields):
+        return float(jnp.linalg.norm(measure(tokens, jnp.bfloat16, **fields)[1]["embedding.embedding"] - exact))
+
+    assert off(loss_chunk=2) < 1.5 * off()
+
+
+def test_the_logits_are_never_there_at_once():
+    """A vocabulary so large that logits are most of the memory."""
+
+    def peak(chunk):
+        parts, params, rest, settings = taken(vocab_size=20_000, loss_chunk=chunk)
+        loss = jax.grad(lambda p, x: token_losses(parts.merge(p, rest, settings, training=True), x)["loss"])
+        return memory_of(jax.jit(loss).lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()).peak
+
+    assert peak(64) < 0.5 * peak(0)
+
+
+def test_a_number_of_tokens():
+    with pytest.raises(ValueError, match="loss_chunk is -1: it must be a number of tokens, or 0"):
+        ModelConfig(loss_chunk=-1)

@@ -1,0 +1,99 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist.data.packed import Packed
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.stack import is_stacked, stacked, unstacked
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.state import take_apart
+
+SMALL = {"dim": 16, "num_blocks": 3, "vocab_size": 40, "max_context": 32, "head_size": 8}
+MLA = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4}
+MOE = {"use_moe": True, "n_experts": 4, "dropout_rate": 0.2, "gradient_checkpointing": True}
+
+
+def build(**fields):
+    return Transformer(ModelConfig(**SMALL, **fields), nnx.Rngs(params=0, dropout=1))
+
+
+def tokens(*shape):
+    return jax.random.randint(jax.random.key(3), shape, 0, 40)
+
+
+def packed():
+    places = jnp.tile(jnp.arange(5), 4)[:17]
+    segments = jnp.arange(17) // 5
+    return Packed(tokens(2, 17), jnp.stack([segments] * 2), jnp.stack([places] * 2))
+
+
+@pytest.mark.parametrize("fields", [MOE, MLA])
+def test_the_same_weights_losses_and_gradients(fields):
+    def look(scan):
+        model = build(**fields, scan_layers=scan)
+        parts, params, rest, settings = take_apart(model)
+
+        def loss(params, batch):
+            merged = parts.merge(params, rest, settings, training=True)
+            return next_token_loss(merged, batch), parts.rest_of(merged)
+
+        found = [jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x) for x in (tokens(2, 9), packed())]
+        return params, rest, found
+
+    (apart, rest, expected), (whole, stacked_rest, found) = look(False), look(True)
+    assert set(whole) == set(stacked(apart))
+    assert any(is_stacked(name) for name in whole)
+    for name, leaf in unstacked(whole).items():
+        assert np.array_equal(leaf, apart[name]), name
+    assert len(jax.tree.leaves(stacked_rest)) * 3 == len(jax.tree.leaves(rest)), "random streams, if any"
+    for ((one, rest_after), grads), ((other, stacked_after), stacked_grads) in zip(expected, found, strict=True):
+        assert float(other) == pytest.approx(float(one), rel=1e-6)
+        for name, leaf in unstacked(stacked_grads).items():
+            np.testing.assert_allclose(leaf, grads[name], atol=1e-6, err_msg=name)
+        counts = [leaf for name, leaf in stacked_after.items() if name.endswith("count")]
+        assert all(np.array_equal(leaf, [2] * 3) for leaf in counts), "a block draws twice"
+        assert bool(counts) == bool(fields.get("dropout_rate"))
+        assert all(int(leaf) == 2 for name, leaf in rest_after.items() if name.endswith("count"))
+
+
+@pytest.mark.parametrize("fields", [{"sliding_window": True, "context_window": 4}, MLA])
+def test_reading_piece_by_piece(fields):
+    model, x = build(**fields, scan_layers=True), tokens(2, 12)
+    model.eval()
+    expected = build(**fields)(x)
+    np.testing.assert_allclose(model(x), expected, atol=1e-5)
+    cache, found = model.empty_cache(2), []
+    for begin, end in ((0, 7), (7, 8), (8, 12)):
+        logits, cache = model(x[:, begin:end], cache=cache)
+        found.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, atol=1e-5)
+
+
+def test_a_block_is_compiled_once_however_many_there_are():
+    def program(blocks, scan):
+        config = ModelConfig(**SMALL | {"num_blocks": blocks}, scan_layers=scan)
+        parts, *leaves = take_apart(Transformer(config, nnx.Rngs(params=0)))
+        loss = jax.grad(lambda *given: next_token_loss(parts.merge(*given[:-1], training=True), given[-1]))
+        lowered = jax.jit(loss).lower(*leaves, tokens(2, 9))
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    few, many = program(2, True), program(6, True)
+    assert few == many > 0
+    assert program(6, False) > 2 * many
+
+
+def test_work_is_counted_alike():
+    for fields in (MOE, MLA):
+        assert build(**fields, scan_layers=True).flops_per_token(9) == build(**fields).flops_per_token(9)
+
+
+def test_names():
+    apart = {"embedding.embedding": 1.0, "blocks.0.a.b": 2.0, "blocks.1.a.b": 3.0, "norm.scale": 4.0}
+    whole = stacked(apart)
+    assert list(whole) == ["embedding.embedding", "blocks.a.b", "norm.scale"]
+    assert np.array_equal(whole["blocks.a.b"], [2, 3])
+    assert unstacked(whole) == apart == unstacked(apart)
+    assert stacked(whole).keys() == whole.keys()

@@ -1,0 +1,40 @@
+"""The weights of a run for a model with `scan_layers` where the run had none, and the other way round."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.stack import stacked
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train import restack
+from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.state import init_state
+
+
+def state(mesh, scan, *, seed=0, **fields):
+    shape = ModelConfig(**{"dim": 32, "num_blocks": 2, "vocab_size": 40, "max_context": 16} | fields, scan_layers=scan)
+    return init_state(lambda: Transformer(shape, nnx.Rngs(params=seed)), lambda params: {}, mesh, fsdp=True)[1]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_restored_in_the_other_form(scan, tmp_path):
+    saved, mesh = state(make_mesh(1), scan), make_mesh(fsdp=4, tensor=2)
+    store = CheckpointStore(tmp_path / "c")
+    store.save(1, saved, {})
+    store.wait()
+    like = state(mesh, not scan, seed=5).params
+    found = restack.restore_params(store, 1, like)
+    assert list(found) == list(like)
+    assert {name: leaf.sharding for name, leaf in found.items()} == {name: leaf.sharding for name, leaf in like.items()}
+    expected, restored = stacked(jax.device_get(saved.params)), stacked(jax.device_get(found))
+    for name, leaf in expected.items():
+        assert np.array_equal(restored[name], leaf), name
+    same = restack.restore_params(store, 1, state(mesh, scan, seed=5).params)
+    assert all(np.array_equal(same[name], leaf) for name, leaf in saved.params.items())
+    for other in (state(mesh, not scan, num_blocks=3), state(mesh, scan, dim=16)):
+        with pytest.raises(ValueError, match="of another model"):
+            restack.restore_params(store, 1, other.params)
+    store.close()
