@@ -2,38 +2,26 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
-from roxxel_dist.cluster.mesh import num_devices
-from roxxel_dist.cluster.process import (
-    agree,
-    barrier,
-    differences,
-    initialize,
-    is_primary,
-    make_deterministic,
-    pin_threads,
-    what_decides_bits,
-)
+from roxxel_dist.beginning import write_down
+from roxxel_dist.cluster.process import agree, barrier, initialize, is_primary, make_deterministic, pin_threads
 from roxxel_dist.config import RECORD, usage_errors
-from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.find_lr import find_lr
-from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
+from roxxel_dist.lineage import data_of, forked_from, saved_config, with_base, with_shape_of
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
-from roxxel_dist.record import changed_fields, describe_environment, summarize
-from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, SUMMARY, TOKENIZER, RunDirectory, default_run_dir
-from roxxel_dist.train.cursor import read_cursor, write_cursor
+from roxxel_dist.record import changed_fields
+from roxxel_dist.run_directory import CURVE, DATA, LOG, RunDirectory, default_run_dir
+from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
-from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.origin import Origin
 from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
@@ -92,11 +80,7 @@ class Experiment:
                 fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps
             )
             before = saved_config(parent.run) if parent and not saved else saved
-            if self.config.datasets is None:
-                self.config.datasets = before.get("datasets")
-            named = self.config.datasets or {}
-            if data_path and "self" in named:
-                self.config.datasets = {**named, "self": os.path.abspath(data_path)}
+            self._name_sets(before, data_path)
             if self.config.deterministic:
                 make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
@@ -119,7 +103,7 @@ class Experiment:
                     _try(trainer)
             try:
                 # All ranks learn it, if the disk is full already.
-                on_primary("record", lambda: self._write_down(trainer, run, path, made, saved, changed))
+                on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, self._told))
                 self._run(trainer, run, made.data.tokenizer, prompt)
             finally:
                 trainer.close()
@@ -144,6 +128,14 @@ class Experiment:
             UsageError: the config, the data or the rates do not allow it, or the loss did not fall.
         """
         return find_lr(self.config, data_path, min_lr=min_lr, max_lr=max_lr, num_steps=num_steps)
+
+    def _name_sets(self, before: dict[str, Any], data_path: str | Path | None) -> None:
+        """The data sets of the run that this one goes on with where none are named; "self" is what `data_path` says."""
+        if self.config.datasets is None:
+            self.config.datasets = before.get("datasets")
+        named = self.config.datasets or {}
+        if data_path and "self" in named:
+            self.config.datasets = {**named, "self": os.path.abspath(data_path)}
 
     def _was_finished(self, run: Path, saved: dict[str, Any]) -> bool:
         """Say so, if it was: then nothing else matters, the data may be gone."""
@@ -190,46 +182,6 @@ class Experiment:
     def _wandb(self, run: Path, mode: Literal["offline", "online"]) -> WandbTracker:
         done = int(read_cursor(run).get("step", 0))
         return WandbTracker(run, mode, self.config.wandb_project, config=self.config.to_dict(), restored_step=done)
-
-    def _write_down(
-        self, trainer: Trainer, run: Path, data_path: Any, made: Recipe, saved: dict[str, Any], changed: list[str]
-    ) -> None:
-        """What a person or a later command needs to know about this run."""
-        data = made.data
-        say = trainer.logger.text
-        summary = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
-        moved = saved.get("init_from") != self.config.init_from
-        if moved or not trainer.finished:
-            place = str(Path(data_path).absolute()) if data_path else str((run / DATA).absolute())
-            record = describe_environment() | {"data_path": place, "corpus": data.fingerprint} | trainer.start.record
-            record["bits"] = what_decides_bits()
-            if before := saved.get(RECORD):
-                changed = [*changed, *differences(before.get("bits", {}), record["bits"])]
-                this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record
-                this |= {"bits": record["bits"], "changed_from": changed_from(saved, self.config)}
-                resumes = [*before.get("resumes", []), this]
-                record = before | {"data_path": place, "corpus": data.fingerprint, "resumes": resumes}
-                record |= {FROM: dict(this[FROM])} if FROM in this else {}  # where the base is now
-            # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
-            write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
-            self.config.save_yaml(run / CONFIG, record)
-            if data.tokenizer is not None:
-                data.tokenizer.save(run / TOKENIZER)
-            write_file(run / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
-        trained, of_all = summary["trainable_parameters"], summary["parameters"]
-        some = "" if trained == of_all else f" ({trained:,} of them trained, {trained / of_all:.2%})"
-        say(f"model: {of_all:,} parameters{some}, {num_devices(trainer.mesh)} device(s), run directory {run}")
-        if self._told:
-            say(self._told)
-        train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
-        parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
-        say(f"data: {parts}, vocabulary {self.config.vocab_size:,}")
-        for name, one in made.curriculum.mix_streamers.items():
-            say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
-        if not trainer.start.notes:  # else they have it
-            say(trainer.plan.describe())
-        for line in changed:
-            say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
 
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         def at_the_end() -> None:

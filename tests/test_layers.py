@@ -27,7 +27,7 @@ LAYERS = [
     ["launcher"],
     ["trainer"],
     ["experiment", "generator"],
-    ["export", "load"],
+    ["beginning", "export", "load"],
     ["evaluation", "find_lr", "outlook"],
     ["assemble"],
     ["flags", "report"],

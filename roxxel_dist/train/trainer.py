@@ -120,11 +120,11 @@ class Trainer:
             self._programs.close()
             raise
         self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
-        say, wanted = self.logger.text, self.options
-        watch = Watch(say, skip=wanted.on_bad_step == "skip")
+        say = self.logger.text
+        watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=wanted.export_weights)
-        self._profiler = Profiler(self._folder / "profile", *(wanted.profile_steps or (0, 0)), say=say)
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=self.options.export_weights)
+        self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the first phase, and load the checkpoint meanwhile."""
@@ -194,8 +194,7 @@ class Trainer:
         """Steps, until the end, a request to stop, or a bad one."""
         self._phase, stream = -1, self._stream_from(self.step)  # whichever comes first begins
         for step in range(self.step, self.last_step):
-            begins = self._enter(step)
-            batch = next(stream)  # read while the device works on the steps before
+            begins, batch = self._enter(step), next(stream)  # read while the device works on the steps before
             if self._in_flight.make_room():
                 self._reporter.meter.finished()
             self._state, metrics = self._program(self._state, self._settings, batch)
@@ -285,8 +284,9 @@ class Trainer:
         self._progress.say("eval" if evaluate else "save")
         extra: dict[str, float] = {}
         if evaluate:
-            one = self._in_flight.limit == 1
-            extra = self._phases.validate(self._state, self.plan, step, self._reporter.fetch, one_in_flight=one)
+            extra = self._phases.validate(
+                self._state, self.plan, step, self._reporter.fetch, one_in_flight=self._in_flight.limit == 1
+            )
             extra |= ask(self._eval_fn, self.state, self.logger.text)
         if not self._reporter.log(self._check, extra) and save:
             self._check(self._reporter.fetch(metrics.health))
