@@ -237,8 +237,7 @@ class Trainer:
             self._reporter.log(self._check)  # before the line that announces the next phase
             self._reporter.phase(step, self._sharding)
             self._program = self._program_of(step)
-            rows, length = self.plan.shape(step)
-            self._phase, self._tokens = phase, rows * length
+            self._phase, self._tokens = phase, self.plan.tokens(step + 1) - self.plan.tokens(step)
         return begins
 
     def _program_of(self, step: int) -> Any:
@@ -284,9 +283,8 @@ class Trainer:
         self._progress.say("eval" if evaluate else "save")
         extra: dict[str, float] = {}
         if evaluate:
-            extra = self._phases.validate(
-                self._state, self.plan, step, self._reporter.fetch, one_in_flight=self._in_flight.limit == 1
-            )
+            one = self._in_flight.limit == 1
+            extra = self._phases.validate(self._state, self.plan, step, self._reporter.fetch, one_in_flight=one)
             extra |= ask(self._eval_fn, self.state, self.logger.text)
         if not self._reporter.log(self._check, extra) and save:
             self._check(self._reporter.fetch(metrics.health))
