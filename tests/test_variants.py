@@ -1,64 +1,109 @@
-"""Variants of the model, through the command line: trained, saved, and loaded in other processes."""
+"""Variants of the model, every pair of what they are made of: trained, saved, and loaded in another process."""
 
 import itertools
 import json
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from commands import environment, rows, run
+from commands import environment, rows
 
-LOGITS = """
-import sys, jax.numpy as jnp, numpy as np
-from roxxel_dist.load import load_run
-model, *_ = load_run(sys.argv[1])
-print(np.asarray(model(jnp.arange(2 * 20).reshape(2, 20))).tobytes().hex())
+from roxxel_dist import Config, Experiment, Transformer
+
+SMALL = {
+    "dim": 32, "num_blocks": 2, "head_size": 8, "max_context": 32, "batch_size": 8, "lr": 1e-2, "max_steps": 30,
+    "log_every": 1, "eval_every": 30, "eval_iters": 2, "checkpoint_every": 30, "tokenizer_type": "byte", "n_devices": 1,
+}  # fmt: skip
+MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 12, "rope_dim": 8}
+MOE = {"use_moe": True, "n_experts": 4, "top_k_mlp": 2}
+LORA = {"use_lora": True, "lora_rank": 4, "lora_targets": "all"}
+FACTORS = {
+    "attention": {"mha": {}, "gqa": {"kv_heads": 2}, "mla": MLA},
+    "position": {name: {"pos_encoding": name} for name in ("rotary", "absolute", "learned", "none")},
+    "window": {"whole": {}, "window": {"sliding_window": True, "context_window": 8}},
+    "sink": {"sink": {}, "gate": {"no_sink": True}},
+    "mlp": {"dense": {}, "moe": MOE},
+    "tying": {"tied": {}, "untied": {"weight_tying": False}},
+    "norm": {"rmsnorm": {}, "layernorm": {"norm_type": "layernorm"}},
+    "lora": {"weights": {}, "lora": LORA},
+    "blocks": {"apart": {}, "scan": {"scan_layers": True, "gradient_checkpointing": True}},
+}
+IN_ANOTHER_PROCESS = """
+import json, sys
+import jax.numpy as jnp, numpy as np
+from roxxel_dist import Transformer
+from roxxel_dist.evaluation import evaluate
+logits = np.asarray(Transformer.from_pretrained(sys.argv[1])(jnp.arange(64).reshape(2, 32)))
+found = evaluate(sys.argv[1])
+print(json.dumps({"logits": logits.tobytes().hex(), "logged": len(found.logged), "deviations": found.deviations}))
 """
-SHAPE = "--dim 32 --num_blocks 2 --head_size 8 --max_context 32 --batch_size 8 --lr 1e-2 --max_steps 30 --log_every 1"
-OFTEN = "--eval_every 30 --eval_iters 2 --checkpoint_every 30 --tokenizer_type byte"
-MLA = "--mla True --down_dim_q 16 --down_dim_kv 12 --rope_dim 8"
-WINDOW = "--sliding_window True --context_window 8"
-ALL = [
-    " ".join(words)
-    for words in itertools.product(
-        ["--kv_heads 2", MLA],
-        [f"--pos_encoding {name}" for name in ("rotary", "absolute", "learned", "none")],
-        ["", WINDOW],
-        ["", "--no_sink True"],
-    )
-]
+
+
+def pairs(variant):
+    return set(itertools.combinations(zip(FACTORS, variant, strict=True), 2))
+
+
+def covering():
+    """Few variants that have every pair between them: each time the one with the most pairs that are still missing."""
+    every = {variant: pairs(variant) for variant in itertools.product(*FACTORS.values())}
+    missing, chosen = set().union(*every.values()), []
+    while missing:
+        chosen.append(max(every, key=lambda variant: len(every[variant] & missing)))
+        missing -= every[chosen[-1]]
+    return chosen
+
+
+CHOSEN = covering()
+ONE = ("mla", "rotary", "window", "gate", "moe", "untied", "rmsnorm", "weights", "apart")
+
+
+def test_few_variants_have_every_pair():
+    assert set().union(*map(pairs, CHOSEN)) == set().union(*map(pairs, itertools.product(*FACTORS.values())))
+    assert len(CHOSEN) <= 20
 
 
 @pytest.mark.parametrize(
-    "words",
+    "variant",
     [
-        f"{MLA} {WINDOW} --no_sink True --gradient_checkpointing True",
-        *(pytest.param(words, marks=pytest.mark.slow) for words in ALL),
-        pytest.param("--pos_encoding learned --norm_type layernorm --dropout_rate 0.1", marks=pytest.mark.slow),
-        pytest.param("--use_moe True --top_k_mlp 1 --use_swiglu False --activation relu2", marks=pytest.mark.slow),
-        pytest.param(f"{MLA} --use_moe True --gradient_checkpointing True", marks=pytest.mark.slow),
+        pytest.param(ONE, id="-".join(ONE)),
+        *(pytest.param(one, id="-".join(one), marks=pytest.mark.slow) for one in CHOSEN if one != ONE),
     ],
 )
-def test_it_trains_and_is_the_same_when_loaded(words, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(4000)))
-    command = ["train", "--data_path", text, "--run_dir", "run", *SHAPE.split(), *OFTEN.split(), *words.split()]
-    trained = run(*command, cwd=tmp_path)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    found = rows(tmp_path / "run")
-    assert found[30]["train_loss"] < found[1]["train_loss"] - 0.5
-    again = run("eval", "run", "--json", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["val_loss"] == found[30]["val_loss"], "to the last bit"
-    logits = [
-        subprocess.run(
-            [sys.executable, "-c", LOGITS, "run"], cwd=tmp_path, env=environment(), capture_output=True, text=True,
-            check=True, timeout=240,
-        ).stdout
-        for _ in range(2)
-    ]  # fmt: skip
-    assert logits[0] == logits[1]
-    assert len(set(logits[0])) > 10
-    said = run("generate", "run", "--prompt", "12 and ", "--max_new_tokens", 9, cwd=tmp_path)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("12 and ")
+def test_it_trains_and_is_the_same_when_loaded(variant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(4000)))
+    (tmp_path / "more.txt").write_text("".join(f"<{2 * i}> less <{i}> is <{i}>!\n" for i in range(4000)))
+    fields = {}
+    for factor, chosen in zip(FACTORS.values(), variant, strict=True):
+        fields |= factor[chosen]
+    plain = {name: value for name, value in fields.items() if name not in LORA}
+    Experiment(Config(**SMALL, **plain)).fit("text.txt", "run")
+    if fields.get("use_lora"):
+        Experiment(Config(**SMALL, **fields, init_from="run")).fit("more.txt", "tuned")
+    run = "tuned" if fields.get("use_lora") else "run"
+    losses = rows(tmp_path / run)
+    assert losses[30]["train_loss"] < losses[1]["train_loss"] - 0.5
+    model = Transformer.from_pretrained(run)
+    tokens = jnp.arange(64).reshape(2, 32)
+    logits = np.asarray(model(tokens))
+    assert len(np.unique(logits)) > 1000
+    found = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, run], cwd=tmp_path, env=environment(), capture_output=True,
+        text=True, timeout=240,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert told["logits"] == logits.tobytes().hex(), "to the last bit"
+    assert told["logged"]
+    assert not told["deviations"], "the checkpoint gives the losses that the training has logged, to the last bit"
+    check_decoding(model, tokens, logits)
+
+
+def check_decoding(model, tokens, logits):
+    """A token at a time with a cache gives what all of them together give, beyond the window too."""
+    cache = model.empty_cache(2)
+    for i in range(tokens.shape[1]):
+        one, cache = model(tokens[:, i : i + 1], cache=cache)
+        assert np.abs(one[:, 0] - logits[:, i]).max() < 1e-5 * max(1, np.abs(logits).max()), f"position {i}"
