@@ -5,8 +5,10 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from commands import run
 from made_runs import TEXT, make_run
+from tokenizers import processors
 
 from roxxel_dist import Generator, Transformer, export
 from roxxel_dist.cli import main
@@ -120,6 +122,26 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert Generator(tmp_path / "out").generate("x", 5) != ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
+
+
+def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp_path):
+    export_run(made, "hf", tmp_path / "hf")
+    assert Generator(tmp_path / "hf")._ids("x") == [ord("x")], "none of ours adds anything"
+    path = tmp_path / "hf" / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.post_processor = processors.Sequence([
+        processors.ByteLevel(),
+        processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]),
+    ])  # fmt: skip
+    inner.save(str(path))
+    theirs = Generator(tmp_path / "hf")
+    assert theirs.tokenizer.encode("x") == [ord("x")], "text to train on is as it was"
+    assert [theirs._ids(prompt) for prompt in ("x", "")] == [[256, ord("x")], [256]]
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", NEWEST):
+        (tmp_path / "run" / name).write_bytes((made / name).read_bytes())
+    (tmp_path / "run" / "tokenizer.json").write_bytes(path.read_bytes())
+    assert Generator(tmp_path / "run")._ids("x") == [ord("x")], "a run was not trained with it"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_scale_stretches_positions():
 
 
 def test_with_a_trained_context_only_long_waves_are_stretched():
-    """Of waves of 2, 6.3 x 10 and 6.3 x 1,000 tokens, in a context that sees the second 2.5 times."""
+    """Of waves of 6.3, 63 and 628 tokens, in a context that sees the second 2.5 times."""
     x, places = jnp.ones((1, 1, 1, 6)), jnp.array([30])
     rotary = Rotary(theta=1000.0, scale=8.0, trained=round(2.5 * 2 * np.pi * 10))
     found = np.asarray(rotate(x, places, rotary))[0, 0, 0, :3]
