@@ -1,5 +1,7 @@
 """A table of vectors: one for each token, or one for each place."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,12 +14,12 @@ class Embedding(nnx.Embed):
     that follows is computed in float32.
     """
 
-    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """int[...] to [..., features] in the type of the table."""
         # Looked up in float32 and cast then: the gradient of a row is a sum over all tokens that took it.
         return super().__call__(inputs, out_sharding).astype(self.embedding[...].dtype)
 
-    def attend(self, query: jax.Array, out_sharding: object = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., features] to [..., rows of the table]: the product with each of them."""
         query, table = self.promote_dtype((query, self.embedding[...]))
         return jnp.dot(query, table.T, out_sharding=out_sharding)
