@@ -127,6 +127,7 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
 def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp_path):
     export_run(made, "hf", tmp_path / "hf")
     assert Generator(tmp_path / "hf")._ids("x") == [ord("x")], "none of ours adds anything"
+    assert train_tokenizer("char", ["xyz"]).text_start == []
     path = tmp_path / "hf" / "tokenizer.json"
     inner = tokenizers.Tokenizer.from_file(str(path))
     inner.post_processor = processors.Sequence([

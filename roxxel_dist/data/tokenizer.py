@@ -95,6 +95,8 @@ class Tokenizer:
 
         `encode` leaves them out: they are for the prompt of a model that was trained with them.
         """
+        if not self._inner.num_special_tokens_to_add(is_pair=False):
+            return []
         found = self._inner.encode("a")
         count = next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)
         return found.ids[:count]
