@@ -67,7 +67,8 @@ def test_it_stops_at_the_end_of_a_text(generator):
     assert cut == whole[: whole.index(end)]
     options = {"max_context": 64, "sampling": generation.Sampling(temperature=1.0), "eos_id": end}
     assert list(generation.stream(generator.model, [0], 30, seed=3, **options)) == cut
-    rows = generation.generate_rows(generator.model, [[0], [1]], 30, seeds=[3, 3], **options)
+    # Three rows: what is compiled for the tests above.
+    rows = generation.generate_rows(generator.model, [[0], [1], [2]], 30, seeds=[3, 3, 3], **options)
     assert rows[0] == cut
 
 
@@ -192,7 +193,7 @@ def test_the_commands(made, tmp_path, capsys):
     text = run("generate", "out", *words, cwd=tmp_path)
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("12 π ")
-    assert main(["generate", str(made), *words, "--num_samples", "2"]) == 0
+    assert main(["generate", str(made), *words, "--num_samples", "3"]) == 0
     assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text.stdout), "the same from the run itself"
     for wrong, message in (
         (["--top_p", "2"], "top_p is 2.0: it must be above 0 and at most 1"),
