@@ -7,6 +7,7 @@ from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.load import check_continues, load_run
 from roxxel_dist.model.generate import generate_rows, stream
 from roxxel_dist.model.sampling import Sampling
+from roxxel_dist.train.hf_folder import is_hf_folder
 
 UNFINISHED = "\ufffd"
 """What a tokenizer makes of bytes that are no character, or not yet."""
@@ -19,7 +20,7 @@ class Generator:
 
     Args:
         path: a run directory, or RUN@STEP; what `export` has made of one; or a folder of Hugging Face that holds a
-            LLaMA, Mistral or Mixtral.
+            LLaMA, Mistral or Mixtral, whose prompts begin with the token that its tokenizer puts before a text.
         best: of a run, the checkpoint with the lowest val_loss, or the newest where none was validated. False: the
             newest.
         step: the checkpoint of this step instead.
@@ -38,6 +39,8 @@ class Generator:
     def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None) -> None:
         self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
         check_continues(self.model, self.config)
+        # A run saw texts without it, whatever its tokenizer: a token that was never read says nothing good.
+        self._start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
 
     def generate(
         self,
@@ -103,7 +106,7 @@ class Generator:
         return pieces(self.tokenizer, ids)
 
     def _ids(self, prompt: str) -> list[int]:
-        return (self.tokenizer.encode(prompt) if prompt else []) or [self.tokenizer.eos_id]
+        return [*self._start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
 
     def _room(self, max_new_tokens: int) -> int:
         return min(max_new_tokens, self.config.max_context - 1)

@@ -5,8 +5,10 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from commands import run
 from made_runs import TEXT, make_run
+from tokenizers import processors
 
 from roxxel_dist import Generator, Transformer, export
 from roxxel_dist.cli import main
@@ -65,7 +67,8 @@ def test_it_stops_at_the_end_of_a_text(generator):
     assert cut == whole[: whole.index(end)]
     options = {"max_context": 64, "sampling": generation.Sampling(temperature=1.0), "eos_id": end}
     assert list(generation.stream(generator.model, [0], 30, seed=3, **options)) == cut
-    rows = generation.generate_rows(generator.model, [[0], [1]], 30, seeds=[3, 3], **options)
+    # Three rows: what is compiled for the tests above.
+    rows = generation.generate_rows(generator.model, [[0], [1], [2]], 30, seeds=[3, 3, 3], **options)
     assert rows[0] == cut
 
 
@@ -122,6 +125,27 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
 
 
+def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp_path):
+    export_run(made, "hf", tmp_path / "hf")
+    assert Generator(tmp_path / "hf")._ids("x") == [ord("x")], "none of ours adds anything"
+    assert train_tokenizer("char", ["xyz"]).text_start == []
+    path = tmp_path / "hf" / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.post_processor = processors.Sequence([
+        processors.ByteLevel(),
+        processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]),
+    ])  # fmt: skip
+    inner.save(str(path))
+    theirs = Generator(tmp_path / "hf")
+    assert theirs.tokenizer.encode("x") == [ord("x")], "text to train on is as it was"
+    assert [theirs._ids(prompt) for prompt in ("x", "")] == [[256, ord("x")], [256]]
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", NEWEST):
+        (tmp_path / "run" / name).write_bytes((made / name).read_bytes())
+    (tmp_path / "run" / "tokenizer.json").write_bytes(path.read_bytes())
+    assert Generator(tmp_path / "run")._ids("x") == [ord("x")], "a run was not trained with it"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -169,7 +193,7 @@ def test_the_commands(made, tmp_path, capsys):
     text = run("generate", "out", *words, cwd=tmp_path)
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("12 π ")
-    assert main(["generate", str(made), *words, "--num_samples", "2"]) == 0
+    assert main(["generate", str(made), *words, "--num_samples", "3"]) == 0
     assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text.stdout), "the same from the run itself"
     for wrong, message in (
         (["--top_p", "2"], "top_p is 2.0: it must be above 0 and at most 1"),

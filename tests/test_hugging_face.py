@@ -24,6 +24,8 @@ OURS = {
     "mistral": {"sliding_window": True, "context_window": 5},
     "mixtral": {"use_moe": True, "n_experts": 4, "top_k_mlp": 3, "weight_tying": False},
     "mixtral_window": {"use_moe": True, "sliding_window": True, "context_window": 7},
+    "llama_2": {"hidden_dim": 90, "norm_eps": 0.1, "rope_theta": 300.0},
+    "llama_3": {"rope_theta": 50.0, "rope_scale_factor": 8.0, "rope_trained_context": 16},
 }
 PLAIN = {
     "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,6 +37,26 @@ THEIRS = {
     "tied": {"model_type": "llama", "tie_word_embeddings": True},
     "scaled": {"model_type": "llama", "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 4.0}},
     "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "llama_2": {"model_type": "llama", "rms_norm_eps": 0.1, "rope_theta": 300.0, "intermediate_size": 90},
+    "llama_3": {
+        "model_type": "llama",
+        "rope_theta": 50.0,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "mixtral_defaults": {
+        "model_type": "mixtral",
+        "num_local_experts": 3,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "max_shard_size": "20KB", "sliding_window": None},
 }
 
@@ -56,22 +78,34 @@ def ask(what, asked):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def in_ci(names, *chosen):
+    """The names, of which those not chosen are slow."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+
+
 def logits(model):
     size = model.config.vocab_size
     return np.asarray(nnx.jit(lambda m, x: m(x))(model, jnp.arange(40)[None] * 7 % size))
 
 
+def wanted(request):
+    """The variants that this call of pytest is for."""
+    asked = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    return {item.callspec.params["name"] for item in asked}
+
+
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """(folder, what transformers made of it) of every variant; it reads them all at once."""
-    work = tmp_path_factory.mktemp("exported")
-    for name, fields in OURS.items():
+def exported(request, tmp_path_factory):
+    """(folder, what transformers made of it) of the variants; it reads them all at once."""
+    work, names = tmp_path_factory.mktemp("exported"), wanted(request)
+    for name in names:
+        fields = OURS[name]
         limit = "20KB" if name == "mixtral" else "5GB"
         export_run(make_run(work / f"{name}_run", **fields), "hf", work / name, max_shard_size=limit)
-    return work, ask("read", {work / name: [TEXT] for name in OURS})
+    return work, ask("read", {work / name: [TEXT] for name in names})
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", in_ci(OURS, "llama_2"))
 def test_transformers_gives_our_logits_and_ids(exported, name):
     work, ids = exported
     model = Transformer.from_pretrained(work / f"{name}_run")
@@ -85,13 +119,13 @@ def test_transformers_gives_our_logits_and_ids(exported, name):
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def theirs(request, tmp_path_factory):
     work = tmp_path_factory.mktemp("theirs")
-    ask("make", {work / name: {**PLAIN, **fields} for name, fields in THEIRS.items()})
+    ask("make", {work / name: {**PLAIN, **THEIRS[name]} for name in wanted(request)})
     return work
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", in_ci(THEIRS, "llama_3"))
 def test_a_model_of_transformers_gives_its_logits_here(theirs, name):
     model = Transformer.from_pretrained(theirs / name)
     expected = np.load(theirs / name / "logits.npy")

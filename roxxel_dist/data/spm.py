@@ -81,6 +81,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.GetPieceSize()
 
     @property
+    def text_start(self) -> list[int]:
+        """Nothing: a SentencePiece model has no post-processor."""
+        return []
+
+    @property
     def eos_id(self) -> int:
         """The id that ends a document.
 

@@ -90,6 +90,18 @@ class Tokenizer:
         return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
+    def text_start(self) -> list[int]:
+        """The ids that a ready-made tokenizer's post-processor puts before a text, such as that of `<s>`; none of ours.
+
+        `encode` leaves them out: they are for the prompt of a model that was trained with them.
+        """
+        if not self._inner.num_special_tokens_to_add(is_pair=False):
+            return []
+        found = self._inner.encode("a")
+        count = next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)
+        return found.ids[:count]
+
+    @property
     def eos_id(self) -> int:
         """The id that ends a document.
 

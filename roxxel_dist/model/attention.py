@@ -7,7 +7,7 @@ from flax import nnx
 from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.lora import linear
-from roxxel_dist.model.position import rotate
+from roxxel_dist.model.position import rotary_of, rotate
 
 INIT_STD = 0.02
 
@@ -23,7 +23,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_heads, self.kv_heads, self.head_size = config.heads()
         self.window = config.window
-        self.rope_scale = config.rope_scale_factor if config.pos_encoding == "rotary" else None
+        self.rotary = rotary_of(config)
         width = (self.n_heads + 2 * self.kv_heads) * self.head_size
         init = nnx.initializers.normal(INIT_STD)
         init_out = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
@@ -35,8 +35,8 @@ class Attention(nnx.Module):
         """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: keys and values [B, slots, kv_heads, K]."""
         heads = self.qkv(x_BxLxD).reshape(*x_BxLxD.shape[:2], -1, self.head_size)
         q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.kv_heads], axis=2)
-        if self.rope_scale is not None:
-            q, k = (rotate(x, reading.position_L, self.rope_scale) for x in (q, k))
+        if self.rotary is not None:
+            q, k = (rotate(x, reading.position_L, self.rotary) for x in (q, k))
         if held is not None and reading.slot_BxL is not None:
             (k, v), held = keep(held, (k, v), reading.slot_BxL, self.window)
         mixed_BxLxD = attend(q, k, v, reading, self.window).reshape(x_BxLxD.shape)

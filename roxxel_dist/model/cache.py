@@ -89,10 +89,8 @@ def keep(held: Held, new: Held, slot_BxL: jax.Array, window: int | None) -> tupl
         What the new tokens look at, and what is held from now on.
     """
     rows_Bx1 = jnp.arange(slot_BxL.shape[0])[:, None]
-    # What is computed may be wider than what is kept: a model with weights in bfloat16 keeps its past in it too.
-    pairs = list(zip(held, new, strict=True))
-    kept = tuple(h.at[rows_Bx1, slot_BxL].set(n.astype(h.dtype), mode="drop") for h, n in pairs)
+    kept = tuple(h.at[rows_Bx1, slot_BxL].set(n, mode="drop") for h, n in zip(held, new, strict=True))
     if window is None or slot_BxL.shape[1] == 1:
-        return tuple(k.astype(n.dtype) for k, n in zip(kept, new, strict=True)), kept
+        return kept, kept
     # Several tokens at once take slots whose tokens the first of them still reach.
-    return tuple(jnp.concatenate([h.astype(n.dtype), n], axis=1) for h, n in pairs), kept
+    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(held, new, strict=True)), kept

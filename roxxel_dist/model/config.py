@@ -32,6 +32,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Use the embedding as the output matrix too."""
     norm_type: NormType = "rmsnorm"
     """What normalises before each part: rmsnorm scales, layernorm takes the mean away as well."""
+    norm_eps: float = 1e-6
+    """What a norm adds to the mean square, or the variance, before it divides by the root of it."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more work."""
     scan_layers: bool = False
@@ -46,6 +48,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         for group in (AttentionConfig, PositionConfig, FeedForwardConfig, LoraConfig):
             group.__post_init__(self)
         check_choice("norm_type", self.norm_type, get_args(NormType))
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk is {self.loss_chunk}: it must be a number of tokens, or 0 for all at once")
         if not 0 <= self.dropout_rate < 1:

@@ -19,7 +19,7 @@ class FeedForward(nnx.Module):
     """act(x G) * (x U), projected back; plain: act(x U), projected back. A token sees no other one here.
 
     Three matrices of 2/3 the width have the parameters of a plain layer's two; the width is rounded up to a multiple
-    of 8.
+    of 8. `hidden_dim` is the width itself.
     """
 
     idle = 0
@@ -44,10 +44,9 @@ class FeedForward(nnx.Module):
 
 def hidden_sizes(config: ModelConfig) -> tuple[int, int]:
     """(the width inside, the width of what the first matrix gives: twice that where half of it is the gate)."""
-    if not config.use_swiglu:
-        return config.expansion * config.dim, config.expansion * config.dim
-    hidden = -(-2 * config.expansion * config.dim // (3 * 8)) * 8
-    return hidden, 2 * hidden
+    plain = config.expansion * config.dim
+    hidden = config.hidden_dim or (-(-2 * plain // (3 * 8)) * 8 if config.use_swiglu else plain)
+    return hidden, 2 * hidden if config.use_swiglu else hidden
 
 
 def initializers(config: ModelConfig) -> tuple[nnx.Initializer, nnx.Initializer]:

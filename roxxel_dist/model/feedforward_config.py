@@ -13,6 +13,8 @@ class FeedForwardConfig:
 
     expansion: int = 4
     """The feed-forward layer has the parameters of a plain one of width expansion x dim."""
+    hidden_dim: int | None = None
+    """Width inside the feed-forward layer, and inside each expert; from expansion where not given."""
     use_swiglu: bool = True
     """A gated feed-forward layer of three matrices instead of a plain one of two."""
     activation: str = "silu"
@@ -28,7 +30,7 @@ class FeedForwardConfig:
     """Of use_moe: weight of the loss that spreads tokens over experts."""
 
     def __post_init__(self) -> None:
-        check_sizes({"expansion": self.expansion})
+        check_sizes({"expansion": self.expansion, "hidden_dim": self.hidden_dim})
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
         if not self.use_moe:

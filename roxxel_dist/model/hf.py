@@ -12,10 +12,8 @@ import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.feedforward import hidden_sizes
-from roxxel_dist.model.position import THETA
+from roxxel_dist.model.position import FEW_WAVES, MANY_WAVES, THETA
 
-EPSILON = 1e-6
-"""Of `norm.make_norm`."""
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
 ACTIVATIONS = {
     "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2", "tanh": "tanh",
@@ -23,6 +21,8 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Our names of activations to theirs."""
 OTHER_NAMES = {"swish": "silu"}
+LLAMA_3 = {"low_freq_factor": FEW_WAVES, "high_freq_factor": MANY_WAVES}
+"""What all models of that rope_type have, and `position.rotate` computes."""
 LARGEST_EXPANSION = 64
 
 
@@ -144,19 +144,25 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
         "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[0],
         "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
         "head_dim": size, "hidden_act": ACTIVATIONS[config.activation],
-        "max_position_embeddings": config.max_context, "rms_norm_eps": EPSILON, "rope_theta": THETA,
+        "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.weight_tying, "initializer_range": 0.02, "attention_dropout": 0.0,
         "bos_token_id": eos_id, "eos_token_id": eos_id, "use_cache": True,
     }  # fmt: skip
     if family == "llama":
-        scale = config.rope_scale_factor
-        # "type" is what transformers before 4.45 reads.
-        scaling = None if scale == 1 else {"rope_type": "linear", "type": "linear", "factor": scale}
-        return found | {"attention_bias": False, "mlp_bias": False, "rope_scaling": scaling}
+        return found | {"attention_bias": False, "mlp_bias": False, "rope_scaling": _scaling(config)}
     found["sliding_window"] = config.window
     if family == "mixtral":
         found |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp}
     return found
+
+
+def _scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """Their words for `rope_scale_factor` and `rope_trained_context`."""
+    scale, trained = config.rope_scale_factor, config.rope_trained_context
+    if trained is not None:
+        return {"rope_type": "llama3", "factor": scale, **LLAMA_3, "original_max_position_embeddings": trained}
+    # "type" is what transformers before 4.45 reads.
+    return None if scale == 1 else {"rope_type": "linear", "type": "linear", "factor": scale}
 
 
 def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
@@ -197,22 +203,12 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{', '.join(missing)} must be there, a whole number each")
     dim, heads = found["hidden_size"], found["num_attention_heads"]
     activation = OTHER_NAMES.get(found.get("hidden_act", "silu"), found.get("hidden_act", "silu"))
-    scale, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
-    expansion = _expansion(dim, found["intermediate_size"])
-    if expansion is None:
-        problems.append(
-            f"intermediate_size is {found['intermediate_size']}: with hidden_size {dim} it must be that of a whole "
-            f"expansion, such as {', '.join(str(_hidden(dim, e)) for e in (2, 3, 4))}"
-        )
+    rope, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
     if (size := found.get("head_dim") or dim // heads) * heads != dim:
         problems.append(f"head_dim is {size}: it must be hidden_size / num_attention_heads")
     if activation not in ACTIVATIONS.values():
         problems.append(f"hidden_act is {activation!r}: it must be one of {', '.join(ACTIVATIONS.values())}")
-    usual = {"rms_norm_eps": 1e-5 if family == "mixtral" else EPSILON, "attention_bias": False, "mlp_bias": False}
-    for name, default in usual.items():
-        wanted = EPSILON if name == "rms_norm_eps" else False
-        if found.get(name, default) != wanted:
-            problems.append(f"{name} is {found.get(name, default)}: it must be {wanted}")
+    problems += [f"{name} is True: it must be False" for name in ("attention_bias", "mlp_bias") if found.get(name)]
     if family == "mixtral" and found.get("num_experts_per_tok", 2) == 1:
         problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
     if problems:
@@ -220,8 +216,9 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         "dim": dim, "num_blocks": found["num_hidden_layers"], "vocab_size": found["vocab_size"],
         "n_heads": heads, "kv_heads": found.get("num_key_value_heads") or heads,
-        "max_context": found["max_position_embeddings"], "expansion": expansion,
-        "weight_tying": bool(found.get("tie_word_embeddings", False)), "rope_scale_factor": scale,
+        "max_context": found["max_position_embeddings"], **_width(dim, found["intermediate_size"]),
+        "weight_tying": bool(found.get("tie_word_embeddings", False)), **rope,
+        "norm_eps": found.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         "activation": next(ours for ours, theirs in ACTIVATIONS.items() if theirs == activation),
         "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
         "use_moe": family == "mixtral", "sliding_window": False,
@@ -233,24 +230,32 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _rope(found: Mapping[str, Any], usual_theta: float) -> tuple[float, list[str]]:
-    """(what positions are divided by, what is wrong); transformers 5 writes it in another place than those before."""
+def _rope(found: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any], list[str]]:
+    """(fields, what is wrong); transformers 5 writes it in another place than those before."""
     rope = found.get("rope_parameters") or {}
     scaling = found.get("rope_scaling") or rope
-    theta, problems = rope.get("rope_theta", found.get("rope_theta", usual_theta)), []
-    if theta != THETA:
-        problems.append(f"rope_theta is {theta}: it must be {THETA:g}")
+    fields: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", found.get("rope_theta", usual_theta)))}
+    problems = []
     if (part := rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1))) not in (1, None):
         problems.append(f"partial_rotary_factor is {part}: it must be 1")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear"):
-        problems.append(f"rope_type is {kind!r}: it must be default or linear")
-    return float(scaling.get("factor", 1.0)) if kind == "linear" else 1.0, problems
+    if kind not in ("default", "linear", "llama3"):
+        problems.append(f"rope_type is {kind!r}: it must be default, linear or llama3")
+    fields["rope_scale_factor"] = 1.0 if kind == "default" else float(scaling.get("factor", 1.0))
+    fields["rope_trained_context"] = scaling.get("original_max_position_embeddings") if kind == "llama3" else None
+    if kind == "llama3":
+        problems += [
+            f"{name} is {scaling.get(name)}: it must be {wanted:g}"
+            for name, wanted in LLAMA_3.items()
+            if scaling.get(name) != wanted
+        ]
+    return fields, problems
 
 
-def _expansion(dim: int, hidden: int) -> int | None:
-    return next((e for e in range(1, LARGEST_EXPANSION) if _hidden(dim, e) == hidden), None)
-
-
-def _hidden(dim: int, expansion: int) -> int:
-    return hidden_sizes(ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion))[0]
+def _width(dim: int, hidden: int) -> dict[str, int]:
+    """`expansion` where it says the width, else `hidden_dim`."""
+    for expansion in range(1, LARGEST_EXPANSION):
+        config = ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion)
+        if hidden_sizes(config)[0] == hidden:
+            return {"expansion": expansion}
+    return {"hidden_dim": hidden}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from roxxel_dist.model.embedding import Embedding
 from roxxel_dist.model.transformer import Transformer
 
 
@@ -76,9 +77,9 @@ def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -
     def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
         own = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), wide, state)
         # A copy: NNX objects do not cross jax's trace levels.
-        output: nnx.Embed | nnx.Linear = nnx.merge(graphdef, own, copy=True)
+        output: Embedding | nnx.Linear = nnx.merge(graphdef, own, copy=True)
         x_BxCxD, targets_BxC = piece
-        logits = output.attend(x_BxCxD) if isinstance(output, nnx.Embed) else output(x_BxCxD)
+        logits = output.attend(x_BxCxD) if isinstance(output, Embedding) else output(x_BxCxD)
         return _cross_entropy(logits, targets_BxC)
 
     pieces = tuple(a.reshape(batch, count, size, *a.shape[2:]).swapaxes(0, 1) for a in (x_BxLxD, targets_BxL))

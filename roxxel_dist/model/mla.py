@@ -10,7 +10,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.lora import kernel_of
 from roxxel_dist.model.lora import linear as plain_or_adapted
 from roxxel_dist.model.norm import make_norm
-from roxxel_dist.model.position import rotate
+from roxxel_dist.model.position import rotary_of, rotate
 
 
 class LatentAttention(nnx.Module):
@@ -28,8 +28,8 @@ class LatentAttention(nnx.Module):
         self.n_heads, _, self.head_size = config.heads()
         self.window, self.absorbed = config.window, config.inference
         self.latent_size = config.down_dim_kv
-        self.rope_scale = config.rope_scale_factor if config.pos_encoding == "rotary" else None
-        self.rope_dim = config.rope_dim if self.rope_scale is not None else 0
+        self.rotary = rotary_of(config)
+        self.rope_dim = 0 if self.rotary is None else config.rope_dim
 
         def linear(inputs: int, outputs: int, std: float = INIT_STD) -> nnx.Linear:
             return plain_or_adapted(config, "attention", inputs, outputs, nnx.initializers.normal(std), rngs)
@@ -51,11 +51,11 @@ class LatentAttention(nnx.Module):
         q_BxLxHxQ = q_BxLxHxQ.reshape(*x_BxLxD.shape[:2], self.n_heads, -1)
         latent_BxSxC, turned_BxSxR = jnp.split(self.down_kv(x_BxLxD), [self.latent_size], axis=-1)
         latent_BxSxC = self.norm_kv(latent_BxSxC)
-        if self.rope_scale is not None:
+        if self.rotary is not None:
             q_BxLxHxK, turned = jnp.split(q_BxLxHxQ, [self.head_size], axis=-1)
-            turned = rotate(turned, reading.position_L, self.rope_scale)
+            turned = rotate(turned, reading.position_L, self.rotary)
             q_BxLxHxQ = jnp.concatenate([q_BxLxHxK, turned], axis=-1)
-            turned_BxSxR = rotate(turned_BxSxR[:, :, None], reading.position_L, self.rope_scale)[:, :, 0]
+            turned_BxSxR = rotate(turned_BxSxR[:, :, None], reading.position_L, self.rotary)[:, :, 0]
         absorbed = self.absorbed or held is not None
         if held is not None and reading.slot_BxL is not None:
             new = (latent_BxSxC, turned_BxSxR)

@@ -10,7 +10,8 @@ Norm = nnx.RMSNorm | nnx.LayerNorm
 def make_norm(config: ModelConfig, size: int, rngs: nnx.Rngs) -> Norm:
     """A layer over the last axis, of `size` numbers, computed in float32.
 
-    rmsnorm: x / sqrt(mean(x^2) + 1e-6) * scale (Zhang and Sennrich, 2019).
-    layernorm: (x - mean(x)) / sqrt(var(x) + 1e-6) * scale + bias (Ba et al., 2016).
+    rmsnorm: x / sqrt(mean(x^2) + norm_eps) * scale (Zhang and Sennrich, 2019).
+    layernorm: (x - mean(x)) / sqrt(var(x) + norm_eps) * scale + bias (Ba et al., 2016).
     """
-    return nnx.RMSNorm(size, rngs=rngs) if config.norm_type == "rmsnorm" else nnx.LayerNorm(size, rngs=rngs)
+    kind = nnx.RMSNorm if config.norm_type == "rmsnorm" else nnx.LayerNorm
+    return kind(size, epsilon=config.norm_eps, rngs=rngs)

@@ -13,6 +13,7 @@ from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.dropout import Dropout
+from roxxel_dist.model.embedding import Embedding
 from roxxel_dist.model.feedforward import FeedForward
 from roxxel_dist.model.lora import LoRAParam
 from roxxel_dist.model.mla import LatentAttention
@@ -64,9 +65,9 @@ class Transformer(nnx.Module):
         self.config = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(INIT_STD)
-        self.embedding = nnx.Embed(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
+        self.embedding = Embedding(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
         if config.pos_encoding == "learned":
-            self.position = nnx.Embed(config.max_context, config.dim, embedding_init=init, rngs=rngs)
+            self.position = Embedding(config.max_context, config.dim, embedding_init=init, rngs=rngs)
         # No layer at rate 0: it would carry random state through every step for nothing.
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
         if config.scan_layers:
@@ -102,7 +103,7 @@ class Transformer(nnx.Module):
         *,
         cache: Cache | None = None,
     ) -> jax.Array | tuple[jax.Array, Cache]:
-        """int32[B, L] tokens to float32[B, L, vocab_size] logits of the token after each.
+        """int32[B, L] tokens to [B, L, vocab_size] logits of the token after each, in the type of the parameters.
 
         Args:
             tokens_BxL: rows of tokens.
@@ -171,7 +172,7 @@ class Transformer(nnx.Module):
         return x_BxLxD, balance, tuple(kept)
 
     @property
-    def output(self) -> nnx.Embed | nnx.Linear:
+    def output(self) -> Embedding | nnx.Linear:
         """What makes logits: the embedding where it is tied, else a matrix of its own."""
         return self.embedding if self.config.weight_tying else self.head
 

@@ -71,8 +71,11 @@ class HfFolder:
         self.close()
 
     def params(self) -> dict[str, np.ndarray]:
-        """All parameters whole, in memory, as they are stored; float16 as float32."""
-        return {name: self.read(name) for name in self.tensors}
+        """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32."""
+        found = {name: self.read(name) for name in self.tensors}
+        # Where norms or routers are stored wider than the rest: a model computes in one type, as it does for others.
+        kind = found["embedding.embedding"].dtype
+        return {name: array.astype(kind, copy=False) for name, array in found.items()}
 
     def read(self, name: str) -> np.ndarray:
         """One of them."""

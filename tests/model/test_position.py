@@ -8,7 +8,7 @@ from flax import nnx
 from plain_numpy import float64, turn
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.position import rotate, sinusoids
+from roxxel_dist.model.position import Rotary, rotate, sinusoids
 from roxxel_dist.model.transformer import Transformer
 
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}
@@ -31,7 +31,7 @@ def test_rotary_is_plain_numpy():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 6))
     places = np.array([[0, 1, 2, 3, 4], [900, 7, 7, 0, 31]])
     for scale in (1.0, 3.0):
-        found = rotate(x, jnp.asarray(places), scale)
+        found = rotate(x, jnp.asarray(places), Rotary(scale=scale))
         for row in range(2):
             for head in range(3):
                 expected = turn(float64(x[row, :, head]), places[row], scale)
@@ -42,7 +42,7 @@ def test_rotary_depends_on_the_distance_alone():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 16)) for i in range(2))
 
     def score(i, j):
-        return float((rotate(q, jnp.array([i])) * rotate(k, jnp.array([j]))).sum())
+        return float((rotate(q, jnp.array([i]), Rotary()) * rotate(k, jnp.array([j]), Rotary())).sum())
 
     assert score(5, 3) == pytest.approx(score(25, 23), abs=1e-4)
     assert score(5, 3) != pytest.approx(score(5, 4), abs=1e-3)
@@ -50,7 +50,18 @@ def test_rotary_depends_on_the_distance_alone():
 
 def test_a_scale_stretches_positions():
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
-    np.testing.assert_allclose(rotate(x, 4 * jnp.arange(4), 4.0), rotate(x, jnp.arange(4)), atol=1e-6)
+    np.testing.assert_allclose(
+        rotate(x, 4 * jnp.arange(4), Rotary(scale=4.0)), rotate(x, jnp.arange(4), Rotary()), atol=1e-6
+    )
+
+
+def test_with_a_trained_context_only_long_waves_are_stretched():
+    """Of waves of 6.3, 63 and 628 tokens, in a context that sees the second 2.5 times."""
+    x, places = jnp.ones((1, 1, 1, 6)), jnp.array([30])
+    rotary = Rotary(theta=1000.0, scale=8.0, trained=round(2.5 * 2 * np.pi * 10))
+    found = np.asarray(rotate(x, places, rotary))[0, 0, 0, :3]
+    for i, speed in enumerate([1, 0.1 * (0.5 + 0.5 / 8), 0.01 / 8]):
+        assert found[i] == pytest.approx(np.cos(30 * speed) - np.sin(30 * speed), abs=1e-2), i
 
 
 @pytest.mark.parametrize("dim", [8, 7])
@@ -108,6 +119,8 @@ def test_order_of_what_came_before(encoding, told):
         ({"pos_encoding": "alibi"}, "pos_encoding is 'alibi': it must be one of rotary, absolute, learned, none"),
         ({"rope_scale_factor": 0.0}, "rope_scale_factor is 0.0: it must be above 0"),
         ({"rope_scale_factor": float("inf")}, "rope_scale_factor is inf"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0: it must be above 1"),
+        ({"rope_trained_context": 0}, "rope_trained_context is 0: it must be at least 1"),
     ],
 )
 def test_what_is_no_position_is_told(fields, message):

@@ -156,6 +156,8 @@ def test_heads_are_derived(fields, heads):
         ({"dim": 64, "kv_heads": 5}, "no multiple of kv_heads"),
         ({"dim": 0}, "dim is 0: it must be at least 1"),
         ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0 and below 1"),
+        ({"hidden_dim": 0}, "hidden_dim is 0: it must be at least 1"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(fields, message):
