@@ -84,6 +84,11 @@ def test_a_missing_file_is_told(tmp_path):
             {"use_lora": True, "lora_targets": "mlp", "use_moe": True, "lora_dropout": 0.1},
             r"lora_dropout is 0.1: adapters of experts \(use_moe, lora_targets mlp\) have none",
         ),
+        (
+            {"use_lora": True, "mla": True, "inference": True, "lora_dropout": 0.1, "dim": 64, "n_heads": 2},
+            "lora_dropout is 0.1 with mla and inference: .* set inference to False to train",
+        ),
+        ({"dim": 1 << 40}, "dim is 1099511627776: it must be at most 1,048,576"),
         ({"n_experts": "four"}, "n_experts is 'four': it must be a whole number"),
     ],
 )

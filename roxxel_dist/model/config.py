@@ -10,6 +10,7 @@ from roxxel_dist.model.position_config import PositionConfig
 from roxxel_dist.model.rules import check_choice, check_sizes
 
 USUAL_HEAD_SIZE = 64
+LARGEST_DIM = 1 << 20
 
 NormType = Literal["rmsnorm", "layernorm"]
 
@@ -47,6 +48,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})
         for group in (AttentionConfig, PositionConfig, FeedForwardConfig, LoraConfig):
             group.__post_init__(self)
+        if self.dim > LARGEST_DIM:
+            raise ValueError(f"dim is {self.dim}: it must be at most {LARGEST_DIM:,}, and no model is as wide")
         check_choice("norm_type", self.norm_type, get_args(NormType))
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
@@ -58,6 +61,11 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             raise ValueError(
                 f"lora_dropout is {self.lora_dropout}: adapters of experts (use_moe, lora_targets {self.lora_targets}) "
                 f"have none; set it to 0, or lora_targets to attention"
+            )
+        if self.mla and self.inference and self.lora_dropout and self.adapts("attention"):
+            raise ValueError(
+                f"lora_dropout is {self.lora_dropout} with mla and inference: attention among compressed vectors "
+                f"merges adapters into their matrices, which dropout cannot come before; set inference to False to train"
             )
         _, _, head_size = self.heads()
         if self.pos_encoding == "rotary":

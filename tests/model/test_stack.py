@@ -30,7 +30,7 @@ def packed():
     return Packed(tokens(2, 17), jnp.stack([segments] * 2), jnp.stack([places] * 2))
 
 
-@pytest.mark.parametrize("fields", [MOE, MLA])
+@pytest.mark.parametrize("fields", [MOE, pytest.param(MLA, marks=pytest.mark.slow)])
 def test_the_same_weights_losses_and_gradients(fields):
     def look(scan):
         model = build(**fields, scan_layers=scan)
@@ -59,7 +59,9 @@ def test_the_same_weights_losses_and_gradients(fields):
         assert all(int(leaf) == 2 for name, leaf in rest_after.items() if name.endswith("count"))
 
 
-@pytest.mark.parametrize("fields", [{"sliding_window": True, "context_window": 4}, MLA])
+@pytest.mark.parametrize(
+    "fields", [{"sliding_window": True, "context_window": 4}, pytest.param(MLA, marks=pytest.mark.slow)]
+)
 def test_reading_piece_by_piece(fields):
     model, x = build(**fields, scan_layers=True), tokens(2, 12)
     model.eval()

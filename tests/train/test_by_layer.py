@@ -29,7 +29,13 @@ def arrays(seed):
     }
 
 
-@pytest.mark.parametrize("name", get_args(get_type_hints(OptimizerConfig)["optimizer"]))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("adafactor", "muon") else pytest.param(name, marks=pytest.mark.slow)
+        for name in get_args(get_type_hints(OptimizerConfig)["optimizer"])
+    ],
+)
 def test_layers_are_treated_apart(name):
     config = OptimizerConfig(optimizer=name, lr=1e-2, warmup_steps=0, weight_decay=0.1, grad_clip=1.0)
 
