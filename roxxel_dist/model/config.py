@@ -64,8 +64,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             )
         if self.mla and self.inference and self.lora_dropout and self.adapts("attention"):
             raise ValueError(
-                f"lora_dropout is {self.lora_dropout} with mla and inference: attention among compressed vectors "
-                f"merges adapters into their matrices, which dropout cannot come before; set inference to False to train"
+                f"lora_dropout is {self.lora_dropout} with mla and inference: attention among compressed vectors takes "
+                f"adapters into its matrices, and no dropout comes before those; set inference to False to train"
             )
         _, _, head_size = self.heads()
         if self.pos_encoding == "rotary":
