@@ -40,6 +40,8 @@ class Weights:
     """What `Tokenizer.load` reads; None where it was trained on tokens alone."""
     scales: dict[str, float] = field(default_factory=dict)
     """Of every adapter by its name: what it counts."""
+    folders: tuple[Path, ...] = ()
+    """Where they were read: of adapters, those of all that they stand on too."""
 
     def merged(self) -> "Weights":
         """The same model without adapters: what they do is in the weights that they stood on."""
@@ -87,10 +89,12 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
     if config.model is None and config.scan_layers:
         config, params = replace(config, scan_layers=False), unstacked(params)
         scales = scales_apart(params, scales)
+    folders = (run,)
     if BASE in about:
-        params = _base_of(about[BASE], config.init_from) | params
+        base = _base_of(about[BASE], config.init_from)
+        params, folders = base.params | params, (run, *base.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
-    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales)
+    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales, folders=folders)
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -112,11 +116,11 @@ def _about_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> dict
     return about
 
 
-def _base_of(saved: Mapping[str, Any], init_from: str | None) -> dict[str, np.ndarray]:
+def _base_of(saved: Mapping[str, Any], init_from: str | None) -> Weights:
     """The weights that the adapters of a run stand on: those of a base with adapters are merged."""
     base = Base.of(saved, init_from)
     check_base(base)
-    return weights_of(base.run, step=base.step or None).merged().params
+    return weights_of(base.run, step=base.step or None).merged()
 
 
 def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], int]:
@@ -140,4 +144,4 @@ def _of_hugging_face(folder: Path) -> Weights:
     with HfFolder(folder) as found:
         params = found.params()
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
-    return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None)
+    return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None, folders=(folder,))

@@ -6,17 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+import yaml
 from commands import run
 from made_runs import TEXT, make_run
 from tokenizers import processors
 
 from roxxel_dist import Generator, Transformer, export
 from roxxel_dist.cli import main
+from roxxel_dist.config import RECORD
 from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
 from roxxel_dist.model import generate as generation
+from roxxel_dist.train.base import Base
 from roxxel_dist.train.exporter import BEST, NEWEST
+from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.weights_file import read_weights, write_weights
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
@@ -179,9 +183,28 @@ def test_the_folder_to_write_into(made, tmp_path):
         export_run(made, "hf", tmp_path)
     with pytest.raises(ValueError, match="holds the run"):
         export_run(made, "hf", made, overwrite=True)
+    for name in ("checkpoints", "export"):  # of a run, and somewhere above one
+        (tmp_path / "other" / name / "1").mkdir(parents=True)
+        with pytest.raises(ValueError, match="which no export has: it may be a run"):
+            export_run(made, "hf", tmp_path / "other" / name, overwrite=True)
+    with pytest.raises(ValueError, match="holds the run"):
+        export_run(f"{made}@7", "hf", made, overwrite=True)
+    assert (made / NEWEST).exists()
     with pytest.raises(ValueError, match="max_shard_size is '5 bananas'"):
         export_run(made, "hf", tmp_path / "out", max_shard_size="5 bananas")
     assert (tmp_path / "mine.txt").exists()
+
+
+def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):
+    base = tmp_path / "base"
+    export_run(made, "hf", base)
+    tuned = make_run(tmp_path / "tuned", use_lora=True, lora_rank=2, init_from=str(base))
+    with (tuned / "config.yaml").open("a") as file:
+        yaml.safe_dump({RECORD: {FROM: Base(base, 0, str(base)).state()}}, file)
+    with pytest.raises(ValueError, match="holds the run, or what its adapters stand on"):
+        export_run(tuned, "msgpack", base, overwrite=True)
+    assert (base / "model.safetensors").exists()
+    assert "in " in export_run(tuned, "msgpack", tmp_path / "other", merge_lora=True)
 
 
 def test_the_commands(made, tmp_path, capsys):
