@@ -101,7 +101,7 @@ def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], fo
     size = sum(one.nbytes for one in params.values())
     if format == "safetensors":
         arrays = ((name, np.ascontiguousarray(one)) for name, one in params.items())
-        write_tensors(folder, arrays, {name: one.nbytes for name, one in params.items()}, limit)
+        write_tensors(folder, arrays, {name: one.nbytes for name, one in params.items()}, limit, weights.step)
     elif format != "msgpack":
         raise ValueError(f"format is {format!r}: it must be msgpack, safetensors or hf")
     elif size >= LIMIT:
@@ -131,7 +131,7 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
         each = params[name].nbytes // len(tensors.names) // sum(tensors.widths)
         for names in tensors.names:
             sizes |= {one: each * width for one, width in zip(names, tensors.widths, strict=True)}
-    write_tensors(folder, _all_tensors(params, layout), sizes, limit)
+    write_tensors(folder, _all_tensors(params, layout), sizes, limit, weights.step)
     _write_json(folder / HF_CONFIG, found)
     ends = {name: found[name] for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", {"do_sample": True, **ends})

@@ -35,7 +35,7 @@ class Weights:
     """Parameters by name, such as "blocks.0.attention.qkv.kernel", of the type that they are stored in, blocks apart.
     Adapters are among them, and what they stand on."""
     step: int
-    """Optimizer steps done; 0 for a model of Hugging Face."""
+    """Optimizer steps done; 0 for a model of Hugging Face, and for files that do not say it."""
     tokenizer: Path | None
     """What `Tokenizer.load` reads; None where it was trained on tokens alone."""
     scales: dict[str, float] = field(default_factory=dict)
@@ -65,6 +65,8 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     named = run_step(path)
     step = named.step if step is None else step
     if is_hf_folder(named.run):
+        if step is not None:
+            raise ValueError(f"{named.run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(named.run)
     return weights_of_run(named.run, step, best=best)
 
@@ -128,7 +130,11 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
     there = {name: found for name in (NEWEST, BEST) if (found := step_of(run / name)) is not None}
     if not there and has_tensors(run):
         with TensorFiles(run) as tensors:
-            return {name: tensors.read(name) for name in tensors.shapes()}, step or 0
+            found = tensors.step()
+            if step not in (None, found):
+                known = "they do not say their step" if found is None else f"they are of step {found}"
+                raise ValueError(f"{run} has no weights of step {step}: {known}; leave the step out")
+            return {name: tensors.read(name) for name in tensors.shapes()}, found or 0
     if not there:
         raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
     names = [BEST, NEWEST] if best else [NEWEST, BEST]

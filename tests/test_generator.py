@@ -127,6 +127,9 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert Generator(tmp_path / "out").generate("x", 5) != ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
+    assert Generator(tmp_path / "out").step == Generator(f"{tmp_path / 'out'}@7").step == 7
+    with pytest.raises(ValueError, match="out has no .*weights of step 99(: they are of step 7|; those there are: 7)"):
+        Generator(tmp_path / "out", step=99)
 
 
 def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp_path):
@@ -140,6 +143,9 @@ def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp
         processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]),
     ])  # fmt: skip
     inner.save(str(path))
+    for path_and_step in ({"path": tmp_path / "hf", "step": 7}, {"path": f"{tmp_path / 'hf'}@7"}):
+        with pytest.raises(ValueError, match="hf is a model of Hugging Face, which has no step 7: leave the step out"):
+            Generator(**path_and_step)
     theirs = Generator(tmp_path / "hf")
     assert theirs.tokenizer.encode("x") == [ord("x")], "text to train on is as it was"
     assert [theirs._ids(prompt) for prompt in ("x", "")] == [[256, ord("x")], [256]]
