@@ -93,7 +93,9 @@ def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
             raise ValueError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
     inside = sorted(one.name for one in out.iterdir() if one.is_dir() or one.name == METRICS) if out.is_dir() else []
     if inside:
-        raise ValueError(f"--out {out} has {inside[0]} in it, which no export has: it may be a run; name another folder")
+        raise ValueError(
+            f"--out {out} has {inside[0]} in it, which no export has: it may be a run; name another folder"
+        )
 
 
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:

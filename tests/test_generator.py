@@ -55,6 +55,31 @@ def test_seeds(generator):
     assert generator.generate([]) == []
 
 
+def test_numbers_of_numpy(generator):
+    options = {"temperature": 1.0, "top_k": 3}
+    same = {"temperature": np.float32(1), "top_k": np.int64(3), "seed": np.int64(5)}
+    assert generator.generate("x", np.int32(9), **same) == generator.generate("x", 9, seed=5, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": 5}, "prompt is 5: it must be a text, or a list of texts"),
+        ({"prompt": None}, "prompt is None: it must be a text"),
+        ({"prompt": ["x", 1]}, "prompt is 1: it must be a text"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5: it must be at least 1 .*, a whole number"),
+        ({"max_new_tokens": "5"}, "max_new_tokens is '5': it must be"),
+        ({"seed": 1.5}, "seed is 1.5: it must be at least 0"),
+    ],
+    ids=str,
+)
+def test_what_is_of_no_use(generator, fields, message):
+    with pytest.raises(ValueError, match=message):
+        generator.generate(**{"prompt": "x", **fields})
+    with pytest.raises(ValueError, match="prompt is" if "prompt" in fields else message):
+        list(generator.stream(**{"prompt": "x", **fields}))
+
+
 def test_nothing_is_compiled_for_other_prompts_lengths_and_options(generator):
     generator.generate("x", 5)
     sizes = generation._prefill._cache_size(), generation._decode._cache_size()
@@ -128,7 +153,7 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
     assert Generator(tmp_path / "out").step == Generator(f"{tmp_path / 'out'}@7").step == 7
-    with pytest.raises(ValueError, match="out has no .*weights of step 99(: they are of step 7|; those there are: 7)"):
+    with pytest.raises(ValueError, match=r"out has no .*weights of step 99(: they are of step 7|; those there are: 7)"):
         Generator(tmp_path / "out", step=99)
 
 
