@@ -12,7 +12,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES
 from roxxel_dist.model.lora import A, merge_adapters, target_of
 from roxxel_dist.model.stack import unstacked
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.base import BASE, SCALES, Base, check_base
 from roxxel_dist.train.exporter import BEST, NEWEST
@@ -21,7 +21,7 @@ from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.origin import run_step
 from roxxel_dist.train.restack import scales_apart
 from roxxel_dist.train.standing import META
-from roxxel_dist.train.tensor_files import TensorFiles, has_tensors
+from roxxel_dist.train.tensor_files import WHOLE, TensorFiles, has_tensors
 from roxxel_dist.train.weights_file import read_weights, step_of
 
 
@@ -135,8 +135,13 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
                 known = "they do not say their step" if found is None else f"they are of step {found}"
                 raise ValueError(f"{run} has no weights of step {step}: {known}; leave the step out")
             return {name: tensors.read(name) for name in tensors.shapes()}, found or 0
-    if not there:
+    if not there and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
         raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
+    if not there:
+        raise ValueError(
+            f"{run} has no weights beside its {CONFIG}: there is no {NEWEST}, or it is damaged, and no {WHOLE}; put "
+            f"them back, or export the run again"
+        )
     names = [BEST, NEWEST] if best else [NEWEST, BEST]
     fitting = [name for name in names if name in there and step in (None, there[name])]
     if not fitting:

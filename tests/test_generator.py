@@ -1,6 +1,7 @@
 """Text from trained models: batches, streams, and what is compiled for them."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +156,23 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert Generator(tmp_path / "out").step == Generator(f"{tmp_path / 'out'}@7").step == 7
     with pytest.raises(ValueError, match=r"out has no .*weights of step 99(: they are of step 7|; those there are: 7)"):
         Generator(tmp_path / "out", step=99)
+
+
+def test_an_export_that_is_damaged(made, tmp_path):
+    out = tmp_path / "out"
+    export_run(made, "msgpack", out)
+    whole = (out / NEWEST).read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:-1]):
+        (out / NEWEST).write_bytes(content)
+        with pytest.raises(ValueError, match=r"holds no weights, or not all of them .*: put the right file back"):
+            Generator(out)
+    for spoil in (lambda path: path.write_bytes(b""), Path.unlink):
+        spoil(out / NEWEST)
+        with pytest.raises(ValueError, match=r"no weights beside its config.yaml: .* or export the run again"):
+            Generator(out)
+    (out / "checkpoints").mkdir()  # that is a run
+    with pytest.raises(ValueError, match="train it until its first one is saved"):
+        Generator(out)
 
 
 def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp_path):
