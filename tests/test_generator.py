@@ -253,7 +253,9 @@ def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):
     with pytest.raises(ValueError, match="holds the run, or what its adapters stand on"):
         export_run(tuned, "msgpack", base, overwrite=True)
     assert (base / "model.safetensors").exists()
-    assert "in " in export_run(tuned, "msgpack", tmp_path / "other", merge_lora=True)
+    export_run(tuned, "msgpack", tmp_path / "other", merge_lora=True)
+    assert export_run(made, "hf", tmp_path / "other", overwrite=True).startswith("step 7 of ")
+    assert not (tmp_path / "other" / NEWEST).exists(), "an export is replaced as a whole"
 
 
 def test_the_commands(made, tmp_path, capsys):
