@@ -16,9 +16,10 @@ from roxxel_dist.data.commit import sync_folder
 from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.hf import hf_config, take_out, tensors_of
-from roxxel_dist.run_directory import CONFIG, TOKENIZER
+from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train.exporter import NEWEST
 from roxxel_dist.train.hf_folder import HF_CONFIG
+from roxxel_dist.train.origin import run_step
 from roxxel_dist.train.tensor_files import write_tensors
 from roxxel_dist.train.weights_file import LIMIT, write_weights
 from roxxel_dist.weights import Weights, weights_of
@@ -51,7 +52,7 @@ def export_run(
         merge_lora: of a run that trained adapters, write the plain model that does what it does with them.
         dtype: of the weights; as they are where not given.
         max_shard_size: how large a file of safetensors may be, such as "500MB".
-        overwrite: replace a folder that is there.
+        overwrite: replace a folder that is there. A run, or anything with folders in it, is never replaced.
 
     Returns:
         What was written, in a line.
@@ -60,11 +61,9 @@ def export_run(
         ValueError: there is no such model, the format cannot hold it, or the folder is there already.
     """
     out, limit = Path(out), _bytes(max_shard_size)
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise ValueError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
-    if out.resolve() in (Path(run).resolve(), *Path(run).resolve().parents):
-        raise ValueError(f"--out {out} holds the run: name another folder")
+    _check_out(out, overwrite, run_step(run).run)
     weights = weights_of(run, step=step, best=best)
+    _check_out(out, overwrite, *weights.folders)
     if merge_lora and not weights.scales:
         raise ValueError(f"--merge_lora: {run} has no adapters; leave it out")
     weights = weights.merged() if merge_lora else weights
@@ -85,12 +84,26 @@ def export_run(
     return f"step {weights.step} of {run}: {count:,} parameters, {size / 1e6:,.1f} MB, in {out}"
 
 
+def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
+    """Raises ValueError where `out` may not be replaced: it holds what is exported, or what no export has made."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+        raise ValueError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
+    for folder in map(Path.resolve, read):
+        if out.resolve() in (folder, *folder.parents):
+            raise ValueError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
+    inside = sorted(one.name for one in out.iterdir() if one.is_dir() or one.name == METRICS) if out.is_dir() else []
+    if inside:
+        raise ValueError(
+            f"--out {out} has {inside[0]} in it, which no export has: it may be a run; name another folder"
+        )
+
+
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
     """Our own names, beside what makes it a folder that is read as a run."""
     size = sum(one.nbytes for one in params.values())
     if format == "safetensors":
         arrays = ((name, np.ascontiguousarray(one)) for name, one in params.items())
-        write_tensors(folder, arrays, {name: one.nbytes for name, one in params.items()}, limit)
+        write_tensors(folder, arrays, {name: one.nbytes for name, one in params.items()}, limit, weights.step)
     elif format != "msgpack":
         raise ValueError(f"format is {format!r}: it must be msgpack, safetensors or hf")
     elif size >= LIMIT:
@@ -120,7 +133,7 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
         each = params[name].nbytes // len(tensors.names) // sum(tensors.widths)
         for names in tensors.names:
             sizes |= {one: each * width for one, width in zip(names, tensors.widths, strict=True)}
-    write_tensors(folder, _all_tensors(params, layout), sizes, limit)
+    write_tensors(folder, _all_tensors(params, layout), sizes, limit, weights.step)
     _write_json(folder / HF_CONFIG, found)
     ends = {name: found[name] for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", {"do_sample": True, **ends})

@@ -1,7 +1,9 @@
 """Text from a trained model, whatever kind of folder it is in."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.load import check_continues, load_run
@@ -72,8 +74,8 @@ class Generator:
         Raises:
             ValueError: an argument breaks its rule, or a prompt has characters that a char tokenizer does not know.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        prompts = _listed(prompt)
+        seeds = _listed(seed) if isinstance(seed, Iterable) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"seed has {len(seeds)} numbers for {len(prompts)} prompts: give one each, or one for all")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -106,13 +108,22 @@ class Generator:
         return pieces(self.tokenizer, ids)
 
     def _ids(self, prompt: str) -> list[int]:
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt is {prompt!r}: it must be a text, or a list of texts to generate")
         return [*self._start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
 
     def _room(self, max_new_tokens: int) -> int:
-        return min(max_new_tokens, self.config.max_context - 1)
+        # What is no number is told where it is used.
+        most = self.config.max_context - 1
+        return min(max_new_tokens, most) if isinstance(max_new_tokens, Integral) else max_new_tokens
 
     def _end(self, stop_at_eos: bool) -> int | None:
         return self.tokenizer.eos_id if stop_at_eos else None
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of its items, or of what has none; a text is one thing."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES
 from roxxel_dist.model.lora import A, merge_adapters, target_of
 from roxxel_dist.model.stack import unstacked
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.base import BASE, SCALES, Base, check_base
 from roxxel_dist.train.exporter import BEST, NEWEST
@@ -21,7 +21,7 @@ from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.origin import run_step
 from roxxel_dist.train.restack import scales_apart
 from roxxel_dist.train.standing import META
-from roxxel_dist.train.tensor_files import TensorFiles, has_tensors
+from roxxel_dist.train.tensor_files import WHOLE, TensorFiles, has_tensors
 from roxxel_dist.train.weights_file import read_weights, step_of
 
 
@@ -35,11 +35,13 @@ class Weights:
     """Parameters by name, such as "blocks.0.attention.qkv.kernel", of the type that they are stored in, blocks apart.
     Adapters are among them, and what they stand on."""
     step: int
-    """Optimizer steps done; 0 for a model of Hugging Face."""
+    """Optimizer steps done; 0 for a model of Hugging Face, and for files that do not say it."""
     tokenizer: Path | None
     """What `Tokenizer.load` reads; None where it was trained on tokens alone."""
     scales: dict[str, float] = field(default_factory=dict)
     """Of every adapter by its name: what it counts."""
+    folders: tuple[Path, ...] = ()
+    """Where they were read: of adapters, those of all that they stand on too."""
 
     def merged(self) -> "Weights":
         """The same model without adapters: what they do is in the weights that they stood on."""
@@ -63,6 +65,8 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     named = run_step(path)
     step = named.step if step is None else step
     if is_hf_folder(named.run):
+        if step is not None:
+            raise ValueError(f"{named.run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(named.run)
     return weights_of_run(named.run, step, best=best)
 
@@ -87,10 +91,12 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
     if config.model is None and config.scan_layers:
         config, params = replace(config, scan_layers=False), unstacked(params)
         scales = scales_apart(params, scales)
+    folders = (run,)
     if BASE in about:
-        params = _base_of(about[BASE], config.init_from) | params
+        base = _base_of(about[BASE], config.init_from)
+        params, folders = base.params | params, (run, *base.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
-    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales)
+    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales, folders=folders)
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -112,11 +118,11 @@ def _about_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> dict
     return about
 
 
-def _base_of(saved: Mapping[str, Any], init_from: str | None) -> dict[str, np.ndarray]:
+def _base_of(saved: Mapping[str, Any], init_from: str | None) -> Weights:
     """The weights that the adapters of a run stand on: those of a base with adapters are merged."""
     base = Base.of(saved, init_from)
     check_base(base)
-    return weights_of(base.run, step=base.step or None).merged().params
+    return weights_of(base.run, step=base.step or None).merged()
 
 
 def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], int]:
@@ -124,9 +130,18 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
     there = {name: found for name in (NEWEST, BEST) if (found := step_of(run / name)) is not None}
     if not there and has_tensors(run):
         with TensorFiles(run) as tensors:
-            return {name: tensors.read(name) for name in tensors.shapes()}, step or 0
-    if not there:
+            found = tensors.step()
+            if step not in (None, found):
+                known = "they do not say their step" if found is None else f"they are of step {found}"
+                raise ValueError(f"{run} has no weights of step {step}: {known}; leave the step out")
+            return {name: tensors.read(name) for name in tensors.shapes()}, found or 0
+    if not there and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
         raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
+    if not there:
+        raise ValueError(
+            f"{run} has no weights beside its {CONFIG}: there is no {NEWEST}, or it is damaged, and no {WHOLE}; put "
+            f"them back, or export the run again"
+        )
     names = [BEST, NEWEST] if best else [NEWEST, BEST]
     fitting = [name for name in names if name in there and step in (None, there[name])]
     if not fitting:
@@ -140,4 +155,4 @@ def _of_hugging_face(folder: Path) -> Weights:
     with HfFolder(folder) as found:
         params = found.params()
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
-    return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None)
+    return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None, folders=(folder,))

@@ -1,22 +1,27 @@
 """Text from trained models: batches, streams, and what is compiled for them."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+import yaml
 from commands import run
 from made_runs import TEXT, make_run
 from tokenizers import processors
 
 from roxxel_dist import Generator, Transformer, export
 from roxxel_dist.cli import main
+from roxxel_dist.config import RECORD
 from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
 from roxxel_dist.model import generate as generation
+from roxxel_dist.train.base import Base
 from roxxel_dist.train.exporter import BEST, NEWEST
+from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.weights_file import read_weights, write_weights
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
@@ -49,6 +54,31 @@ def test_seeds(generator):
     with pytest.raises(ValueError, match="seed has 2 numbers for 3 prompts"):
         generator.generate(["x"] * 3, seed=[1, 2])
     assert generator.generate([]) == []
+
+
+def test_numbers_of_numpy(generator):
+    options = {"temperature": 1.0, "top_k": 3}
+    same = {"temperature": np.float32(1), "top_k": np.int64(3), "seed": np.int64(5)}
+    assert generator.generate("x", np.int32(9), **same) == generator.generate("x", 9, seed=5, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": 5}, "prompt is 5: it must be a text, or a list of texts"),
+        ({"prompt": None}, "prompt is None: it must be a text"),
+        ({"prompt": ["x", 1]}, "prompt is 1: it must be a text"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5: it must be at least 1 .*, a whole number"),
+        ({"max_new_tokens": "5"}, "max_new_tokens is '5': it must be"),
+        ({"seed": 1.5}, "seed is 1.5: it must be at least 0"),
+    ],
+    ids=str,
+)
+def test_what_is_of_no_use(generator, fields, message):
+    with pytest.raises(ValueError, match=message):
+        generator.generate(**{"prompt": "x", **fields})
+    with pytest.raises(ValueError, match="prompt is" if "prompt" in fields else message):
+        list(generator.stream(**{"prompt": "x", **fields}))
 
 
 def test_nothing_is_compiled_for_other_prompts_lengths_and_options(generator):
@@ -123,6 +153,26 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert Generator(tmp_path / "out").generate("x", 5) != ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
+    assert Generator(tmp_path / "out").step == Generator(f"{tmp_path / 'out'}@7").step == 7
+    with pytest.raises(ValueError, match=r"out has no .*weights of step 99(: they are of step 7|; those there are: 7)"):
+        Generator(tmp_path / "out", step=99)
+
+
+def test_an_export_that_is_damaged(made, tmp_path):
+    out = tmp_path / "out"
+    export_run(made, "msgpack", out)
+    whole = (out / NEWEST).read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:-1]):
+        (out / NEWEST).write_bytes(content)
+        with pytest.raises(ValueError, match=r"holds no weights, or not all of them .*: put the right file back"):
+            Generator(out)
+    for spoil in (lambda path: path.write_bytes(b""), Path.unlink):
+        spoil(out / NEWEST)
+        with pytest.raises(ValueError, match=r"no weights beside its config.yaml: .* or export the run again"):
+            Generator(out)
+    (out / "checkpoints").mkdir()  # that is a run
+    with pytest.raises(ValueError, match="train it until its first one is saved"):
+        Generator(out)
 
 
 def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp_path):
@@ -136,6 +186,9 @@ def test_a_prompt_for_a_model_of_others_begins_as_its_tokenizer_has_it(made, tmp
         processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]),
     ])  # fmt: skip
     inner.save(str(path))
+    for path_and_step in ({"path": tmp_path / "hf", "step": 7}, {"path": f"{tmp_path / 'hf'}@7"}):
+        with pytest.raises(ValueError, match="hf is a model of Hugging Face, which has no step 7: leave the step out"):
+            Generator(**path_and_step)
     theirs = Generator(tmp_path / "hf")
     assert theirs.tokenizer.encode("x") == [ord("x")], "text to train on is as it was"
     assert [theirs._ids(prompt) for prompt in ("x", "")] == [[256, ord("x")], [256]]
@@ -179,9 +232,30 @@ def test_the_folder_to_write_into(made, tmp_path):
         export_run(made, "hf", tmp_path)
     with pytest.raises(ValueError, match="holds the run"):
         export_run(made, "hf", made, overwrite=True)
+    for name in ("checkpoints", "export"):  # of a run, and somewhere above one
+        (tmp_path / "other" / name / "1").mkdir(parents=True)
+        with pytest.raises(ValueError, match="which no export has: it may be a run"):
+            export_run(made, "hf", tmp_path / "other" / name, overwrite=True)
+    with pytest.raises(ValueError, match="holds the run"):
+        export_run(f"{made}@7", "hf", made, overwrite=True)
+    assert (made / NEWEST).exists()
     with pytest.raises(ValueError, match="max_shard_size is '5 bananas'"):
         export_run(made, "hf", tmp_path / "out", max_shard_size="5 bananas")
     assert (tmp_path / "mine.txt").exists()
+
+
+def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):
+    base = tmp_path / "base"
+    export_run(made, "hf", base)
+    tuned = make_run(tmp_path / "tuned", use_lora=True, lora_rank=2, init_from=str(base))
+    with (tuned / "config.yaml").open("a") as file:
+        yaml.safe_dump({RECORD: {FROM: Base(base, 0, str(base)).state()}}, file)
+    with pytest.raises(ValueError, match="holds the run, or what its adapters stand on"):
+        export_run(tuned, "msgpack", base, overwrite=True)
+    assert (base / "model.safetensors").exists()
+    export_run(tuned, "msgpack", tmp_path / "other", merge_lora=True)
+    assert export_run(made, "hf", tmp_path / "other", overwrite=True).startswith("step 7 of ")
+    assert not (tmp_path / "other" / NEWEST).exists(), "an export is replaced as a whole"
 
 
 def test_the_commands(made, tmp_path, capsys):

@@ -6,6 +6,7 @@ has read. Any other model reads the whole text again for each token.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -117,8 +118,10 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context
     """As much of each prompt as is read."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
-    if count < 1 or count >= max_context:
-        raise ValueError(f"max_new_tokens is {count}: it must be at least 1 and below max_context ({max_context})")
+    if not isinstance(count, Integral) or count < 1 or count >= max_context:
+        raise ValueError(
+            f"max_new_tokens is {count!r}: it must be at least 1 and below max_context ({max_context}), a whole number"
+        )
     if isinstance(model, Transformer) and max_context > model.config.max_context:
         raise ValueError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
     return [list(prompt)[-(max_context - count) :] for prompt in prompts]

@@ -199,8 +199,10 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"model_type is {family!r}: it must be one of {', '.join(ARCHITECTURES)}")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "max_position_embeddings")  # fmt: skip
-    if missing := [name for name in sizes if not isinstance(found.get(name), int)]:
-        raise ValueError(f"{', '.join(missing)} must be there, a whole number each")
+    if missing := [name for name in sizes if not _is_number(found.get(name), whole=True)]:
+        raise ValueError(f"{', '.join(missing)} must be there, a whole number each, above 0")
+    if problems := [*_no_numbers(found), *_no_objects(found)]:
+        raise ValueError("; ".join(problems))
     dim, heads = found["hidden_size"], found["num_attention_heads"]
     activation = OTHER_NAMES.get(found.get("hidden_act", "silu"), found.get("hidden_act", "silu"))
     rope, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
@@ -218,7 +220,7 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
         "n_heads": heads, "kv_heads": found.get("num_key_value_heads") or heads,
         "max_context": found["max_position_embeddings"], **_width(dim, found["intermediate_size"]),
         "weight_tying": bool(found.get("tie_word_embeddings", False)), **rope,
-        "norm_eps": found.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
+        "norm_eps": found.get("rms_norm_eps") or (1e-5 if family == "mixtral" else 1e-6),
         "activation": next(ours for ours, theirs in ACTIVATIONS.items() if theirs == activation),
         "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
         "use_moe": family == "mixtral", "sliding_window": False,
@@ -226,30 +228,63 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
     if family != "llama" and (window := found.get("sliding_window", 4096 if family == "mistral" else None)):
         fields |= {"sliding_window": True, "context_window": window}
     if family == "mixtral":
-        fields |= {"n_experts": found.get("num_local_experts", 8), "top_k_mlp": found.get("num_experts_per_tok", 2)}
+        fields |= {"n_experts": found.get("num_local_experts") or 8, "top_k_mlp": found.get("num_experts_per_tok") or 2}
     return fields
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    """Above 0."""
+    return (
+        isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    )
+
+
+def _no_numbers(found: Mapping[str, Any]) -> Iterator[str]:
+    """What may be left out, and is there as something else."""
+    whole = {"num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", "num_experts_per_tok"}
+    for name in (*sorted(whole), "rms_norm_eps", "rope_theta"):
+        value = found.get(name)
+        if value is not None and not _is_number(value, whole=name in whole):
+            yield f"{name} is {value!r}: it must be {'a whole number' if name in whole else 'a number'} above 0"
+
+
+def _no_objects(found: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(found.get(name) or {}, Mapping):
+            yield f"{name} is {found[name]!r}: it must be an object of names and values, or null"
+    if not isinstance(found.get("hidden_act", ""), str):
+        yield f"hidden_act is {found['hidden_act']!r}: it must be one of {', '.join(ACTIVATIONS.values())}"
 
 
 def _rope(found: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any], list[str]]:
     """(fields, what is wrong); transformers 5 writes it in another place than those before."""
     rope = found.get("rope_parameters") or {}
     scaling = found.get("rope_scaling") or rope
-    fields: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", found.get("rope_theta", usual_theta)))}
     problems = []
+    numbers = {"rope_theta": rope.get("rope_theta", found.get("rope_theta") or usual_theta)}
     if (part := rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1))) not in (1, None):
         problems.append(f"partial_rotary_factor is {part}: it must be 1")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         problems.append(f"rope_type is {kind!r}: it must be default, linear or llama3")
-    fields["rope_scale_factor"] = 1.0 if kind == "default" else float(scaling.get("factor", 1.0))
-    fields["rope_trained_context"] = scaling.get("original_max_position_embeddings") if kind == "llama3" else None
+    if kind != "default":
+        numbers["factor"] = scaling.get("factor")
+    problems += [
+        f"{name} is {one!r}: it must be a number above 0" for name, one in numbers.items() if not _is_number(one)
+    ]
+    trained = scaling.get("original_max_position_embeddings") if kind == "llama3" else None
     if kind == "llama3":
+        if not _is_number(trained, whole=True):
+            problems.append(f"original_max_position_embeddings is {trained!r}: it must be a whole number above 0")
         problems += [
             f"{name} is {scaling.get(name)}: it must be {wanted:g}"
             for name, wanted in LLAMA_3.items()
             if scaling.get(name) != wanted
         ]
-    return fields, problems
+    if problems:
+        return {}, problems
+    theta, scale = float(numbers["rope_theta"]), float(numbers.get("factor", 1.0))
+    return {"rope_theta": theta, "rope_scale_factor": scale, "rope_trained_context": trained}, []
 
 
 def _width(dim: int, hidden: int) -> dict[str, int]:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+MOST_INT, MOST_FLOAT = np.iinfo(np.int32).max, float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +29,12 @@ class Sampling:
     et al., "The curious case of neural text degeneration", 2020); 1 for all."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: it must be at least 1, or 0 for all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1, which is all tokens")
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature!r}: it must be 0 (greedy) or more")
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k!r}: it must be at least 1, or 0 for all tokens; a whole number")
+        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p!r}: it must be above 0 and at most 1, which is all tokens")
 
 
 class How(NamedTuple):
@@ -56,10 +59,17 @@ def how(sampling: Sampling, seeds: Sequence[int], end: int | None) -> How:
         ValueError: a seed is out of bounds.
     """
     for seed in seeds:
-        if not 0 <= seed < 1 << 31:
-            raise ValueError(f"seed is {seed}: it must be at least 0 and below 2^31")
-    numbers = np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
-    return How(*numbers, np.asarray(seeds, np.int32), np.int32(-1 if end is None else end))
+        if not isinstance(seed, Integral) or not 0 <= seed <= MOST_INT:
+            raise ValueError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
+    # What is more than the types hold says the same as the most that they do.
+    temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
+    return How(
+        np.float32(temperature),
+        np.int32(top_k),
+        np.float32(sampling.top_p),
+        np.asarray(seeds, np.int32),
+        np.int32(-1 if end is None else end),
+    )
 
 
 def draw(logits_BxV: jax.Array, place_B: jax.Array, how: How) -> jax.Array:

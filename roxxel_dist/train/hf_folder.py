@@ -1,6 +1,7 @@
 """A model of Hugging Face on disk: `config.json`, safetensors and a tokenizer, read without a network."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from roxxel_dist.train.state import Leaves
 from roxxel_dist.train.tensor_files import TensorFiles
 
 HF_CONFIG = "config.json"
+THEIRS = {
+    "dim": "hidden_size", "n_heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim", "num_blocks": "num_hidden_layers", "hidden_dim": "intermediate_size",
+    "max_context": "max_position_embeddings", "context_window": "sliding_window", "norm_eps": "rms_norm_eps",
+    "n_experts": "num_local_experts", "top_k_mlp": "num_experts_per_tok", "rope_scale_factor": "factor",
+    "rope_trained_context": "original_max_position_embeddings",
+}  # fmt: skip
+"""Our names of fields to theirs, where they differ."""
 NEEDLESS = ("rotary_emb.inv_freq",)
 """What old files hold that follows from the config."""
 
@@ -37,9 +46,15 @@ def fields_of(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}: it must be an object of names and values")
     try:
-        return model_fields(found)
+        fields = model_fields(found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    try:
+        ModelConfig(**fields)
+    except ValueError as error:
+        theirs = [f"{ours} is {name}" for ours, name in THEIRS.items() if re.search(rf"\b{ours}\b", str(error))]
+        raise ValueError(f"{path}: {error}" + (f" (there, {', '.join(theirs)})" if theirs else "")) from error
+    return fields
 
 
 class HfFolder:

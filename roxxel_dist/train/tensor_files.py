@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 from roxxel_dist.data.commit import write_file
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+STEP = "step"
+"""In what the files say about themselves."""
 
 
 class TensorFiles:
@@ -54,6 +56,12 @@ class TensorFiles:
         """Of every array, by its name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
 
+    def step(self) -> int | None:
+        """The step that `write_tensors` was told; None of others' files."""
+        steps = {(file.metadata() or {}).get(STEP, "") for file in self._of.values()}
+        text = steps.pop() if len(steps) == 1 else ""
+        return int(text) if text.isdecimal() else None
+
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """A part of an array, or all of it."""
         if not index:
@@ -89,7 +97,9 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is no file of safetensors, or is damaged ({error}): put it back") from error
 
 
-def write_tensors(folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], limit: int) -> None:
+def write_tensors(
+    folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], limit: int, step: int
+) -> None:
     """Write arrays into one file, or into several where they take more than `limit` bytes.
 
     Args:
@@ -97,6 +107,7 @@ def write_tensors(folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes:
         arrays: (name, array), in the order of `sizes`; made one by one, so that one file's are in memory at a time.
         sizes: bytes of each.
         limit: bytes a file; an array that is larger has a file of its own.
+        step: of the run, to be written into each.
     """
     files: list[list[str]] = [[]]
     taken = 0
@@ -106,7 +117,7 @@ def write_tensors(folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes:
             taken = 0
         files[-1].append(name)
         taken += size
-    about = {"format": "pt"}  # transformers refuses files that do not say it
+    about = {"format": "pt", STEP: str(step)}  # the first: transformers refuses files that do not say it
     if len(files) == 1:
         save_file(dict(arrays), folder / WHOLE, about)
         return

@@ -79,7 +79,7 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
         found: Any = serialization.msgpack_restore(path.read_bytes())
         return found[PARAMS], found[STEP]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"{path} holds no weights ({error!r}): take it away, and the run writes it anew") from error
+        raise ValueError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
 
 
 def step_of(path: Path) -> int | None:

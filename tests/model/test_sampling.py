@@ -56,6 +56,9 @@ def test_a_row_draws_by_its_seed_and_place_alone():
         ({"top_k": -1}, "top_k is -1: it must be at least 1, or 0 for all tokens"),
         ({"top_p": 0}, "top_p is 0: it must be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p is 1.1: it must be above 0 and at most 1"),
+        ({"temperature": "1"}, "temperature is '1': it must be"),
+        ({"top_k": 2.5}, "top_k is 2.5: it must be .* a whole number"),
+        ({"top_p": None}, "top_p is None: it must be"),
     ],
 )
 def test_values_out_of_bounds(options, message):
@@ -63,6 +66,14 @@ def test_values_out_of_bounds(options, message):
         Sampling(**options)
 
 
-def test_a_seed_out_of_bounds():
-    with pytest.raises(ValueError, match="seed is -1: it must be at least 0"):
-        how(Sampling(), [-1], None)
+@pytest.mark.parametrize("seed", [-1, 2**31, 2.5, "3"])
+def test_a_seed_out_of_bounds(seed):
+    with pytest.raises(ValueError, match=rf"seed is {seed!r}: it must be at least 0"):
+        how(Sampling(), [seed], None)
+
+
+def test_more_than_the_types_hold_is_the_most_that_they_do():
+    one = how(Sampling(temperature=1e39, top_k=10**20), [np.int64(2**31 - 1)], None)
+    assert np.isfinite(one.temperature)
+    assert (one.top_k, one.seed_B.tolist()) == (2**31 - 1, [2**31 - 1])
+    assert np.all(shares(temperature=1e39, top_k=10**20) > 0.17), "all tokens are as likely"
