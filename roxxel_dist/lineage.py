@@ -1,6 +1,7 @@
 """What is taken over from a run by one that comes from it, or repeats it: its config, its data, its tokenizer."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from roxxel_dist.train.origin import RunStep, run_step
 
 
 def saved_config(run: Path) -> dict[str, Any]:
-    """The config that a run keeps, its record included; empty where there is no run."""
-    return load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
+    """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
+    saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
+    init_from = saved.get("init_from")
+    return {**saved, "init_from": os.path.abspath(init_from)} if isinstance(init_from, str) else saved
 
 
 def changed_from(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from roxxel_dist.model.lora import A, merge_adapters, target_of
 from roxxel_dist.model.stack import unstacked
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, TOKENIZER
 from roxxel_dist.train import checkpoint_files as files
-from roxxel_dist.train.base import BASE, SCALES, Base, check_base
+from roxxel_dist.train.base import BASE, SCALES, base_of, check_base
 from roxxel_dist.train.exporter import BEST, NEWEST
 from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
@@ -88,7 +88,7 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
         config, params = replace(config, scan_layers=False), unstacked(params)
         scales = scales_apart(params, scales)
     if BASE in about:
-        params = _base_of(about[BASE], config.init_from) | params
+        params = _base_of(run, about[BASE]) | params
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales)
 
@@ -112,9 +112,9 @@ def _about_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> dict
     return about
 
 
-def _base_of(saved: Mapping[str, Any], init_from: str | None) -> dict[str, np.ndarray]:
+def _base_of(run: Path, saved: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The weights that the adapters of a run stand on: those of a base with adapters are merged."""
-    base = Base.of(saved, init_from)
+    base = base_of(run, saved)
     check_base(base)
     return weights_of(base.run, step=base.step or None).merged().params
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +14,11 @@ from flax import nnx
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.lineage import saved_config
 from roxxel_dist.load import load_run
 from roxxel_dist.lora import merge_adapters
+from roxxel_dist.record import changed_fields
+from roxxel_dist.train.base import Base
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.state import take_apart
 
@@ -139,6 +143,42 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     config.init_from = str(tmp_path / "other")
     with pytest.raises(UsageError, match="its weights are not those that the adapters were trained for"):
         Experiment(config).fit(run_dir=run, resume=True)
+
+
+def test_a_chain_whose_tree_and_base_were_moved(work, tmp_path, monkeypatch, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    shutil.copytree(work / "base", first / "base")
+    monkeypatch.chdir(first)
+    for name, base in (("one", "base"), ("two", "one")):
+        config = tuned(first / "base", init_from=base, max_steps=1, eval_iters=1)
+        Experiment(config).fit(work / "second.txt", name)
+        assert Config.from_yaml(first / name / "config.yaml").init_from == str(first / base)
+    first.rename(second)
+    monkeypatch.chdir(second)
+    for name, base in (("one", "base"), ("two", "one")):
+        Experiment(tuned(second / name, init_from=base)).fit(run_dir=name, resume=True)  # finished; it is written down
+        assert Config.from_yaml(second / name / "config.yaml").init_from == str(second / base)
+    (second / "base").rename(second / "moved")
+    Experiment(tuned(second / "one", init_from="moved")).fit(run_dir="one", resume=True)
+    monkeypatch.chdir(work)
+    load_run(second / "two")
+    capsys.readouterr()
+    assert main(["eval", str(second / "two"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == rows(second / "two")[1]["val_loss"]
+
+
+def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    saved = {"run": str(tmp_path / "there"), "step": 4, "asked": "runs/base", "fingerprint": "f"}
+    assert Base.of(saved, "runs/base").run == tmp_path / "there", "a relative text of old, from another folder"
+    assert Base.of(saved, "other@2").place == (Path("other"), 2)
+    (tmp_path / "there").rmdir()
+    assert Base.of(saved, str(tmp_path / "runs" / "base")).place == (tmp_path / "runs" / "base", 4)
+    config = Config(init_from="runs/base@4")
+    config.save_yaml(tmp_path / "config.yaml")
+    assert changed_fields(saved_config(tmp_path), Experiment(config).config) == []
 
 
 @pytest.mark.slow

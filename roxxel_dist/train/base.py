@@ -8,12 +8,14 @@ import contextlib
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -59,10 +61,12 @@ class Base(NamedTuple):
 
         Args:
             saved: its `state()`.
-            init_from: where the run looks for it now; another text than then names its new place.
+            init_from: where the run looks for it now; another text than then names its new place, as the same one does
+                where the base is no longer at its old one.
         """
         base = cls(**{**saved, "run": Path(saved["run"])})
-        if init_from is None or init_from == base.asked:
+        same = init_from is None or os.path.abspath(init_from) == os.path.abspath(base.asked)
+        if init_from is None or (same and base.run.exists()):
             return base
         moved = run_step(init_from)
         return base._replace(run=moved.run, step=base.step if moved.step is None else moved.step, asked=init_from)
@@ -121,7 +125,7 @@ def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
         with _errors_of(wanted), HfFolder(wanted.run) as folder:
             return folder.check_params(like)
     with opened("init_from", wanted) as (store, step), _errors_of(wanted):
-        base = _stands_on(store.meta(step))
+        base = _stands_on(wanted.run, store.meta(step))
         if base is None:
             restack.check_params(store, step, like)
             return None
@@ -140,7 +144,7 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
                 return folder.restore_params(like)
         with opened("init_from", wanted) as (store, step), _errors_of(wanted):
             saved = store.meta(step)
-            base = _stands_on(saved)
+            base = _stands_on(wanted.run, saved)
             if base is None:
                 return restack.restore_params(store, step, like)
             plain = based_on(base)(like)
@@ -152,8 +156,22 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
     return load
 
 
-def _stands_on(saved: Mapping[str, Any]) -> Base | None:
-    """What the weights of a checkpoint stand on; None where it holds all of them.
+def base_of(run: Path, saved: Mapping[str, Any]) -> Base:
+    """What the adapters of a checkpoint stand on: where the config of their run says that it is now.
+
+    Args:
+        run: the run directory; a run of a bare Trainer has no config.
+        saved: the `Base.state()` that the checkpoint keeps.
+    """
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Base.of(saved)
+    return Base.of(saved, (config or {}).get("init_from"))
+
+
+def _stands_on(run: Path, saved: Mapping[str, Any]) -> Base | None:
+    """What the weights of a checkpoint of a run stand on; None where it holds all of them.
 
     Raises:
         ValueError: they stand on what a function of the user's makes.
@@ -162,7 +180,7 @@ def _stands_on(saved: Mapping[str, Any]) -> Base | None:
         return None
     if BASE not in saved:
         raise ValueError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
-    return Base.of(saved[BASE])
+    return base_of(run, saved[BASE])
 
 
 def _whole(shape: jax.ShapeDtypeStruct, like: Leaves) -> Any:
