@@ -103,7 +103,8 @@ class Experiment:
                     _try(trainer)
             try:
                 # All ranks learn it, if the disk is full already.
-                on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, self._told))
+                told = "" if before else self._told  # a run that goes on has its base already
+                on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, told))
                 self._run(trainer, run, made.data.tokenizer, prompt)
             finally:
                 trainer.close()

@@ -80,9 +80,10 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> RunStep |
 
 
 def with_base(config: Any) -> tuple[Any, str]:
-    """(the config with an `init_from` if it wants adapters, a line for people if that was found for it).
+    """(the config with an `init_from` if it wants adapters, a line for people if that comes from a run's config).
 
-    Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant.
+    Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant; with the config of
+    one that has some, their base.
 
     Raises:
         ValueError: there is no run whose weights the adapters could stand on.
@@ -90,7 +91,10 @@ def with_base(config: Any) -> tuple[Any, str]:
     if not config.use_lora or config.model is not None:
         return config, ""
     if config.of_run is not None and config.init_from == config.of_run[1]:
-        run = config.of_run[0]
+        run, _, adapted = config.of_run
+        if adapted:
+            told = f"{run} has adapters itself: its base {config.init_from} is taken; --init_from {run} stands on them"
+            return config, told
         told = f"init_from is {run}: the config is that run's, with use_lora turned on"
         return dataclasses.replace(config, init_from=run), told
     if config.init_from is None:

@@ -14,7 +14,7 @@ from flax import nnx
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.lineage import saved_config
+from roxxel_dist.lineage import saved_config, with_base
 from roxxel_dist.load import load_run
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.record import changed_fields
@@ -214,11 +214,29 @@ def test_generate_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
     assert min(losses) < losses[0] - 0.1
 
 
-def test_adapters_need_a_base(work):
+def test_adapters_need_a_base(work, tmp_path):
     with pytest.raises(UsageError, match=r"use_lora is True, and init_from names no run: .*--init_from RUN"):
         Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
     config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
     assert Experiment(config).config.init_from == str(work / "base")
+    assert with_base(config)[1].startswith(f"{work / 'tuned'} has adapters itself: its base {work / 'base'} is taken")
+    shutil.copy(work / "base" / "config.yaml", tmp_path)  # a copy is of no run
+    with pytest.raises(UsageError, match="init_from names no run"):
+        Experiment(tuned(tmp_path))
+
+
+@pytest.mark.parametrize(("field", "use_lora"), [("dropout_rate", False), ("dropout_rate", True), ("lora_dropout", True)])
+def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
+    def resumed(before, now, **more):
+        saved = Config(use_lora=use_lora, **{field: before, **more}).to_dict()
+        return changed_fields(saved, Config(use_lora=use_lora, **{field: now, **more}))
+
+    assert resumed(0.1, 0.2) == [f"{field} 0.1 -> 0.2"]
+    for before, now in ((0.0, 0.1), (0.1, 0.0)):
+        with pytest.raises(ValueError, match=rf"{field} is {now}, and the run .* has {before}: its checkpoints hold"):
+            resumed(before, now)
+        assert resumed(before, now, model="mine:Model") == [f"{field} {before} -> {now}"]
+    assert changed_fields(Config().to_dict(), Config(lora_dropout=0.1)) == ["lora_dropout 0.0 -> 0.1"]
 
 
 @pytest.mark.slow
