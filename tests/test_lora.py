@@ -13,6 +13,7 @@ from flax import nnx
 
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.lineage import saved_config, with_base
 from roxxel_dist.load import load_run
@@ -242,12 +243,15 @@ def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
 @pytest.mark.slow
 def test_processes_and_shards_train_the_same(tmp_path):
     make_corpus(tmp_path)
-    first = run(*launched(1, 1, "base", "--dropout_rate", 0, "--max_steps", 6), cwd=tmp_path)
+    same = ["--dropout_rate", 0, "--dim", 256]  # large enough to be cut
+    first = run(*launched(1, 1, "base", *same, "--max_steps", 6), cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
+    meta = json.loads((tmp_path / "base" / "checkpoints" / "6" / "meta.json").read_text())
+    assert max(size[0] * size[1] for size in meta["shapes"].values() if len(size) == 3) >= FSDP_MIN_SIZE
     found = []
     for processes, devices in ((1, 4), (2, 2)):
         name = f"tuned-{processes}"
-        more = ["--init_from", "base", "--use_lora", "True", "--dropout_rate", 0, "--max_steps", 4, "--fsdp", "True"]
+        more = ["--init_from", "base", "--use_lora", "True", *same, "--max_steps", 4, "--fsdp", "True"]
         result = run(*launched(processes, devices, name, *more), cwd=tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
         again = run(*launched(processes, devices, name, *more, "--max_steps", 8, "--resume"), cwd=tmp_path)
