@@ -11,7 +11,7 @@ import pytest
 from commands import launched, make_corpus, rows, run
 from flax import nnx
 
-from roxxel_dist import Config, Experiment, Trainer
+from roxxel_dist import Config, Experiment, Trainer, assemble
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
@@ -126,7 +126,10 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     config.max_steps = 17
     (work / "base").rename(tmp_path / "moved")
     try:
-        with pytest.raises(UsageError, match=r"adapters stand on are gone .*base has no checkpoint.*--init_from NEW_"):
+        with pytest.raises(
+            UsageError,
+            match=r"adapters stand on are gone: init_from is \S*: \S*base has no checkpoint.*--init_from NEW_",
+        ):
             Experiment(config).fit(run_dir=run, resume=True)
         assert main(["eval", str(run)]) == 2
         assert "are gone" in capsys.readouterr().err
@@ -226,7 +229,31 @@ def test_adapters_need_a_base(work, tmp_path):
         Experiment(tuned(tmp_path))
 
 
-@pytest.mark.parametrize(("field", "use_lora"), [("dropout_rate", False), ("dropout_rate", True), ("lora_dropout", True)])
+def test_text_is_not_read_for_a_base_that_does_not_fit(work, tmp_path, monkeypatch):
+    def read(*words, **more):
+        raise AssertionError("the text is read")
+
+    monkeypatch.setattr(assemble, "build", read)
+    shutil.copy(work / "base" / "tokenizer.json", tmp_path)
+    for fields, said in (
+        ({"init_from": f"{work / 'base'}@999"}, "has no checkpoint of step 999"),
+        ({"init_from": str(tmp_path)}, "has no checkpoint; name"),
+        ({"dim": 64}, "is of another model"),
+    ):
+        for use_lora in (False, True):
+            with pytest.raises(UsageError, match=said):
+                Experiment(
+                    tuned(work / "base", **{"init_from": str(work / "base"), "use_lora": use_lora, **fields})
+                ).fit(work / "second.txt", tmp_path / "run")
+    for fields in ({}, {"scan_layers": True}, {"use_bf16": True}):
+        with pytest.raises(AssertionError, match="the text is read"):
+            Experiment(tuned(work / "base", **fields)).fit(work / "second.txt", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "use_lora"), [("dropout_rate", False), ("dropout_rate", True), ("lora_dropout", True)]
+)
 def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
     def resumed(before, now, **more):
         saved = Config(use_lora=use_lora, **{field: before, **more}).to_dict()

@@ -230,7 +230,7 @@ def check_base(base: Base) -> None:
     try:
         found = fingerprint(base.place)
     except ValueError as error:
-        raise ValueError(f"the weights that the adapters stand on are gone ({error}): {cure}") from error
+        raise ValueError(f"the weights that the adapters stand on are gone: {error}; {cure}") from error
     if base.fingerprint and found != base.fingerprint:
         raise ValueError(
             f"init_from is {base.place}: its weights are not those that the adapters were trained for "
@@ -249,10 +249,12 @@ def fingerprint(wanted: RunStep) -> str:
         try:
             text = "=" + _digest(_in_parcels(wanted))
         except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
-            text = files.cause(error)
+            text = str(error) if isinstance(error, ValueError) else ""
+            if not text.startswith("init_from is "):
+                text = f"init_from is {wanted}: its weights cannot be read ({files.cause(error)})"
     text = agree("fingerprint of the base", text, READ_LIMIT_S)
     if not text.startswith("="):
-        raise ValueError(f"init_from is {wanted}: its weights cannot be read ({text})")
+        raise ValueError(text)
     return text[1:]
 
 

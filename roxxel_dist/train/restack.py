@@ -72,8 +72,13 @@ def _turned(like: Mapping[str, Any]) -> Any:
 
 
 def _on_the_mesh(leaf: Any, like: Mapping[str, Any]) -> Any:
-    """A shape on the devices of `like`, cut along the first dimension that they divide: it is on its way only."""
-    mesh = next(iter(like.values())).sharding.mesh
+    """A shape on the devices of `like`, cut along the first dimension that they divide: it is on its way only.
+
+    Where `like` is on none, nor is it.
+    """
+    if (place := next(iter(like.values())).sharding) is None:
+        return leaf
+    mesh = place.mesh
     fits = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
     spec = P() if fits is None else P(*(None,) * fits, mesh.axis_names)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
