@@ -168,7 +168,7 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins
         ValueError: nothing is named, or it cannot be read; text is not read where `init_from` cannot be stood on.
     """
     if data_path is None:
-        raise ValueError("no data: name a text file, a folder or shards with --data_path")
+        raise ValueError("no data: name a text file, a folder or shards with --data_path (a run's config names none)")
     if is_tokens(data_path):
         data = Roxxel(data_path)
         if config.init_from is not None:

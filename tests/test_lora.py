@@ -268,9 +268,10 @@ def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_processes_and_shards_train_the_same(tmp_path):
     make_corpus(tmp_path)
-    same = ["--dropout_rate", 0, "--dim", 256]  # large enough to be cut
+    same = ["--dropout_rate", 0, "--dim", 256, "--head_size", 64, "--num_blocks", 1]  # large enough to be cut
     first = run(*launched(1, 1, "base", *same, "--max_steps", 6), cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
     meta = json.loads((tmp_path / "base" / "checkpoints" / "6" / "meta.json").read_text())
