@@ -244,35 +244,40 @@ def fingerprint(wanted: RunStep) -> str:
     Raises:
         ValueError: there is no such checkpoint, or it cannot be read.
     """
+    if is_hf_folder(wanted.run):
+        return _agreed(wanted, _of_hugging_face(wanted.run))
+    with opened("init_from", wanted) as (store, step):  # by all ranks: a store asks for each of them
+        with _errors_of(wanted):
+            shapes = store.param_shapes(step)
+        return _agreed(wanted, _of_checkpoint(store.folder / str(step), shapes))
+
+
+def _agreed(wanted: RunStep, parcels: Iterator[Mapping[str, np.ndarray]]) -> str:
+    """The digest of what rank 0 reads, on all ranks."""
     text = ""
     if is_primary():
         try:
-            text = "=" + _digest(_in_parcels(wanted))
+            text = "=" + _digest(parcels)
         except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
-            text = str(error) if isinstance(error, ValueError) else ""
-            if not text.startswith("init_from is "):
-                text = f"init_from is {wanted}: its weights cannot be read ({files.cause(error)})"
+            text = files.cause(error)
     text = agree("fingerprint of the base", text, READ_LIMIT_S)
     if not text.startswith("="):
-        raise ValueError(text)
+        raise ValueError(f"init_from is {wanted}: its weights cannot be read ({text})")
     return text[1:]
 
 
-def _in_parcels(wanted: RunStep) -> Iterator[Mapping[str, np.ndarray]]:
+def _of_hugging_face(run: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    with HfFolder(run) as folder:
+        for name in sorted(folder.tensors):
+            yield {name: folder.read(name)}
+
+
+def _of_checkpoint(folder: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[Mapping[str, np.ndarray]]:
     """Parameters by name, in the order of their names, not all of them at once."""
-    if is_hf_folder(wanted.run):
-        with HfFolder(wanted.run) as folder:
-            for name in sorted(folder.tensors):
-                yield {name: folder.read(name)}
-        return
-    with opened("init_from", wanted) as (store, step):
-        shapes = store.param_shapes(step)
-        sizes = itertools.accumulate(
-            math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes)
-        )
-        parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
-        for _, names in parcels:
-            yield files.read_params(store.folder / str(step), {name: shapes[name] for name, _ in names})
+    sizes = itertools.accumulate(math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes))
+    parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
+    for _, names in parcels:
+        yield files.read_params(folder, {name: shapes[name] for name, _ in names})
 
 
 def _digest(parcels: Iterator[Mapping[str, np.ndarray]]) -> str:
