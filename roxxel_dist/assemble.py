@@ -25,15 +25,18 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.lineage import check_tokenizer, tokenizer_of, with_shape_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.own import find_function
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
+from roxxel_dist.train.base import check_weights, weights_of
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.evaluate import HELD_OUT
 from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.train.state import take_apart
 from roxxel_dist.train.step import LossFn
 
 BUILD_LIMIT_S = 6 * 3600.0
@@ -152,14 +155,20 @@ def _place(error: Exception, function: Callable[..., Any]) -> str:
     return f" ({path}, line {lines[-1]})" if lines else ""
 
 
-def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel:
+def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
     """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
 
+    Args:
+        config: a `Config`.
+        data_path: a text file, a folder of text, or shards.
+        into: where text becomes shards.
+        begins: whether the run begins with the weights of `init_from`, and has none of its own yet.
+
     Raises:
-        ValueError: nothing is named, or it cannot be read.
+        ValueError: nothing is named, or it cannot be read; text is not read where `init_from` cannot be stood on.
     """
     if data_path is None:
-        raise ValueError("no data: name a text file, a folder or shards with --data_path")
+        raise ValueError("no data: name a text file, a folder or shards with --data_path (a run's config names none)")
     if is_tokens(data_path):
         data = Roxxel(data_path)
         if config.init_from is not None:
@@ -173,11 +182,23 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path) -> Roxxel
         if (function := getattr(config, field)) is not None:
             find_function(field, function)
     check_named_sets(config)
+    if config.init_from is not None and begins:
+        _check_base(config, kind)
     progress = Progress.from_env(process_index())
     progress.say("")  # a launcher's limit for the start is not meant for a large text
     on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())
     progress.say("start")
     return Roxxel(into)
+
+
+def _check_base(config: Any, tokenizer: str) -> None:
+    """Raises ValueError where `init_from` has no weights, or those of another model than the config's."""
+    wanted, config = weights_of(config.init_from), with_shape_of(config)
+    if config.model is not None:
+        return
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
+    parts, params, _, settings = take_apart(nnx.eval_shape(model_builder(config)))
+    check_weights(wanted, parts.of_base(params, settings))
 
 
 @contextlib.contextmanager

@@ -59,8 +59,8 @@ def usage_errors() -> Iterator[None]:
 class _Methods:
     """What a `Config` can do besides holding fields."""
 
-    of_run: tuple[str, str | None] | None = None
-    """Of a config that was read from a run's config.yaml: the run, and its init_from; none if it has adapters."""
+    of_run: tuple[str, str | None, bool] | None = None
+    """Of a config that was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
 
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.
@@ -115,10 +115,11 @@ class _Methods:
         Raises:
             ValueError: no such file, not YAML, or what `from_dict` says.
         """
-        values = load_yaml(path)
+        values, path = load_yaml(path), Path(path)
         config = cls.from_dict(values, str(path))
-        if RECORD in values and not config.use_lora:
-            config.of_run = str(Path(path).parent), config.init_from
+        # A copy of it elsewhere has a record too, and no weights beside it.
+        if RECORD in values and path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
+            config.of_run = str(path.parent), config.init_from, config.use_lora
         return config
 
     @classmethod

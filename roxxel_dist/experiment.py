@@ -95,7 +95,7 @@ class Experiment:
                 changed = changed_fields(before, self.config, amend=amend or bool(whose), whose=whose)
                 named = primary_path(self.config, data_path)
                 path = named or data_of(before, parent.run if parent and not saved else None)
-                made = recipe(self.config, self._open(path, run, resume))
+                made = recipe(self.config, self._open(path, run, resume, begins=not before))
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
                 trainer = self._trainer(run, made, amend, origin)
@@ -103,7 +103,8 @@ class Experiment:
                     _try(trainer)
             try:
                 # All ranks learn it, if the disk is full already.
-                on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, self._told))
+                told = "" if before else self._told  # a run that goes on has its base already
+                on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, told))
                 self._run(trainer, run, made.data.tokenizer, prompt)
             finally:
                 trainer.close()
@@ -149,12 +150,12 @@ class Experiment:
             print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
         return bool(step)
 
-    def _open(self, data_path: str | Path | None, run: Path, resume: bool) -> Roxxel:
+    def _open(self, data_path: str | Path | None, run: Path, resume: bool, *, begins: bool) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
         # Rank 0 looks for all: it may be making it already when another rank comes here.
         if agree("corpus is made", "yes" if resume and is_tokens(run / DATA) else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
-        return open_corpus(self.config, data_path, run / DATA)
+        return open_corpus(self.config, data_path, run / DATA, begins=begins)
 
     def _prompt(self, tokenizer: Tokenizer | None) -> list[int]:
         """The ids that the sample at the end continues; found out now, before hours of training."""

@@ -1,6 +1,7 @@
 """What is taken over from a run by one that comes from it, or repeats it: its config, its data, its tokenizer."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from roxxel_dist.train.origin import RunStep, run_step
 
 
 def saved_config(run: Path) -> dict[str, Any]:
-    """The config that a run keeps, its record included; empty where there is no run."""
-    return load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
+    """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
+    saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
+    init_from = saved.get("init_from")
+    return {**saved, "init_from": os.path.abspath(init_from)} if isinstance(init_from, str) else saved
 
 
 def changed_from(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -77,9 +80,10 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> RunStep |
 
 
 def with_base(config: Any) -> tuple[Any, str]:
-    """(the config with an `init_from` if it wants adapters, a line for people if that was found for it).
+    """(the config with an `init_from` if it wants adapters, a line for people if that comes from a run's config).
 
-    Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant.
+    Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant; with the config of
+    one that has some, their base.
 
     Raises:
         ValueError: there is no run whose weights the adapters could stand on.
@@ -87,7 +91,10 @@ def with_base(config: Any) -> tuple[Any, str]:
     if not config.use_lora or config.model is not None:
         return config, ""
     if config.of_run is not None and config.init_from == config.of_run[1]:
-        run = config.of_run[0]
+        run, _, adapted = config.of_run
+        if adapted:
+            told = f"{run} has adapters itself: its base {config.init_from} is taken; --init_from {run} stands on them"
+            return config, told
         told = f"init_from is {run}: the config is that run's, with use_lora turned on"
         return dataclasses.replace(config, init_from=run), told
     if config.init_from is None:

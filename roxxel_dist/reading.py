@@ -40,15 +40,17 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     return curriculum, held_out
 
 
-def absolute_paths(config: Any) -> dict[str, dict[str, str] | None]:
+def absolute_paths(config: Any) -> dict[str, Any]:
     """The fields of a config that name paths, so that a run may be resumed from another folder."""
     fields = {field: getattr(config, field) for field in ("datasets", "validation")}
-    return {
+    absolute = {
         field: {name: os.path.abspath(path) if isinstance(path, str) else path for name, path in paths.items()}
         if isinstance(paths, dict)
         else paths
         for field, paths in fields.items()
     }
+    init_from = config.init_from
+    return {**absolute, "init_from": os.path.abspath(init_from) if isinstance(init_from, str) else init_from}
 
 
 def primary_path(config: Any, data_path: str | Path | None) -> str | Path | None:

@@ -17,7 +17,7 @@ from roxxel_dist.train.fork import FROM
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
 FREE_MODEL_FIELDS = ("dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference")
-"""Of the model, what a resumed run may change."""
+"""Of the model, what a resumed run may change; a rate of dropout not between 0 and above 0."""
 DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_fraction", "tokenizer_type")
 """What decides which tokens a step reads."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
@@ -94,6 +94,12 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, w
                 raise ValueError(
                     f"{name} is {value}, and {other} has {saved[name]}: leave it as it was, or "
                     f"start a new run" + (" (or change it from here on with --amend)" if name in AMENDABLE else "")
+                )
+            counts = name == "dropout_rate" or (name == "lora_dropout" and config.use_lora)
+            if counts and config.model is None and bool(value) != bool(saved[name]):
+                raise ValueError(
+                    f"{name} is {value}, and {other} has {saved[name]}: its checkpoints hold random streams of dropout "
+                    f"only where there is some, so use {'a rate above 0' if saved[name] else '0'}, or start a new run"
                 )
             changed.append(f"{name} {saved[name]} -> {value}")
     return changed

@@ -14,12 +14,12 @@ from roxxel_dist.model.lora import A, merge_adapters, target_of
 from roxxel_dist.model.stack import unstacked
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train import checkpoint_files as files
-from roxxel_dist.train.base import BASE, SCALES, Base, check_base
+from roxxel_dist.train.base import BASE, SCALES, base_of, check_base
 from roxxel_dist.train.exporter import BEST, NEWEST
 from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.origin import run_step
-from roxxel_dist.train.restack import scales_apart
+from roxxel_dist.train.restack import scales_of
 from roxxel_dist.train.standing import META
 from roxxel_dist.train.tensor_files import WHOLE, TensorFiles, has_tensors
 from roxxel_dist.train.weights_file import read_weights, step_of
@@ -90,10 +90,10 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
     scales = about.get(SCALES, {})
     if config.model is None and config.scan_layers:
         config, params = replace(config, scan_layers=False), unstacked(params)
-        scales = scales_apart(params, scales)
+        scales = scales_of(params, scales)
     folders = (run,)
     if BASE in about:
-        base = _base_of(about[BASE], config.init_from)
+        base = _base_of(run, about[BASE])
         params, folders = base.params | params, (run, *base.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales, folders=folders)
@@ -118,9 +118,9 @@ def _about_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> dict
     return about
 
 
-def _base_of(saved: Mapping[str, Any], init_from: str | None) -> Weights:
+def _base_of(run: Path, saved: Mapping[str, Any]) -> Weights:
     """The weights that the adapters of a run stand on: those of a base with adapters are merged."""
-    base = Base.of(saved, init_from)
+    base = base_of(run, saved)
     check_base(base)
     return weights_of(base.run, step=base.step or None).merged()
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +11,15 @@ import pytest
 from commands import launched, make_corpus, rows, run
 from flax import nnx
 
-from roxxel_dist import Config, Experiment, Trainer
+from roxxel_dist import Config, Experiment, Trainer, assemble
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.lineage import saved_config, with_base
 from roxxel_dist.load import load_run
 from roxxel_dist.lora import merge_adapters
+from roxxel_dist.record import changed_fields
+from roxxel_dist.train.base import Base
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.state import take_apart
 
@@ -121,7 +126,10 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     config.max_steps = 17
     (work / "base").rename(tmp_path / "moved")
     try:
-        with pytest.raises(UsageError, match=r"adapters stand on are gone .*base has no checkpoint.*--init_from NEW_"):
+        with pytest.raises(
+            UsageError,
+            match=r"adapters stand on are gone: init_from is \S*: \S*base has no checkpoint.*--init_from NEW_",
+        ):
             Experiment(config).fit(run_dir=run, resume=True)
         assert main(["eval", str(run)]) == 2
         assert "are gone" in capsys.readouterr().err
@@ -139,6 +147,42 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     config.init_from = str(tmp_path / "other")
     with pytest.raises(UsageError, match="its weights are not those that the adapters were trained for"):
         Experiment(config).fit(run_dir=run, resume=True)
+
+
+def test_a_chain_whose_tree_and_base_were_moved(work, tmp_path, monkeypatch, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    shutil.copytree(work / "base", first / "base")
+    monkeypatch.chdir(first)
+    for name, base in (("one", "base"), ("two", "one")):
+        config = tuned(first / "base", init_from=base, max_steps=1, eval_iters=1)
+        Experiment(config).fit(work / "second.txt", name)
+        assert Config.from_yaml(first / name / "config.yaml").init_from == str(first / base)
+    first.rename(second)
+    monkeypatch.chdir(second)
+    for name, base in (("one", "base"), ("two", "one")):
+        Experiment(tuned(second / name, init_from=base)).fit(run_dir=name, resume=True)  # finished; it is written down
+        assert Config.from_yaml(second / name / "config.yaml").init_from == str(second / base)
+    (second / "base").rename(second / "moved")
+    Experiment(tuned(second / "one", init_from="moved")).fit(run_dir="one", resume=True)
+    monkeypatch.chdir(work)
+    load_run(second / "two")
+    capsys.readouterr()
+    assert main(["eval", str(second / "two"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == rows(second / "two")[1]["val_loss"]
+
+
+def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    saved = {"run": str(tmp_path / "there"), "step": 4, "asked": "runs/base", "fingerprint": "f"}
+    assert Base.of(saved, "runs/base").run == tmp_path / "there", "a relative text of old, from another folder"
+    assert Base.of(saved, "other@2").place == (Path("other"), 2)
+    (tmp_path / "there").rmdir()
+    assert Base.of(saved, str(tmp_path / "runs" / "base")).place == (tmp_path / "runs" / "base", 4)
+    config = Config(init_from="runs/base@4")
+    config.save_yaml(tmp_path / "config.yaml")
+    assert changed_fields(saved_config(tmp_path), Experiment(config).config) == []
 
 
 @pytest.mark.slow
@@ -174,22 +218,68 @@ def test_generate_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
     assert min(losses) < losses[0] - 0.1
 
 
-def test_adapters_need_a_base(work):
+def test_adapters_need_a_base(work, tmp_path):
     with pytest.raises(UsageError, match=r"use_lora is True, and init_from names no run: .*--init_from RUN"):
         Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
     config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
     assert Experiment(config).config.init_from == str(work / "base")
+    assert with_base(config)[1].startswith(f"{work / 'tuned'} has adapters itself: its base {work / 'base'} is taken")
+    shutil.copy(work / "base" / "config.yaml", tmp_path)  # a copy is of no run
+    with pytest.raises(UsageError, match="init_from names no run"):
+        Experiment(tuned(tmp_path))
+
+
+def test_text_is_not_read_for_a_base_that_does_not_fit(work, tmp_path, monkeypatch):
+    def read(*words, **more):
+        raise AssertionError("the text is read")
+
+    monkeypatch.setattr(assemble, "build", read)
+    shutil.copy(work / "base" / "tokenizer.json", tmp_path)
+    for fields, said in (
+        ({"init_from": f"{work / 'base'}@999"}, "has no checkpoint of step 999"),
+        ({"init_from": str(tmp_path)}, "has no checkpoint; name"),
+        ({"dim": 64}, "is of another model"),
+    ):
+        for use_lora in (False, True):
+            with pytest.raises(UsageError, match=said):
+                Experiment(
+                    tuned(work / "base", **{"init_from": str(work / "base"), "use_lora": use_lora, **fields})
+                ).fit(work / "second.txt", tmp_path / "run")
+    for fields in ({}, {"scan_layers": True}, {"use_bf16": True}):
+        with pytest.raises(AssertionError, match="the text is read"):
+            Experiment(tuned(work / "base", **fields)).fit(work / "second.txt", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "use_lora"), [("dropout_rate", False), ("dropout_rate", True), ("lora_dropout", True)]
+)
+def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
+    def resumed(before, now, **more):
+        saved = Config(use_lora=use_lora, **{field: before, **more}).to_dict()
+        return changed_fields(saved, Config(use_lora=use_lora, **{field: now, **more}))
+
+    assert resumed(0.1, 0.2) == [f"{field} 0.1 -> 0.2"]
+    for before, now in ((0.0, 0.1), (0.1, 0.0)):
+        with pytest.raises(ValueError, match=rf"{field} is {now}, and the run .* has {before}: its checkpoints hold"):
+            resumed(before, now)
+        assert resumed(before, now, model="mine:Model") == [f"{field} {before} -> {now}"]
+    assert changed_fields(Config().to_dict(), Config(lora_dropout=0.1)) == ["lora_dropout 0.0 -> 0.1"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_processes_and_shards_train_the_same(tmp_path):
     make_corpus(tmp_path)
-    first = run(*launched(1, 1, "base", "--dropout_rate", 0, "--max_steps", 6), cwd=tmp_path)
+    same = ["--dropout_rate", 0, "--dim", 256, "--head_size", 64, "--num_blocks", 1]  # large enough to be cut
+    first = run(*launched(1, 1, "base", *same, "--max_steps", 6), cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
+    meta = json.loads((tmp_path / "base" / "checkpoints" / "6" / "meta.json").read_text())
+    assert max(size[0] * size[1] for size in meta["shapes"].values() if len(size) == 3) >= FSDP_MIN_SIZE
     found = []
     for processes, devices in ((1, 4), (2, 2)):
         name = f"tuned-{processes}"
-        more = ["--init_from", "base", "--use_lora", "True", "--dropout_rate", 0, "--max_steps", 4, "--fsdp", "True"]
+        more = ["--init_from", "base", "--use_lora", "True", *same, "--max_steps", 4, "--fsdp", "True"]
         result = run(*launched(processes, devices, name, *more), cwd=tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
         again = run(*launched(processes, devices, name, *more, "--max_steps", 8, "--resume"), cwd=tmp_path)

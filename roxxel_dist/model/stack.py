@@ -25,6 +25,11 @@ def is_stacked(name: str) -> bool:
     return name.startswith(f"{BLOCKS}.") and not _APART.fullmatch(name)
 
 
+def stacked_name(name: str) -> str:
+    """The name that an array, or a module, has where the blocks are stacked; the same of what is in none."""
+    return f"{BLOCKS}.{apart[2]}" if (apart := _APART.fullmatch(name)) else name
+
+
 def stacked(params: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays by the names of a Transformer with `scan_layers`, from those of one without; both ways it is pure.
 

@@ -143,7 +143,7 @@ def outlook(config: Any, data_path: str | Path | None, asked: Asked) -> Outlook:
             made = recipe(config, held.enter_context(open_corpus(config, path, folder)))
             if made.data.tokenizer is not None:
                 made.data.tokenizer.encode(config.sample_prompt)
-        notes = (told,) if told else ()
+        notes = (told,) if told and not saved else ()
         notes += () if path is None or is_tokens(path) else (f"{path} is text: shards of it were made, and are gone",)
         return _look(made, asked, notes)
 

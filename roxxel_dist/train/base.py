@@ -8,12 +8,14 @@ import contextlib
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,9 +24,11 @@ from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train import restack
 from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.exporter import NEWEST
 from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.origin import RunStep, run_step
 from roxxel_dist.train.parts import Leaves
+from roxxel_dist.train.tensor_files import has_tensors
 
 BASE, SCALES = "base", "scales"
 """What a checkpoint of adapters says beside its arrays: what they stand on, and what each of them counts."""
@@ -59,10 +63,12 @@ class Base(NamedTuple):
 
         Args:
             saved: its `state()`.
-            init_from: where the run looks for it now; another text than then names its new place.
+            init_from: where the run looks for it now; another text than then names its new place, as the same one does
+                where the base is no longer at its old one.
         """
         base = cls(**{**saved, "run": Path(saved["run"])})
-        if init_from is None or init_from == base.asked:
+        same = init_from is None or os.path.abspath(init_from) == os.path.abspath(base.asked)
+        if init_from is None or (same and base.run.exists()):
             return base
         moved = run_step(init_from)
         return base._replace(run=moved.run, step=base.step if moved.step is None else moved.step, asked=init_from)
@@ -83,7 +89,7 @@ def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
     try:
         kept = store.steps()
         if not kept:
-            raise ValueError(f"{what} is {wanted}: {wanted.run} has no checkpoint; name the folder of a run that has")
+            raise ValueError(f"{what} is {wanted}: {wanted.run} has no checkpoint; {_instead(wanted.run)}")
         step = kept[-1] if wanted.step is None else wanted.step
         if step not in kept:
             raise ValueError(
@@ -93,6 +99,12 @@ def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
         yield store, step
     finally:
         store.close()
+
+
+def _instead(run: Path) -> str:
+    if (run / NEWEST).is_file() or has_tensors(run):
+        return "it has weights alone, as an export; name the run that it is from, or export that with --format hf"
+    return "name the folder of a run that has"
 
 
 def weights_of(init_from: str) -> RunStep:
@@ -121,7 +133,7 @@ def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
         with _errors_of(wanted), HfFolder(wanted.run) as folder:
             return folder.check_params(like)
     with opened("init_from", wanted) as (store, step), _errors_of(wanted):
-        base = _stands_on(store.meta(step))
+        base = _stands_on(wanted.run, store.meta(step))
         if base is None:
             restack.check_params(store, step, like)
             return None
@@ -140,7 +152,7 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
                 return folder.restore_params(like)
         with opened("init_from", wanted) as (store, step), _errors_of(wanted):
             saved = store.meta(step)
-            base = _stands_on(saved)
+            base = _stands_on(wanted.run, saved)
             if base is None:
                 return restack.restore_params(store, step, like)
             plain = based_on(base)(like)
@@ -152,8 +164,22 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
     return load
 
 
-def _stands_on(saved: Mapping[str, Any]) -> Base | None:
-    """What the weights of a checkpoint stand on; None where it holds all of them.
+def base_of(run: Path, saved: Mapping[str, Any]) -> Base:
+    """What the adapters of a checkpoint stand on: where the config of their run says that it is now.
+
+    Args:
+        run: the run directory; a run of a bare Trainer has no config.
+        saved: the `Base.state()` that the checkpoint keeps.
+    """
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Base.of(saved)
+    return Base.of(saved, (config or {}).get("init_from"))
+
+
+def _stands_on(run: Path, saved: Mapping[str, Any]) -> Base | None:
+    """What the weights of a checkpoint of a run stand on; None where it holds all of them.
 
     Raises:
         ValueError: they stand on what a function of the user's makes.
@@ -162,7 +188,7 @@ def _stands_on(saved: Mapping[str, Any]) -> Base | None:
         return None
     if BASE not in saved:
         raise ValueError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
-    return Base.of(saved[BASE])
+    return base_of(run, saved[BASE])
 
 
 def _whole(shape: jax.ShapeDtypeStruct, like: Leaves) -> Any:
@@ -212,7 +238,7 @@ def check_base(base: Base) -> None:
     try:
         found = fingerprint(base.place)
     except ValueError as error:
-        raise ValueError(f"the weights that the adapters stand on are gone ({error}): {cure}") from error
+        raise ValueError(f"the weights that the adapters stand on are gone: {error}; {cure}") from error
     if base.fingerprint and found != base.fingerprint:
         raise ValueError(
             f"init_from is {base.place}: its weights are not those that the adapters were trained for "
@@ -226,10 +252,20 @@ def fingerprint(wanted: RunStep) -> str:
     Raises:
         ValueError: there is no such checkpoint, or it cannot be read.
     """
+    if is_hf_folder(wanted.run):
+        return _agreed(wanted, _of_hugging_face(wanted.run))
+    with opened("init_from", wanted) as (store, step):  # by all ranks: a store asks for each of them
+        with _errors_of(wanted):
+            shapes = store.param_shapes(step)
+        return _agreed(wanted, _of_checkpoint(store.folder / str(step), shapes))
+
+
+def _agreed(wanted: RunStep, parcels: Iterator[Mapping[str, np.ndarray]]) -> str:
+    """The digest of what rank 0 reads, on all ranks."""
     text = ""
     if is_primary():
         try:
-            text = "=" + _digest(_in_parcels(wanted))
+            text = "=" + _digest(parcels)
         except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
             text = files.cause(error)
     text = agree("fingerprint of the base", text, READ_LIMIT_S)
@@ -238,21 +274,18 @@ def fingerprint(wanted: RunStep) -> str:
     return text[1:]
 
 
-def _in_parcels(wanted: RunStep) -> Iterator[Mapping[str, np.ndarray]]:
+def _of_hugging_face(run: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    with HfFolder(run) as folder:
+        for name in sorted(folder.tensors):
+            yield {name: folder.read(name)}
+
+
+def _of_checkpoint(folder: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[Mapping[str, np.ndarray]]:
     """Parameters by name, in the order of their names, not all of them at once."""
-    if is_hf_folder(wanted.run):
-        with HfFolder(wanted.run) as folder:
-            for name in sorted(folder.tensors):
-                yield {name: folder.read(name)}
-        return
-    with opened("init_from", wanted) as (store, step):
-        shapes = store.param_shapes(step)
-        sizes = itertools.accumulate(
-            math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes)
-        )
-        parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
-        for _, names in parcels:
-            yield files.read_params(store.folder / str(step), {name: shapes[name] for name, _ in names})
+    sizes = itertools.accumulate(math.prod(shapes[name].shape) * shapes[name].dtype.itemsize for name in sorted(shapes))
+    parcels = itertools.groupby(zip(sorted(shapes), sizes, strict=True), key=lambda one: one[1] // READ_AT_ONCE)
+    for _, names in parcels:
+        yield files.read_params(folder, {name: shapes[name] for name, _ in names})
 
 
 def _digest(parcels: Iterator[Mapping[str, np.ndarray]]) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.lora import A
-from roxxel_dist.model.stack import is_stacked, stacked, unstacked
+from roxxel_dist.model.stack import is_stacked, stacked, stacked_name, unstacked
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.parts import Leaves
 
@@ -46,12 +46,24 @@ def adapters(params: Leaves, scales: Mapping[str, float], like: Mapping[str, Any
     if any(map(is_stacked, like)) == any(map(is_stacked, params)):
         return params, dict(scales)
     turned: Any = jax.jit(_turned(params)[0])(params)
-    return turned, scales_apart(turned, scales)
+    return turned, scales_of(turned, scales)
 
 
-def scales_apart(adapters: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, float]:
-    """What each adapter counts, by the names that they have now: of a Transformer all count the same."""
-    return {name.removesuffix(A): next(iter(scales.values())) for name in adapters if name.endswith(A)}
+def scales_of(adapters: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, float]:
+    """What each adapter counts, by the names that they have now; `scales` has those of one form or the other.
+
+    Raises:
+        ValueError: adapters that are one array now count differently.
+    """
+    found: dict[str, float] = {}
+    for name, scale in scales.items():
+        whole = stacked_name(name)
+        if found.setdefault(whole, scale) != scale:
+            raise ValueError(
+                f"the adapters of its blocks count differently ({whole}): use the scan_layers that it was trained with"
+            )
+    names = (name.removesuffix(A) for name in adapters if name.endswith(A))
+    return {name: found[stacked_name(name)] for name in names}
 
 
 def _turned(like: Mapping[str, Any]) -> Any:
@@ -60,8 +72,13 @@ def _turned(like: Mapping[str, Any]) -> Any:
 
 
 def _on_the_mesh(leaf: Any, like: Mapping[str, Any]) -> Any:
-    """A shape on the devices of `like`, cut along the first dimension that they divide: it is on its way only."""
-    mesh = next(iter(like.values())).sharding.mesh
+    """A shape on the devices of `like`, cut along the first dimension that they divide: it is on its way only.
+
+    Where `like` is on none, nor is it.
+    """
+    if (place := next(iter(like.values())).sharding) is None:
+        return leaf
+    mesh = place.mesh
     fits = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
     spec = P() if fits is None else P(*(None,) * fits, mesh.axis_names)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))

@@ -17,6 +17,7 @@ MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 4}
 MOE = {"use_moe": True, "n_experts": 4}
 UNTIED = {"weight_tying": False, "pos_encoding": "learned", "no_sink": True}
 SMALL = {"dim": 32, "num_blocks": 1, "vocab_size": 64, "max_context": 32, "head_size": 8, "kv_heads": 2}
+ADAPTERS = {"use_lora": True, "lora_rank": 4, "lora_targets": "all"}
 FSDP, TENSOR_FSDP, ALL_THREE, NO_FSDP = {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}
 
 
@@ -96,14 +97,17 @@ def losses_and_gradients(fields, mesh, *, fsdp):
         told = token_losses(parts.merge(params, state.rest, settings, training=True), batch)
         return told["loss"] + told.get("balance_loss", 0.0), told["row_loss"]
 
+    # B is zero at first, and A would have no gradient.
+    params = {name: leaf + 0.05 if name.endswith("lora_b") else leaf for name, leaf in state.params.items()}
     with jax.set_mesh(mesh):
-        (total, rows), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(state.params)
-    return float(total), np.asarray(rows), jax.device_get(gradients), state.params
+        (total, rows), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return float(total), np.asarray(rows), jax.device_get(gradients), params
 
 
 def pairs():
     """Every variant on every mesh; the ones of CI have each of them once."""
     variants = {"tied": {}, "untied": UNTIED, "mla": MLA, "moe": MOE, "plain moe": MOE | {"use_swiglu": False}}
+    variants["adapters"] = ADAPTERS
     chunked = {"loss_chunk": 32, "scan_layers": True, "num_blocks": 2}
     quick = [("untied", ALL_THREE), ("mla", FSDP), ("moe", TENSOR_FSDP)]
     for name, fields in (variants | {"in chunks": chunked}).items():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from roxxel_dist.cluster import sharding
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.stack import stacked
@@ -20,12 +21,15 @@ def state(mesh, scan, *, seed=0, **fields):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_restored_in_the_other_form(scan, tmp_path):
+def test_restored_in_the_other_form(scan, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
     saved, mesh = state(make_mesh(1), scan), make_mesh(fsdp=4, tensor=2)
     store = CheckpointStore(tmp_path / "c")
     store.save(1, saved, {})
     store.wait()
     like = state(mesh, not scan, seed=5).params
+    cut = {axis for leaf in like.values() for axis in leaf.sharding.spec if axis}
+    assert cut == {"fsdp", "tensor"}
     found = restack.restore_params(store, 1, like)
     assert list(found) == list(like)
     assert {name: leaf.sharding for name, leaf in found.items()} == {name: leaf.sharding for name, leaf in like.items()}
@@ -38,3 +42,14 @@ def test_restored_in_the_other_form(scan, tmp_path):
         with pytest.raises(ValueError, match="of another model"):
             restack.restore_params(store, 1, other.params)
     store.close()
+
+
+def test_each_adapter_keeps_what_it_counts():
+    names = ["blocks.0.attention.qkv", "blocks.1.attention.qkv", "head"]
+    leaves = {f"{name}.lora_a": np.zeros((4, 2)) for name in names}
+    scales = {"blocks.attention.qkv": 2.0, "head": 3.0}
+    apart = dict(zip(names, (2.0, 2.0, 3.0), strict=True))
+    assert restack.scales_of(leaves, scales) == apart
+    assert restack.scales_of(stacked(leaves), apart) == scales
+    with pytest.raises(ValueError, match=r"blocks.attention.qkv\): .*scan_layers"):
+        restack.scales_of(stacked(leaves), {**apart, names[0]: 1.0})
