@@ -23,6 +23,7 @@ from roxxel_dist.train.base import Base
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.state import take_apart
 
+pytestmark = pytest.mark.xdist_group("lora")  # one base for all
 SMALL = {
     "dim": 32, "num_blocks": 1, "head_size": 8, "max_context": 16, "batch_size": 16, "eval_iters": 4, "log_every": 1,
     "eval_every": 8, "checkpoint_every": 4, "tokenizer_type": "byte", "val_fraction": 0.1, "lr": 1e-2, "n_devices": 1,
