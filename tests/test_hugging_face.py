@@ -90,7 +90,8 @@ def logits(model):
 
 def wanted(request):
     """The variants that this call of pytest is for."""
-    asked = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    asked = [item for item in here if request.fixturename in item.fixturenames]
     return {item.callspec.params["name"] for item in asked}
 
 
