@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import environment, rows
+from flax import nnx
 
 from roxxel_dist import Config, Experiment, Transformer
 
@@ -33,9 +34,11 @@ FACTORS = {
 IN_ANOTHER_PROCESS = """
 import json, sys
 import jax.numpy as jnp, numpy as np
+from flax import nnx
 from roxxel_dist import Transformer
 from roxxel_dist.evaluation import evaluate
-logits = np.asarray(Transformer.from_pretrained(sys.argv[1])(jnp.arange(64).reshape(2, 32)))
+model = Transformer.from_pretrained(sys.argv[1])
+logits = np.asarray(nnx.jit(lambda model, x: model(x))(model, jnp.arange(64).reshape(2, 32)))
 found = evaluate(sys.argv[1])
 print(json.dumps({"logits": logits.tobytes().hex(), "logged": len(found.logged), "deviations": found.deviations}))
 """
@@ -87,7 +90,7 @@ def test_it_trains_and_is_the_same_when_loaded(variant, tmp_path, monkeypatch):
     assert losses[30]["train_loss"] < losses[1]["train_loss"] - 0.5
     model = Transformer.from_pretrained(run)
     tokens = jnp.arange(64).reshape(2, 32)
-    logits = np.asarray(model(tokens))
+    logits = np.asarray(nnx.jit(lambda model, x: model(x))(model, tokens))
     assert len(np.unique(logits)) > 1000
     found = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS, run], cwd=tmp_path, env=environment(), capture_output=True,
@@ -103,7 +106,7 @@ def test_it_trains_and_is_the_same_when_loaded(variant, tmp_path, monkeypatch):
 
 def check_decoding(model, tokens, logits):
     """A token at a time with a cache gives what all of them together give, beyond the window too."""
-    cache = model.empty_cache(2)
+    cache, step = model.empty_cache(2), nnx.jit(lambda model, x, cache: model(x, cache=cache))
     for i in range(tokens.shape[1]):
-        one, cache = model(tokens[:, i : i + 1], cache=cache)
+        one, cache = step(model, tokens[:, i : i + 1], cache)
         assert np.abs(one[:, 0] - logits[:, i]).max() < 1e-5 * max(1, np.abs(logits).max()), f"position {i}"
