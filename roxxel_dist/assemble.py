@@ -32,7 +32,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.own import find_function
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
-from roxxel_dist.train.base import check_weights, weights_of
+from roxxel_dist.train.base import check_weights, checkpoint_named
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 from roxxel_dist.train.evaluate import HELD_OUT
 from roxxel_dist.train.optimizer import NamedOptimizer
@@ -193,7 +193,7 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins
 
 def _check_base(config: Any, tokenizer: str) -> None:
     """Raises ValueError where `init_from` has no weights, or those of another model than the config's."""
-    wanted, config = weights_of(config.init_from), with_shape_of(config)
+    wanted, config = checkpoint_named(config.init_from), with_shape_of(config)
     if config.model is not None:
         return
     config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)

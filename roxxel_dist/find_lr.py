@@ -10,7 +10,7 @@ from roxxel_dist.cluster.process import initialize, make_deterministic, pin_thre
 from roxxel_dist.config import usage_errors
 from roxxel_dist.lineage import with_base
 from roxxel_dist.reading import primary_path
-from roxxel_dist.train.base import loader, weights_of
+from roxxel_dist.train.base import checkpoint_named, loader
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.lr_finder import suggest, sweep_rates
 from roxxel_dist.train.lr_sweep import sweep, sweep_stream
@@ -49,7 +49,7 @@ def find_lr(
 
 def _loader(init_from: str) -> Callable[[Leaves], Leaves]:
     """What gives the weights that training would begin with; those of another model are the user's to mend."""
-    load = loader(weights_of(init_from))
+    load = loader(checkpoint_named(init_from))
 
     def told(like: Leaves) -> Leaves:
         with usage_errors():

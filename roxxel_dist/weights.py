@@ -19,7 +19,7 @@ from roxxel_dist.train.exporter import BEST, NEWEST
 from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.origin import run_step
-from roxxel_dist.train.restack import scales_of
+from roxxel_dist.train.restack import scales_by_form
 from roxxel_dist.train.standing import META
 from roxxel_dist.train.tensor_files import WHOLE, TensorFiles, has_tensors
 from roxxel_dist.train.weights_file import read_weights, step_of
@@ -90,7 +90,7 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
     scales = about.get(SCALES, {})
     if config.model is None and config.scan_layers:
         config, params = replace(config, scan_layers=False), unstacked(params)
-        scales = scales_of(params, scales)
+        scales = scales_by_form(params, scales)
     folders = (run,)
     if BASE in about:
         base = _base_of(run, about[BASE])

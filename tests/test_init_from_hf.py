@@ -13,7 +13,7 @@ from roxxel_dist import Config, Experiment, Transformer
 from roxxel_dist.config import UsageError
 from roxxel_dist.export import export_run
 from roxxel_dist.lineage import with_shape_of
-from roxxel_dist.train.base import weights_of
+from roxxel_dist.train.base import checkpoint_named
 from roxxel_dist.train.hf_folder import HfFolder
 
 QUIET = {"batch_size": 8, "max_steps": 1, "lr": 1e-9, "optimizer": "sgd", "sample_prompt": "def"}
@@ -85,7 +85,7 @@ def test_a_damaged_folder(folder, tmp_path, spoil, message):
 def test_an_export_of_another_kind(folder, tmp_path, kind):
     export_run(folder / "run", kind, tmp_path / "out")
     with pytest.raises(ValueError, match=r"out has no checkpoint; it has weights alone, .* with --format hf"):
-        weights_of(str(tmp_path / "out"))
+        checkpoint_named(str(tmp_path / "out"))
 
 
 def change(folder, **fields):

@@ -120,13 +120,6 @@ class Transformer(nnx.Module):
         logits = self.logits(x_BxLxD)
         return logits if cache is None else (logits, cache)
 
-    def forward(
-        self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None, positions_BxL: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(the logits, float32[] the balance loss: what `states` says of it). Arguments and errors as of a call."""
-        x_BxLxD, balance, _ = self.states(tokens_BxL, segments_BxL, positions_BxL)
-        return self.logits(x_BxLxD), balance
-
     def states(
         self,
         tokens_BxL: jax.Array,

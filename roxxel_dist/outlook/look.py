@@ -23,7 +23,7 @@ from roxxel_dist.report.runs import read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import arrays, device_bytes, look_ahead, memory_limit
-from roxxel_dist.train.base import check_weights, weights_of
+from roxxel_dist.train.base import check_weights, checkpoint_named
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.follow import end_of
 from roxxel_dist.train.model_state import ModelState
@@ -179,7 +179,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         options, curriculum = LoopOptions(**made.options), made.curriculum
         check_batches(curriculum.shapes, made.grad_accum)
         plan = _plan(made, asked.run)
-        weights = None if options.init_from is None else weights_of(options.init_from)
+        weights = None if options.init_from is None else checkpoint_named(options.init_from)
         parts, state, settings = look_ahead(made.build, made.optimizer, mesh, options, plan.total_steps)
         if weights is not None:
             check_weights(weights, parts.of_base(state.params, settings))

@@ -107,7 +107,7 @@ def _instead(run: Path) -> str:
     return "name the folder of a run that has"
 
 
-def weights_of(init_from: str) -> RunStep:
+def checkpoint_named(init_from: str) -> RunStep:
     """The checkpoint that a run has its weights from; a folder of Hugging Face has no step.
 
     Raises:

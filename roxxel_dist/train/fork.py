@@ -8,7 +8,7 @@ from roxxel_dist.cluster.process import is_primary
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.badstep import BadStep
-from roxxel_dist.train.base import BASE, SCALES, Base, based_on, fingerprint, loader, opened, weights_of
+from roxxel_dist.train.base import BASE, SCALES, Base, based_on, checkpoint_named, fingerprint, loader, opened
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.cursor import write_cursor
@@ -172,7 +172,7 @@ def restore_start(store: CheckpointStore, start: Start, like: TrainState) -> Tra
 
 
 def _with_weights(init_from: str, start: Start) -> Start:
-    wanted = weights_of(init_from)
+    wanted = checkpoint_named(init_from)
     base = Base(wanted.run, wanted.step or 0, init_from)
     told = f"the weights are those of {wanted}; moments, random streams and the position in the data are new"
     record = {FROM: {"run": str(wanted.run.absolute()), "step": wanted.step}}

@@ -46,10 +46,10 @@ def adapters(params: Leaves, scales: Mapping[str, float], like: Mapping[str, Any
     if any(map(is_stacked, like)) == any(map(is_stacked, params)):
         return params, dict(scales)
     turned: Any = jax.jit(_turned(params)[0])(params)
-    return turned, scales_of(turned, scales)
+    return turned, scales_by_form(turned, scales)
 
 
-def scales_of(adapters: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, float]:
+def scales_by_form(adapters: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, float]:
     """What each adapter counts, by the names that they have now; `scales` has those of one form or the other.
 
     Raises:

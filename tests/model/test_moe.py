@@ -266,7 +266,8 @@ def model(**fields):
 def test_the_loss_and_the_balance_loss():
     """Logits are of the cross-entropy alone; of what is minimised the gradient is the sum of both."""
     one, x = model(alpha_balance=0.5, num_blocks=2), words(4, 33)
-    logits, balance = one.forward(x[:, :-1])
+    states, balance, _ = one.states(x[:, :-1])
+    logits = one.logits(states)
     assert np.array_equal(logits, one(x[:, :-1]))
     losses = token_losses(one, x)
     assert set(losses) == {"loss", "row_loss", "balance_loss"}

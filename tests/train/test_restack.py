@@ -49,7 +49,7 @@ def test_each_adapter_keeps_what_it_counts():
     leaves = {f"{name}.lora_a": np.zeros((4, 2)) for name in names}
     scales = {"blocks.attention.qkv": 2.0, "head": 3.0}
     apart = dict(zip(names, (2.0, 2.0, 3.0), strict=True))
-    assert restack.scales_of(leaves, scales) == apart
-    assert restack.scales_of(stacked(leaves), apart) == scales
+    assert restack.scales_by_form(leaves, scales) == apart
+    assert restack.scales_by_form(stacked(leaves), apart) == scales
     with pytest.raises(ValueError, match=r"blocks.attention.qkv\): .*scan_layers"):
-        restack.scales_of(stacked(leaves), {**apart, names[0]: 1.0})
+        restack.scales_by_form(stacked(leaves), {**apart, names[0]: 1.0})
