@@ -27,6 +27,8 @@ class JobArgs:
     """K=V: a variable for every rank, for instance NCCL_DEBUG=INFO; K alone passes on the launcher's. Repeatable."""
     env_from: str | None = None
     """A file with a K=V a line, for every rank; --env wins over it."""
+    run_id: str | None = None
+    """Names the run, and its folder runs/run_ID; not given, the time."""
     port: int | None = None
     """Port on which the processes find each other, and one more at each restart; free ones where not given."""
     max_restarts: int = 3
@@ -97,18 +99,18 @@ class SshArgs(JobArgs, HostArgs):
 
 def launch_local(words: list[str]) -> int:
     """Start ranks on this machine."""
-    args, command = _parse(LocalArgs, words, "local", "--nprocs 2")
+    args, command = launch_words(LocalArgs, words, "local", "--nprocs 2")
     with usage_errors():
         from roxxel_dist.launcher.backends.local import LocalBackend
 
         backend = LocalBackend()
-        job = _job(args, args.nprocs, command, backend)
-    return _launch(args, job, backend)
+        job = job_of(args, args.nprocs, command, backend)
+    return start(args, job, backend)
 
 
 def launch_ssh(words: list[str]) -> int:
     """Start ranks on hosts that ssh reaches."""
-    args, command = _parse(SshArgs, words, "ssh", "--hosts a,b")
+    args, command = launch_words(SshArgs, words, "ssh", "--hosts a,b")
     with usage_errors():
         from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
 
@@ -119,14 +121,14 @@ def launch_ssh(words: list[str]) -> int:
         if args.min_hosts is not None and args.min_hosts > len(hosts):
             raise ValueError(f"--min-hosts {args.min_hosts}: there are {len(hosts)} hosts; use at most {len(hosts)}")
         backend = SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
-        job = _job(args, procs * len(hosts), command, backend)
-    return _launch(args, job, backend)
+        job = job_of(args, procs * len(hosts), command, backend)
+    return start(args, job, backend)
 
 
 A = TypeVar("A")
 
 
-def _parse(kind: type[A], words: list[str], name: str, example: str) -> tuple[A, list[str]]:
+def launch_words(kind: type[A], words: list[str], name: str, example: str) -> tuple[A, list[str]]:
     """The launcher's own options, and the words after `--`."""
     if "--" not in words and not {"-h", "--help"} & set(words):
         raise UsageError(f"no command: write it after `--`, as in `launch {name} {example} -- train --data_path DIR`")
@@ -134,7 +136,7 @@ def _parse(kind: type[A], words: list[str], name: str, example: str) -> tuple[A,
     return parse(kind, words[:cut], f"launch {name}", underscores=False), words[cut + 1 :]
 
 
-def _launch(args: JobArgs, job: "JobSpec", backend: "Backend") -> int:
+def start(args: JobArgs, job: "JobSpec", backend: "Backend") -> int:
     """Start a job, or tell what would be started."""
     if args.dry_run:
         from roxxel_dist.launcher.dry_run import as_json, as_text
@@ -165,7 +167,7 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
     return 0
 
 
-def _job(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
+def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher import registry
     from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements
@@ -175,8 +177,8 @@ def _job(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> 
         raise ValueError("--json tells what would run: give it with --dry-run")
     if command[:1] == ["train"]:
         parse_train(command[1:])
-    fields = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs"}
-    run_id = new_run_id(registry.knows)
+    fields = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
+    run_id = args.run_id or new_run_id(registry.knows)
     job = JobSpec(
         command=tuple(command),
         nprocs=nprocs,

@@ -142,6 +142,8 @@ def initialize() -> None:
             # The coordinator would listen on every interface: it has no password.
             coordinator_bind_address=coordinator,
             initialization_timeout=INIT_TIMEOUT_S,
+            # In a SLURM step jax would still give each process one device, by the step's own numbers (jax#23452).
+            cluster_detection_method="deactivate",
         )
         return
     try:

@@ -29,6 +29,7 @@ from roxxel_dist.launcher.outcome import USAGE_S
 from roxxel_dist.launcher.rank import Rank, exit_code
 from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
+from roxxel_dist.launcher.variables import misleads
 
 CHUNK = 1 << 16
 FULL = 1 << 20
@@ -110,7 +111,7 @@ class Agent:
     def _start(self, order: Message) -> None:
         self._total = order["total"]
         self._progress = progress.create(self._progress_file, self._total)
-        base = {name: value for name, value in os.environ.items() if name not in CONTRACT}
+        base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
         for rank in order["ranks"]:
             env = {**base, **rank["env"], progress.ENV: str(self._progress_file)}
             env[KEY_ENV] = self._guard.key(rank["rank"])

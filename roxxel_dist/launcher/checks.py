@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roxxel_dist.launcher.facts import Facts, is_loopback
+from roxxel_dist.launcher.facts import Facts, is_loopback, usable_gpus
 from roxxel_dist.launcher.wanted import Wanted
 
 Level = Literal["ok", "warning", "error"]
@@ -187,11 +187,13 @@ def _data(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
 def _gpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
     # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
     need = wanted.gpus_per_host if wanted.visible is None else None
-    few = [host for host, facts in hosts.items() if need and facts["gpus"] is not None and facts["gpus"] < need]
-    for host in few:
-        count = hosts[host]["gpus"]
+    counts = {host: usable_gpus(facts) for host, facts in hosts.items()}
+    few = {host: count for host, count in counts.items() if need and count is not None and count < need}
+    for host, count in few.items():
         fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"
-        text = f"{host}: --gpus-per-host {need}, and it has {count} (/dev/nvidia*); {fix}, or leave this host out"
+        listed = hosts[host]["visible"]
+        where = "/dev/nvidia*" if listed is None else f"CUDA_VISIBLE_DEVICES={listed}"
+        text = f"{host}: --gpus-per-host {need}, and it has {count} ({where}); {fix}, or leave this host out"
         yield finding("error", "devices", [host], text)
     groups = _groups(hosts, lambda facts: (facts["gpus"], facts["tpus"]))
     if len(groups) > 1 and not few:

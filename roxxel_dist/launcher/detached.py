@@ -46,6 +46,7 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
     host = backend.hosts[0]
     spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
     process = backend.start(host, MODULE)
+    assert isinstance(process, subprocess.Popen)  # a backend that can be described starts programs of this machine
     try:
         out, err = process.communicate(json.dumps(spec).encode() + b"\n", timeout=START_S)
     except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from typing import Any
 from roxxel_dist.launcher.leftovers import leftovers
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-STALE = ("SLURM_", "MEGASCALE_", "OMPI_")
+STALE = ("MEGASCALE_", "OMPI_")
 """Variables of other launchers, by their beginning: jax and its libraries would believe them."""
 
 Facts = dict[str, Any]
@@ -33,6 +33,7 @@ def gather(question: Facts) -> Facts:
     told: Facts = {
         "machine": _machine(),
         "gpus": _gpus(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpus": len(_devices("/dev", r"accel\d+")),
         "cpus": len(os.sched_getaffinity(0)),
         "platforms": os.environ.get("JAX_PLATFORMS"),
@@ -128,6 +129,12 @@ def _gpus() -> int | None:
     """
     found = len(_devices("/dev", r"nvidia\d+") or _devices("/proc/driver/nvidia/gpus", r".+"))
     return None if not found and os.path.exists("/dev/kfd") else found
+
+
+def usable_gpus(facts: Facts) -> int | None:
+    """How many GPUs the programs of a host may use: by its own list, or all; None where nobody counts them."""
+    listed = facts["visible"]
+    return facts["gpus"] if listed is None else len([name for name in listed.split(",") if name.strip()])
 
 
 def _ssh_address(connection: str) -> str | None:

@@ -1,6 +1,7 @@
 """What to start: JobSpec, the environment of a rank, run ids, log folders and ports."""
 
 import os
+import re
 import socket
 import sys
 import time
@@ -23,6 +24,8 @@ CONTRACT = (
     EXIT_TIMEOUT_ENV,
 )
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class JobSpec:
     """Seconds that the other ranks get when one has ended with 0."""
     grace: float = 30.0
     """Seconds that ranks get to save after Ctrl-C or SIGTERM."""
+    first_attempt: int = 0
+    """How often this run was launched before; not 0: its ranks resume."""
     min_hosts: int | None = None
     """How many hosts are enough to go on after a restart; None: all of them."""
     host_timeout: float = 60.0
@@ -65,19 +70,20 @@ class JobSpec:
             raise ValueError("no command: write what every process runs after `--`, for instance `-- train data.txt`")
         if any("\0" in word for word in self.command):
             raise ValueError("the command holds a NUL character, which no process can receive: take it out")
-        if self.nprocs < 1:
-            raise ValueError(f"--nprocs {self.nprocs}: must be at least 1; leave it out for one process")
-        if self.devices_per_proc is not None and self.devices_per_proc < 1:
-            raise ValueError(
-                f"--devices-per-proc {self.devices_per_proc}: must be at least 1; leave it out to use all devices"
-            )
+        if not RUN_ID.fullmatch(self.run_id):
+            raise ValueError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
+        for flag, value, fix in (
+            ("--nprocs", self.nprocs, "leave it out for one process"),
+            ("--devices-per-proc", self.devices_per_proc, "leave it out to use all devices"),
+            ("--min-hosts", self.min_hosts, "leave it out to need every host"),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} {value}: must be at least 1; {fix}")
         last = 65535 - self.max_restarts  # each restart takes the next one
         if self.port is not None and not 1 <= self.port <= last:
             raise ValueError(f"--port {self.port}: must be within 1 and {last}; leave --port out to take a free one")
         if self.gpus_per_host is not None:
             _check_gpus(self.gpus_per_host, self.devices_per_proc)
-        if self.min_hosts is not None and self.min_hosts < 1:
-            raise ValueError(f"--min-hosts {self.min_hosts}: must be at least 1; leave it out to need every host")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts {self.max_restarts}: must be 0 (never) or more")
         if self.step_timeout is not None and not 0 < self.step_timeout < float("inf"):
@@ -166,16 +172,25 @@ class Placement:
 
 
 def placements(
-    job: JobSpec, hosts: Sequence[str], coordinator: str, outer: Mapping[str, str], attempt: int = 0
+    job: JobSpec,
+    hosts: Sequence[str],
+    coordinator: str,
+    outer: Mapping[str, str],
+    attempt: int = 0,
+    visible: Mapping[str, str] | None = None,
 ) -> list[Placement]:
-    """Deal the ranks to the hosts, in blocks. Raises ValueError where GPUs do not divide among the ranks of a host."""
+    """Deal the ranks to the hosts, in blocks. Raises ValueError where GPUs do not divide among the ranks of a host.
+
+    `visible` is CUDA_VISIBLE_DEVICES of the hosts that have a list of their own; that of the job or of `outer` wins.
+    """
+    common = {**outer, **job.env}.get("CUDA_VISIBLE_DEVICES")
     placed = []
     for number, host in enumerate(hosts):
         first, end = (job.nprocs * n // len(hosts) for n in (number, number + 1))
         ranks = {rank: rank_environment(job, rank, coordinator, outer, attempt) for rank in range(first, end)}
         for index, env in enumerate(ranks.values()):
             if job.gpus_per_host is not None:
-                allowed = {**outer, **job.env}.get("CUDA_VISIBLE_DEVICES")
+                allowed = common if common is not None else (visible or {}).get(host)
                 env["CUDA_VISIBLE_DEVICES"] = visible_gpus(job.gpus_per_host, len(ranks), index, allowed)
         placed.append(Placement(host=host, ranks=ranks))
     return placed

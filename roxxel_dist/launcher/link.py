@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
 from roxxel_dist.launcher.logs import Lines
@@ -17,6 +17,37 @@ BEAT_S = 0.5
 """How often a controller and its agents let each other hear that they live."""
 WORDS = 20
 """Lines of an agent's stderr that are kept, to tell why it ended."""
+
+
+class Process(Protocol):
+    """The near end of a program on a host: as much of `subprocess.Popen` as the launcher needs."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Where orders go."""
+        ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Where messages come from."""
+        ...
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """What is said beside them."""
+        ...
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended, when it has. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
 
 
 class Backend(Protocol):
@@ -51,7 +82,7 @@ class Backend(Protocol):
         """What `start` runs on this machine."""
         ...
 
-    def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
+    def start(self, host: str, module: str, *words: str) -> Process:
         """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
         ...
 
@@ -72,7 +103,7 @@ class Link:
 
     host: str
     ranks: list[int]
-    process: "subprocess.Popen[bytes]"
+    process: Process
     heard: float = field(default_factory=time.monotonic)
     """When the agent said something last, by the launcher's clock."""
     ready: bool = False

@@ -1,8 +1,8 @@
 """Before each attempt: which hosts are there, whether they are fit for the job, and which of them work."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.crew import Crew, crew, micro_batches
 from roxxel_dist.launcher.job import JobSpec
@@ -33,6 +33,8 @@ class Mustered:
     crew: Crew
     coordinator: str
     """address:port of rank 0's coordinator, as all of them reach it."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """CUDA_VISIBLE_DEVICES of the hosts that have it."""
 
 
 class Muster:
@@ -63,7 +65,7 @@ class Muster:
         while True:
             seen = self._look(chosen, attempt)
             if seen.fit:
-                return Mustered(crew=chosen, coordinator=_endpoint(seen))
+                return Mustered(crew=chosen, coordinator=_endpoint(seen), visible=seen.visible)
             problems = _problems(seen)
             if time.monotonic() < until:
                 self._tell(problems, told)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from roxxel_dist.launcher.channel import encode
-from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.link import Backend, Process
 
 PROBE = "roxxel_dist.launcher.probe"
 LIMIT_S = 60.0
@@ -33,7 +33,7 @@ class _Probe:
     """A probe that runs on a host."""
 
     host: str
-    process: subprocess.Popen[bytes]
+    process: Process
     out: int
     err: int
     said: bytes = b""
@@ -55,7 +55,7 @@ class Panel:
         """Hosts that do not answer, and why."""
         self._select = selectors.DefaultSelector()
         self._probes: dict[str, _Probe] = {}
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[Process] = []
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ, None)
         try:
@@ -163,7 +163,7 @@ class Panel:
         self.close()
 
 
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+def _write(process: Process, data: bytes) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # the end of its stdout tells, and its stderr says why
         process.stdin.write(data)

@@ -6,7 +6,7 @@ whoever only wants to know.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
@@ -32,6 +32,8 @@ class Ready:
     findings: tuple[Finding, ...]
     unreachable: Mapping[str, str]
     """Hosts that did not answer, and why; nothing else was checked on them."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """CUDA_VISIBLE_DEVICES of the hosts that have it (a scheduler sets it)."""
 
     @property
     def fit(self) -> bool:
@@ -110,7 +112,8 @@ def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | N
             found.append(_no_address(list(told)))
         if wanted.shared and len(told) > 1:
             found += _shared(panel, list(told), wanted.run_dir)
-        return Ready(address=address, port=free, findings=tuple(found), unreachable=dict(panel.gone))
+        visible = {host: facts["visible"] for host, facts in told.items() if facts["visible"] is not None}
+        return Ready(address=address, port=free, findings=tuple(found), unreachable=dict(panel.gone), visible=visible)
 
 
 def _facts(panel: Panel, hosts: Sequence[str], question: Message) -> Hosts:

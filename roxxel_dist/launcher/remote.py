@@ -53,6 +53,7 @@ def _start(entry: Entry, *words: str) -> subprocess.Popen[bytes]:
     assert entry.via is not None
     assert entry.controller_host is not None
     process = make(entry.via).start(entry.controller_host, PROGRAM, *words)
+    assert isinstance(process, subprocess.Popen)  # a backend that can be described starts programs of this machine
     if process.stdin is not None:
         process.stdin.close()
         process.stdin = None  # or `communicate` flushes it

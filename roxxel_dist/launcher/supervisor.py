@@ -79,10 +79,11 @@ def _attempt(
     ready: Mustered, backend: Backend, number: int, signals: Signals, screen: Screen, entry: Register
 ) -> _Told:
     screen.flush()  # a detached launcher lets go of its terminal here
-    entry.update(state="running", attempt=number)
     job = ready.crew.job
-    placed = placements(job, ready.crew.hosts, ready.coordinator, backend.environment, number)
-    logs = Logs(job, screen.say, number)
+    count = job.first_attempt + number
+    entry.update(state="running", attempt=count)
+    placed = placements(job, ready.crew.hosts, ready.coordinator, backend.environment, count, ready.visible)
+    logs = Logs(job, screen.say, count)
     begun = time.monotonic()
     attempt = Attempt(job, logs, screen, signals, entry)
     try:
@@ -93,7 +94,7 @@ def _attempt(
     now = ended(outcome, seconds=time.monotonic() - begun, counts=job.command[0] == "train")
     report = report_of(job, outcome, logs, attempt.stack)
     refused = job.command[0] == "train" or logs.hold_refusals_alone
-    if now.code == EXIT_USAGE and number == 0 and outcome.reached == 0 and refused:
+    if now.code == EXIT_USAGE and count == 0 and outcome.reached == 0 and refused:
         logs.remove()
     return _Told(ended=now, report=report)
 

@@ -25,6 +25,7 @@ def healthy(number: int) -> dict[str, Any]:
         "script": None,
         "data": None,
         "gpus": 0,
+        "visible": None,
         "tpus": 0,
         "cpus": 8,
         "platforms": None,
@@ -111,7 +112,7 @@ CASES = [
         ["h2", "this run", "20250101_000000", "10 min", "kill 4711"],
     ),
     ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),
-    ("variables", "warning", put("h2", variables=["SLURM_JOB_ID"]), ["h2", "SLURM_JOB_ID", "unset"]),
+    ("variables", "warning", put("h2", variables=["OMPI_COMM_WORLD_SIZE"]), ["h2", "OMPI_COMM_WORLD_SIZE", "unset"]),
     ("host", "warning", put("h2", machine="boot1 net"), ["h1, h2", "one machine"]),
 ]
 

@@ -112,14 +112,14 @@ def test_hosts_that_differ(tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "other" / "roxxel_dist", ignore=ignored)
     (tmp_path / "other" / "roxxel_dist" / "more.py").write_text("")
     hosts: dict[str, dict[str, Any]] = {name: {"cwd": tmp_path / name} for name in NAMES}
-    hosts["b"]["env"] = {"SLURM_JOB_ID": "7", "TMPDIR": str(tmp_path / "a" / "data.txt")}
+    hosts["b"]["env"] = {"OMPI_COMM_WORLD_SIZE": "7", "TMPDIR": str(tmp_path / "a" / "data.txt")}
     hosts["c"]["env"] = {"PYTHONPATH": str(tmp_path / "other")}
     ready = check(hosts, "train", "--data_path", "data.txt", "--run_dir", "runs/x")
     assert errors(ready) == {"code": NAMES, "disk": ("b",), "run directory": ("b", "c")}
     told = {one.check: one.text for one in ready.findings if one.level != "ok"}
     assert " on a, b; " in told["code"]
     assert told["code"].count(" on c") == 1
-    assert "SLURM_JOB_ID" in told["variables"]
+    assert "OMPI_COMM_WORLD_SIZE" in told["variables"]
     assert not ready.fit
     assert ready.port
     (tmp_path / "a.py").write_text("pass")
@@ -234,7 +234,7 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     hosts.resolve("h2", own="127.0.1.1")
     hosts.tmpfs("h3", tmp_path / "runs", "128k")
     hosts.bind("h2", tmp_path / "other" / "a.rox", tmp_path / "corpus_00001.rox")
-    hosts.set_env("h3", SLURM_JOB_ID="7")
+    hosts.set_env("h3", OMPI_COMM_WORLD_SIZE="7")
     hosts.run(["ip", "route", "add", "blackhole", hosts.address("h1")], on="h2")
     leftover = hosts.popen(
         [sys.executable, "-c", "input()", "roxxel_dist.launcher.worker", "train", "--run_dir", "runs/x"],

@@ -79,14 +79,14 @@ def test_facts_of_this_machine(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "a.py"
     script.write_text("pass\n")
     before = time.time()
-    told = start(SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22", SLURM_JOB_ID="1", MEGASCALE_X="x", SLURMY="no").facts(
+    told = start(SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22", OMPI_X="1", MEGASCALE_X="x", OMPIX="no").facts(
         script="a.py"
     )
     assert before <= told["clock"] <= time.time()
     assert told["name"] == socket.gethostname()
     assert told["ssh_address"] == "10.0.0.2"
-    assert {"SLURM_JOB_ID", "MEGASCALE_X"} <= set(told["variables"])
-    assert "SLURMY" not in told["variables"]
+    assert {"OMPI_X", "MEGASCALE_X"} <= set(told["variables"])
+    assert "OMPIX" not in told["variables"]
     assert told["versions"]["python"] == sys.version.split()[0]
     assert {"jax", "jaxlib", "numpy", "roxxel-dist", "orbax-checkpoint"} <= set(told["versions"])
     assert told["code"] == hash_of_code()
