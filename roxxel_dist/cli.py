@@ -20,13 +20,13 @@ from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cli_plan import plan
 from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
+from roxxel_dist.cli_slurm import launch_slurm
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
     "sweep": "search for the best configuration",
-    "launch slurm": "start ranks in a SLURM job",
     "launch k8s": "start ranks in Kubernetes",
     "launch ray": "start ranks on a Ray cluster",
 }
@@ -114,8 +114,8 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local, ssh."""
-    return _dispatch("launch", {"local": launch_local, "ssh": launch_ssh}, words)
+    """Start a program as many processes and watch over them: local, ssh, slurm."""
+    return _dispatch("launch", {"local": launch_local, "ssh": launch_ssh, "slurm": launch_slurm}, words)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ LAYERS = [
         "cli_plan",
         "cli_report",
         "cli_runs",
+        "cli_slurm",
     ],
     ["launcher"],
     ["trainer"],

@@ -220,6 +220,7 @@ class Register:
         backend: Backend,
         *,
         started: Callable[[Entry], None] | None = None,
+        detached: bool = False,
         controller_host: str | None = None,
         via: dict[str, Any] | None = None,
     ) -> None:
@@ -239,10 +240,15 @@ class Register:
             begun=now,
             updated=now,
             grace=job.grace,
-            detached=started is not None,
+            detached=detached or started is not None,
             controller_host=controller_host,
             via=via,
         )
+
+    @property
+    def entry(self) -> Entry:
+        """As it is now."""
+        return self._entry
 
     def __enter__(self) -> "Register":
         with self._safely():
