@@ -151,7 +151,7 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
     """Run on the nodes that this job has."""
     with usage_errors():
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
-        from roxxel_dist.launcher.slurm_job import nodes, run_in_allocation
+        from roxxel_dist.launcher.slurm_job import binds_cpus, nodes, run_in_allocation
 
         names = nodes(inside.nodelist)
         wanted = len(names) if args.nodes is None else args.nodes + args.spare_hosts
@@ -164,7 +164,7 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
         working = count_working(len(hosts), args.spare_hosts, args.min_hosts)
         backend = SlurmBackend(
             inside.job_id, hosts, python=args.python, directory=args.directory, container=args.container,
-            runtime=args.runtime, mounts=args.mount, gpus=args.gpus_per_host is not None,
+            runtime=args.runtime, mounts=args.mount, gpus=args.gpus_per_host is not None, binds=binds_cpus(),
         )  # fmt: skip
         job = job_of(args, args.procs_per_host * working, command, backend)
         job = dataclasses.replace(job, first_attempt=inside.restarts)

@@ -1,6 +1,7 @@
 """The launcher inside a SLURM job: which nodes it has, and whether the job is queued again when it ends."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -63,6 +64,15 @@ def nodes(nodelist: str) -> list[str]:
     return told.stdout.split()
 
 
+def binds_cpus() -> bool:
+    """Whether this SLURM binds tasks to CPUs; one that does not would complain when it is told not to."""
+    try:
+        told = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return True
+    return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))$", told.stdout, re.MULTILINE) is None
+
+
 def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, max_requeues: int) -> int:
     """Run a job on the nodes of an allocation, and have SLURM queue it again where that helps; its exit code."""
     register = Register(
@@ -75,7 +85,7 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, m
     if register.entry.detached:
         print(header(register.entry), end="", flush=True)
     result = supervise(job, backend, register)
-    again = requeue(result, inside, max_requeues)
+    again = requeue(result, inside, max_requeues, _state(inside.job_id) if inside.batch else "")
     if again.why:
         print(f"roxxel-dist: {again.why}", file=sys.stderr, flush=True)
     if again.asked:
@@ -91,10 +101,12 @@ class Requeue:
     why: str = ""
 
 
-def requeue(result: Result, inside: Allocation, max_requeues: int) -> Requeue:
-    """What a job that ended so does next.
+def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -> Requeue:
+    """What a job that ended so does next; `state` is what SLURM says of it.
 
-    SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT).
+    SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT). A job
+    that is no longer RUNNING is ended by SLURM: after `scancel` it must not come back, and where it was preempted, or
+    has lost a node, SLURM queues it again itself.
     """
     if result.requested == SIGTERM and result.code in (EXIT_DRAINED, 128 + SIGTERM):
         unsaved = "" if result.code == EXIT_DRAINED else ", though the ranks did not save in time (--grace is longer?)"
@@ -105,6 +117,8 @@ def requeue(result: Result, inside: Allocation, max_requeues: int) -> Requeue:
         return Requeue(asked=False)
     if not inside.batch:
         return Requeue(asked=False)
+    if state != "RUNNING":
+        return Requeue(asked=False, why=f"{cause}; job {inside.job_id} is {state or 'unknown to SLURM'}: SLURM decides")
     if inside.restarts >= max_requeues:
         return Requeue(
             asked=False,
@@ -112,6 +126,13 @@ def requeue(result: Result, inside: Allocation, max_requeues: int) -> Requeue:
         )
     count = f"requeue {inside.restarts + 1} of {max_requeues}"
     return Requeue(asked=True, why=f"{cause}; job {inside.job_id} is queued again ({count})")
+
+
+def _state(job_id: str) -> str:
+    """JobState; empty where SLURM does not tell."""
+    told = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False)
+    found = re.search(r"\bJobState=(\w+)", told.stdout)
+    return found[1] if found else ""
 
 
 def _requeue(job_id: str) -> None:

@@ -15,7 +15,6 @@ OPTIONS = (
     "--nodes=1",
     "--ntasks=1",
     "--overlap",  # probe and agent share the node, and a step of the user's own may be there
-    "--cpu-bind=none",  # the ranks are spread by the kernel over all CPUs that the job has there
     "--mpi=none",
     "--unbuffered",
     "--wait=0",
@@ -38,6 +37,7 @@ class SlurmBackend:
         runtime: what runs it: pyxis (a plugin of srun) or apptainer.
         mounts: of the container, beside the working directory, as `/path` or `/path:/inside`.
         gpus: whether the ranks use GPUs: apptainer has to be told.
+        binds: whether this SLURM would bind the agent, and with it its ranks, to some of the CPUs of the job.
 
     Raises:
         ValueError: a runtime that there is not.
@@ -57,6 +57,7 @@ class SlurmBackend:
         runtime: str | None = None,
         mounts: Sequence[str] = (),
         gpus: bool = False,
+        binds: bool = True,
     ) -> None:
         check_container(container, runtime, mounts)
         self.job_id = job_id
@@ -64,6 +65,7 @@ class SlurmBackend:
         self._python = python or ("python3" if container else sys.executable)
         self._directory = directory or os.getcwd()
         self._container, self._runtime, self._mounts, self._gpus = container, runtime, tuple(mounts), gpus
+        self._binds = binds
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -83,6 +85,7 @@ class SlurmBackend:
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The srun that `start` runs."""
         step = ["srun", f"--jobid={self.job_id}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
+        step += ["--cpu-bind=none"] if self._binds else []
         program = [self._python, "-u", "-m", module, *words]
         if self._container is None:
             return [*step, f"--chdir={self._directory}", *program]
@@ -119,6 +122,7 @@ class SlurmBackend:
             "runtime": self._runtime,
             "mounts": list(self._mounts),
             "gpus": self._gpus,
+            "binds": self._binds,
         }
 
 
