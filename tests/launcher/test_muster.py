@@ -14,6 +14,44 @@ from roxxel_dist.launcher.preflight import Ready
 from roxxel_dist.launcher.screen import Screen
 from roxxel_dist.launcher.signals import Signals
 
+Asked = list[tuple[str, ...]]
+
+
+def muster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], attempt: int, **more: Any) -> Asked:
+    """The hosts that were looked at, in order, until some can start: the last ones."""
+    asked: Asked = []
+
+    def look(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> Ready:
+        asked.append(hosts)
+        assert len(asked) < 9
+        away = {host: "no route" for host in hosts if host in gone}
+        return Ready(address="10.0.0.1", port=1, findings=(), unreachable=away)
+
+    monkeypatch.setattr(muster_file, "look", look)
+    monkeypatch.setattr(muster_file, "micro_batches", lambda command: [8])
+    job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, **more)
+    with Screen(all_ranks=False) as screen, Signals(screen.say) as signals:
+        ready = Muster(job, SshBackend(["a", "b", "c", "d"]), signals, screen).ready(attempt)
+    assert ready.crew.hosts == asked[-1]
+    assert ready.crew.job.nprocs == 2 * len(asked[-1])
+    return asked
+
+
+def test_spare_hosts_wait_until_another_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert muster(tmp_path, monkeypatch, set(), 0, spare_hosts=2) == [("a", "b")]
+    assert muster(tmp_path, monkeypatch, {"d"}, 0, spare_hosts=2) == [("a", "b")]
+    assert muster(tmp_path, monkeypatch, {"a"}, 0, spare_hosts=2) == [("a", "b"), ("b", "c")]
+    patient = {"spare_hosts": 2, "host_timeout": 1000}
+    assert muster(tmp_path, monkeypatch, {"b", "c"}, 1, **patient) == [("a", "b"), ("a", "c"), ("a", "d")]
+
+
+def test_fewer_hosts_than_work_when_the_spare_ones_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"b", "c", "d"}
+    with pytest.raises(NotReadyError, match="host d cannot be used"):
+        muster(tmp_path, monkeypatch, gone, 1, spare_hosts=2, host_timeout=0)
+    less = muster(tmp_path, monkeypatch, gone, 1, spare_hosts=2, host_timeout=0, min_hosts=1)
+    assert less == [("a", "b"), ("a", "c"), ("a", "d"), ("a",)]
+
 
 def test_what_no_single_host_is_to_blame_for_ends_the_muster_with_idle_hosts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
