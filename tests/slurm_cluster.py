@@ -8,6 +8,7 @@ import os
 import pwd
 import re
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from hosts import CONTROLLER, Cluster
 from machines import PATH
 
 LIMIT_S = 60.0
+GPUS = 4
+"""Of each node, for SLURM to count and hand out; their devices are as /dev/null."""
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 CONF = """\
 ClusterName=sim
@@ -34,10 +37,12 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 ReturnToService=1
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
+GresTypes=gpu
 SlurmdParameters=config_overrides
 SlurmdTimeout=6
 MessageTimeout=5
@@ -89,12 +94,18 @@ class Slurm:
         for name in ("state", "munge", *(f"spool-{host}" for host in self.hosts.names)):
             (self._folder / name).mkdir(parents=True)
         nodes = (
-            f"NodeName={name} NodeAddr={self.hosts.address(name)} CPUs=4 RealMemory=1000" for name in self.hosts.names
+            f"NodeName={name} NodeAddr={self.hosts.address(name)} CPUs=4 RealMemory=1000 Gres=gpu:{GPUS}"
+            for name in self.hosts.names
         )
         conf = CONF.format(
             controller=CONTROLLER, address=self.hosts.address(CONTROLLER), folder=self._folder, nodes="\n".join(nodes)
         )
         (self._folder / "slurm.conf").write_text(conf)
+        for number in range(GPUS):
+            os.mknod(self._folder / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        (self._folder / "gres.conf").write_text(
+            f"Name=gpu Flags=nvidia_gpu_env File={self._folder}/gpu[0-{GPUS - 1}]\n"
+        )
         self._start_munge()
         self._daemon("slurmctld", CONTROLLER, "slurmctld", "-D")
         for host in self.hosts.names:
@@ -118,7 +129,13 @@ class Slurm:
     def _daemon(self, name: str, on: str, *words: object) -> None:
         with (self._folder / f"{name}.out").open("ab") as out:
             self._daemons[name] = self.hosts.popen(
-                words, on=on, cwd="/", env=self.environ, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                ("setpriv", "--pdeathsig", "KILL", *words),
+                on=on,
+                cwd="/",
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
 
     def start_node(self, host: str) -> None:
@@ -162,9 +179,13 @@ class Slurm:
     def close(self) -> None:
         """Cancel what runs, and end the daemons."""
         if "slurmctld" in self._daemons and self._daemons["slurmctld"].poll() is None:
-            self.run("scancel", "--full", "--user=root")
+            self.run("scancel", "--full", "--signal=KILL", "--user=root")
         for name in (*self.hosts.names, "slurmctld", "munged"):
             if name in self._daemons:
                 self._daemons[name].terminate()
         for daemon in self._daemons.values():
-            daemon.wait()
+            try:
+                daemon.wait(5)
+            except subprocess.TimeoutExpired:  # a slurmd waits for what it has started
+                daemon.kill()
+                daemon.wait()

@@ -19,7 +19,7 @@ from slurm_cluster import Slurm
 
 from roxxel_dist.data.dataset import Roxxel
 
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 SHOW = """
 import json, os, socket, sys
 facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
@@ -38,6 +38,17 @@ CONFIG = """
 {dim: 16, num_blocks: 1, kv_heads: 1, head_size: 8, max_context: 64, dropout_rate: 0.1, grad_accum: 1, lr: 3.0e-3,
  phases: [{steps: STEPS, batch_size: 12, seq_len: 33}],
  log_every: 1, eval_every: 100, eval_iters: 1, checkpoint_every: 20}
+"""
+# In each rank, before anything else is imported: a step takes a while, so that there is time to disturb it.
+SLOW = """
+import os, time
+from roxxel_dist.cluster.progress import Progress
+enter = Progress.enter
+def slowly(self, step):
+    time.sleep(float(os.environ["SECONDS_A_STEP"]))
+    enter(self, step)
+if "SECONDS_A_STEP" in os.environ:
+    Progress.enter = slowly
 """
 UNLIKE = {"ms_per_step", "tokens_per_s", "ram_gb"}
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -152,6 +163,17 @@ def test_what_ranks_get_and_how_a_job_is_looked_at(desk: Callable[[], Desk]) -> 
     assert not two.left()
 
 
+def test_gpus_are_dealt_out_of_those_that_slurm_gives(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    other = two.slurm.run("sbatch", "--parsable", "-N2", "--gres=gpu:1", "--wrap", "sleep 1000").stdout.strip()
+    two.slurm.wait(other, "RUNNING")
+    options = ["--nodes", 2, "--procs-per-host", 2, "--gpus-per-host", 2]
+    number = two.launch(*options, "--", sys.executable, "-c", SHOW)
+    assert two.slurm.wait(number, *OVER)["JobState"] == "COMPLETED", two.log()
+    facts = [json.loads((two.folder / f"facts.{rank}").read_text()) for rank in range(4)]
+    assert [fact["env"]["CUDA_VISIBLE_DEVICES"] for fact in facts] == ["1", "2", "1", "2"], "the other job has GPU 0"
+
+
 def test_a_running_job_is_followed_and_stopped_from_the_login_node(desk: Callable[[], Desk]) -> None:
     two = desk()
     number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
@@ -256,10 +278,12 @@ def train(desk: Callable[[int], Desk]) -> Trained:
         one = desk(nodes)
         tokens = np.random.default_rng(0).integers(0, 500, 1 << 17, np.uint16)
         Roxxel(one.folder / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
+        (one.folder / "site").mkdir()
+        (one.folder / "site" / "sitecustomize.py").write_text(SLOW)
+        slow = {"PYTHONPATH": f"{one.folder / 'site'}:{ROOT}", "SECONDS_A_STEP": "0.05"}
         (one.folder / "config.yaml").write_text(CONFIG.replace("STEPS", str(steps)))
-        number = one.launch(
-            "--nodes", 2, "--devices-per-proc", 1, *options, "--", *TRAIN, "--run_dir", "run", XLA_FLAGS=FAST
-        )
+        words = ["--nodes", 2, "--devices-per-proc", 1, *options, "--", *TRAIN, "--run_dir", "run"]
+        number = one.launch(*words, XLA_FLAGS=FAST, **slow)
         one.until(lambda: one.step() >= until, f"step {until}")
         return one, number
 
@@ -300,17 +324,19 @@ def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
-    two, number = train(900, "--slurm-time", 1, "--grace", 15)
-    job = check(two, number, 900)
+    two, number = train(800, "--slurm-time", 1, "--grace", 5)
+    job = check(two, number, 800)
     assert int(job["Restarts"]) >= 1
     assert "SLURM asked it to end" in two.log()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", ["killed slurmd", "set DOWN"])
 def test_a_lost_node_has_slurm_queue_the_job_again(how: str, train: Trained) -> None:
-    two, number = train(900)
+    two, number = train(300)
     if how == "killed slurmd":
         two.slurm.kill_node("h2")
     else:
@@ -319,14 +345,15 @@ def test_a_lost_node_has_slurm_queue_the_job_again(how: str, train: Trained) -> 
     if how == "killed slurmd":
         two.slurm.start_node("h2")
     two.slurm.run("scontrol", "update", "nodename=h2", "state=RESUME")
-    job = check(two, number, 900)
+    job = check(two, number, 300)
     assert job["Restarts"] == "1"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_training_goes_on_in_place_with_a_spare_node(train: Trained) -> None:
-    three, number = train(900, "--spare-hosts", 1, nodes=3)
+    three, number = train(300, "--spare-hosts", 1, nodes=3)
     three.slurm.run("scontrol", "update", "nodename=h2", "state=DOWN", "reason=test")
-    job = check(three, number, 900)
+    job = check(three, number, 300)
     assert job["Restarts"] == "0"
     assert "going on without h2, with h3 instead" in three.log()
