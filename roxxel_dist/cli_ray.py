@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from contextlib import ExitStack
 
-from roxxel_dist.cli_launch import JobArgs, job_of, launch_words, start
+from roxxel_dist.cli_launch import JobArgs, count_working, job_of, launch_words, start
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch
@@ -59,13 +59,11 @@ def launch_ray(words: list[str]) -> int:
 
         if args.procs_per_host < 1:
             raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")
-        if args.min_hosts is not None and args.min_hosts > args.hosts:
-            raise ValueError(f"--min-hosts {args.min_hosts}: there are {args.hosts} hosts; use at most {args.hosts}")
         backend = RayBackend(
             args.address, args.hosts, cpus=args.cpus_per_host, gpus=args.gpus_per_host, python=args.python,
             directory=args.directory, insecure=args.insecure, place_s=args.place_timeout, say=_say,
         )  # fmt: skip
-        job = job_of(args, args.procs_per_host * args.hosts, command, backend)
+        job = job_of(args, args.procs_per_host * count_working(args.hosts, 0, args.min_hosts), command, backend)
     if args.dry_run:
         return start(args, job, backend)
     with ExitStack() as stack:

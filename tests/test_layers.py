@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_ray"],
+    ["cli_ray", "cli_slurm"],
     [
         "cli_data",
         "cli_doctor",
@@ -24,7 +24,6 @@ LAYERS = [
         "cli_plan",
         "cli_report",
         "cli_runs",
-        "cli_slurm",
     ],
     ["launcher"],
     ["trainer"],
