@@ -46,7 +46,7 @@ def nodes() -> Iterator[RayNodes]:
     """Two nodes that both have joined."""
     if why := missing():
         pytest.skip(why)
-    with ray_nodes(2) as started:
+    with ray_nodes(2, head=("--include-dashboard", "false")) as started:
         command = words(started.address, 2, "--place-timeout", 120, "--run-id", "warm", "--", "true")
         done = started.hosts.run(command, on="h1", cwd=started.folder, env=started.environment, timeout=180)
         assert done.returncode == 0, done.stderr
