@@ -51,7 +51,9 @@ class RayNodes:
     def start(self, name: str, *options: object) -> None:
         """Start Ray on a host; does not wait until it has joined."""
         head = name == self.hosts.names[0]
-        role = ["--head", "--port", 6379, "--temp-dir", self.folder] if head else ["--address", self.address]
+        role = ["--head", "--port", 6379] if head else ["--address", self.address]
+        # Each its own, as on machines: Ray unpacks a job's files there, and takes away what lies in the way.
+        role += ["--temp-dir", self.folder / name]
         words = [*RAY, "start", "--block", *role, "--node-ip-address", self.hosts.address(name), "--num-cpus", CPUS]
         words += ["--object-store-memory", 80_000_000, "--disable-usage-stats", *options]
         env = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}

@@ -205,18 +205,19 @@ def test_as_a_job_of_ray(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "told.py").write_text("print('told by', __file__)")
+    (tmp_path / "mine" / "told.py").write_text("import os; print('told by', os.path.abspath(__file__))")
     with ray_nodes(2) as nodes:
         entry = words("auto", 2, "--place-timeout", 120, "--all-ranks", "--", "python", "told.py")
         submit = [*RAY, "job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", tmp_path / "mine", "--"]
         env = {name: value for name, value in nodes.environment.items() if name != "RAY_ADDRESS"}
-        env["RAY_JOB_AGENT_WAIT"] = "1"
         for _ in range(60):  # until the server of jobs is up
             result = nodes.hosts.run([*submit, *entry], on="h1", env=env, timeout=200)
             if "Failed to connect" not in result.stderr + result.stdout:
                 break
         assert result.returncode == 0, result.stdout + result.stderr
-        assert result.stdout.count("| told by ") == 2
+        told = re.findall(r" [01] \| told by (.*)", result.stdout)
+        assert len(told) == 2
+        assert {Path(path).relative_to(nodes.folder).parts[0] for path in told} == {"h1", "h2"}
         assert not nodes.ours()
 
 
