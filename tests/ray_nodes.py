@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,11 @@ class RayNodes:
             self.daemons[name] = self.hosts.popen(words, on=name, env=env, **pipes)
 
     def stop(self, name: str) -> None:
-        """End Ray on a host as a person would."""
+        """End Ray on a host as a person would; what does not end is killed with the host."""
         daemon = self.daemons.pop(name)
         daemon.send_signal(signal.SIGTERM)
-        daemon.wait(END_S)
+        with suppress(subprocess.TimeoutExpired):
+            daemon.wait(END_S)
 
     def kill(self, name: str) -> None:
         """End Ray on a host as a crash would: its daemon, and whatever it then leaves."""

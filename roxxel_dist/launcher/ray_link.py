@@ -6,6 +6,7 @@ No port and no key of ours: everything travels in calls of the actor, which Ray 
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any
@@ -14,6 +15,7 @@ CHUNK = 1 << 16
 KILL_S = 5.0
 """How long a node may take to say how a killed program ended, before nobody waits for it."""
 REASON_S = 1.0
+LOOK_S = 1.0
 LOST = 255
 """How a program ends whose node is gone, as with ssh."""
 
@@ -30,16 +32,25 @@ class RayProcess:
         number: names the program, for this actor and all that follow it.
         words: its command line.
         directory: where it runs; None: where Ray's worker does.
+        closed: set before Ray is shut down; nothing is asked of it any more.
     """
 
-    def __init__(self, reach: Callable[[], Any], number: int, words: Sequence[str], directory: str | None) -> None:
-        self._reach, self._number = reach, number
+    def __init__(
+        self,
+        reach: Callable[[], Any],
+        number: int,
+        words: Sequence[str],
+        directory: str | None,
+        closed: threading.Event,
+    ) -> None:
+        self._reach, self._number, self._closed = reach, number, closed
         self._words, self._directory = list(words), directory
         self._code: int | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._node: Any = None
         self._killed = False
+        self._threads: list[threading.Thread] = []
         orders, stdin = os.pipe()
         stdout, out = os.pipe()
         stderr, err = os.pipe()
@@ -76,6 +87,7 @@ class RayProcess:
 
     def _thread(self, run: Callable[..., None], *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=run, args=arguments, name=f"ray-{self._number}", daemon=True)
+        self._threads.append(thread)
         thread.start()
         return thread
 
@@ -116,10 +128,26 @@ class RayProcess:
         self._end(LOST)
         os.close(out)
 
-    def _ask(self, method: str, *arguments: object) -> Any:
-        import ray
+    def leave(self, limit_s: float) -> None:
+        """Wait until no thread of this one is in Ray any more, when `closed` is set."""
+        end = time.monotonic() + limit_s
+        for thread in list(self._threads):
+            thread.join(max(0.0, end - time.monotonic()))
 
-        return ray.get(getattr(self._node, method).remote(self._number, *arguments))
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """The answer of the actor. Raises RayError, also when the launcher has closed."""
+        import ray
+        from ray.exceptions import GetTimeoutError
+
+        if self._closed.is_set():
+            raise GetTimeoutError("the launcher has ended")
+        answer = getattr(self._node, method).remote(self._number, *arguments)
+        while True:
+            try:
+                return ray.get(answer, timeout=LOOK_S)
+            except GetTimeoutError:
+                if self._closed.is_set():  # who waits in Ray while it is shut down takes the process with it
+                    raise
 
     def _carry(self, fd: int, error: bool) -> None:
         """Bring what the program says into a pipe here, to its end."""

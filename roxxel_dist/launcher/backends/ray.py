@@ -1,6 +1,5 @@
 """Ranks on the nodes of a Ray cluster: an actor a node starts the agents, and Ray carries what they say."""
 
-import itertools
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ from roxxel_dist.launcher.ray_link import NoNodeError, RayProcess, gone
 LEASH_S = 10.0
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
+LEAVE_S = 3.0
 THREADS = 32
 """Calls that an actor answers at once: up to four a program, more where stuck ones are left behind."""
 
@@ -73,7 +73,8 @@ class RayBackend:
         self._hosts = tuple(self._homes)
         self._actors: list[Any] = []
         self._locks = [threading.Lock() for _ in range(count)]
-        self._numbers = itertools.count()
+        self._processes: list[RayProcess] = []
+        self._closed = threading.Event()
         self._open, self._in_worker = ExitStack(), False
         self._ray: Any = None
         self._group: Any = None
@@ -122,6 +123,11 @@ class RayBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let go of the nodes, and whatever runs there."""
+        self._closed.set()
+        for actor in self._actors:
+            self._ray.kill(actor)  # what is asked of one that does not answer fails then
+        for process in self._processes:
+            process.leave(LEAVE_S)
         self._open.close()
 
     def start(self, host: str, module: str, *words: str) -> RayProcess:
@@ -129,7 +135,9 @@ class RayBackend:
         index = self._hosts.index(host)
         directory = None if self._in_worker else self._directory
         argv = self.argv(host, module, *words)
-        return RayProcess(lambda: self._reach(index, host), next(self._numbers), argv, directory)
+        number = len(self._processes)
+        self._processes.append(RayProcess(lambda: self._reach(index, host), number, argv, directory, self._closed))
+        return self._processes[number]
 
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""
