@@ -18,6 +18,8 @@ from hosts import ROOT, Cluster
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 CPUS = 2
+GPUS = 4
+"""Ray only counts them."""
 END_S = 30.0
 OURS = ("roxxel_dist", "RayNode", "sleep 1000")
 
@@ -55,7 +57,7 @@ class RayNodes:
         # Each its own, as on machines: Ray unpacks a job's files there, and takes away what lies in the way.
         role += ["--temp-dir", self.folder / name]
         words = [*RAY, "start", "--block", *role, "--node-ip-address", self.hosts.address(name), "--num-cpus", CPUS]
-        words += ["--object-store-memory", 80_000_000, "--disable-usage-stats", *options]
+        words += ["--num-gpus", GPUS, "--object-store-memory", 80_000_000, "--disable-usage-stats", *options]
         env = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         with (self.folder / f"{name}.log").open("ab") as log:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}

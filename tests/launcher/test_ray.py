@@ -15,6 +15,8 @@ from commands import losses, make_corpus, run
 from machines import missing
 from ray_nodes import RAY, RayNodes, ray_nodes
 
+from roxxel_dist.launcher.ray_node import environment
+
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
 Until = Callable[[Callable[[], Any], str], None]
 STAY = "touch up.$ROXXEL_PROCESS_ID; sleep 1000; true"
@@ -88,6 +90,23 @@ def test_what_each_rank_sees(nodes: RayNodes, tmp_path: Path) -> None:
         assert not [name for name in env if name.startswith("RAY_")]
         assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "NOT"} & set(env)
     assert facts[0]["env"]["ROXXEL_COORDINATOR"].split(":")[0] == nodes.hosts.address(facts[0]["host"])
+
+
+def test_the_gpus_that_ray_gives_are_dealt_to_the_ranks(nodes: RayNodes, tmp_path: Path) -> None:
+    show = "echo $CUDA_VISIBLE_DEVICES > gpus.$ROXXEL_PROCESS_ID"
+    options = ["--gpus-per-host", 4, "--procs-per-host", 2, "--", "bash", "-c", show]
+    result = launch(nodes, tmp_path, *options)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [(tmp_path / f"gpus.{rank}").read_text() for rank in range(4)] == ["0,1\n", "2,3\n"] * 2
+
+
+def test_variables_of_a_node() -> None:
+    own = {"A": "1", "RAY_AUTH_TOKEN": "x", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SSH_CONNECTION": "x"}
+    node = {"CUDA_VISIBLE_DEVICES": "2,3", "B": "2"}
+    assert environment(own, node, [], dealt=False) == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert environment(own, node, [], dealt=True) == {"A": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = environment(own, {}, ["OMP_NUM_THREADS"], dealt=False)
+    assert kept == {"A": "1", "OMP_NUM_THREADS": "1"}
 
 
 def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Path) -> None:
@@ -198,6 +217,27 @@ def test_a_node_that_dies_and_comes_back(nodes: RayNodes, tmp_path: Path, until:
     assert job.returncode == 0, err
     assert b"attempt 1 of 2\n" in out
     until(lambda: not nodes.ours(), "everything to be gone")
+
+
+@pytest.mark.slow
+def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Path, until: Until) -> None:
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(2) as nodes:
+        options = ["--place-timeout", 120, "--max-restarts", 0]
+        job = begin(nodes, tmp_path, until, *options, "--", "bash", "-c", STAY)
+        nodes.hosts.drop("h2")
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(5)
+        nodes.hosts.restore("h2")
+        with pytest.raises(subprocess.TimeoutExpired):  # longer than the leash, were it not heard again
+            job.wait(11)
+        nodes.hosts.drop("h2")
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 137
+        assert b"host 10.77.0.2 has said nothing for 10 s" in err
+        # The actor itself lives as long as Ray on that node, which waits for its head.
+        until(lambda: not any("RayNode" not in line for line in nodes.ours().get("h2", [])), "the ranks to be gone")
 
 
 @pytest.mark.slow
