@@ -1,6 +1,7 @@
 """`launch ray`: ranks on the nodes of a Ray cluster."""
 
 import dataclasses
+import os
 import sys
 from contextlib import ExitStack
 
@@ -73,7 +74,11 @@ def launch_ray(words: list[str]) -> int:
         except ClusterError as problem:
             _say(str(problem))
             return EXIT_PREFLIGHT
-        return start(args, job, backend)
+        code = start(args, job, backend)
+    if backend.abandoned:
+        sys.stdout.flush()
+        os._exit(code)  # Ray's own handler would wait for a minute, and then choose another code
+    return code
 
 
 def _say(line: str) -> None:

@@ -6,8 +6,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 LISTED = 8
 """Nodes that a message names."""
 ASK_S = 10.0
@@ -34,17 +37,18 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
         ClusterError: it does not answer.
     """
     check_address(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a launcher reports nothing to anybody
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if find_spec("ray") is None:
+        raise ValueError("Ray is not installed: pip install 'roxxel-dist[ray]'")
+    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    asked = is_open(known) if HOST_PORT.fullmatch(known) else None  # before a token goes there
+    if asked is not None and not insecure:
+        check_closed(asked, known)
+    if asked is False or (asked is None and has_token()):
+        os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported; without it, it tries in vain for 20 s
+    import ray
+    from ray.exceptions import RayError
+
     try:
-        import ray
-        from ray.exceptions import RayError
-    except ImportError as error:
-        raise ValueError("Ray is not installed: pip install 'roxxel-dist[ray]'") from error
-    asked = None if address == "auto" else is_open(address)  # before a token goes there
-    try:
-        if asked is not None and not insecure:
-            check_closed(asked, address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
         raise ClusterError(f"--address {address}: {no_answer(error)}") from error
@@ -63,7 +67,7 @@ def check_address(address: str) -> None:
             f"--address {address}: the launcher must run inside the cluster; send it there with `ray job submit "
             "--address http://HEAD:8265 -- roxxel-dist launch ray --address auto …`, or run it on a node"
         )
-    if address != "auto" and not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}", address):
+    if address != "auto" and not HOST_PORT.fullmatch(address):
         raise ValueError(
             f"--address {address!r}: write `auto`, or HOST:PORT of the cluster's head (port 6379 by default)"
         )
@@ -77,6 +81,13 @@ def no_answer(error: Exception) -> str:
         "nodes, and is the token here that of the cluster (RAY_AUTH_MODE=token, and ~/.ray/auth_token or "
         "RAY_AUTH_TOKEN_PATH)?"
     )
+
+
+def has_token() -> bool:
+    """Whether Ray would find a token here."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
 
 
 def is_open(gcs: str) -> bool:

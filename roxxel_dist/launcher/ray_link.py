@@ -187,11 +187,13 @@ class RayProcess:
 
 def gone(problem: Exception) -> str:
     """Why an actor does not answer, in one line: Ray's own text has many."""
-    from ray.exceptions import ActorDiedError, NodeDiedError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
 
     if isinstance(problem, NodeDiedError) or "node has died" in str(problem):
         return "Ray says that the node died"
     if isinstance(problem, ActorDiedError):
         return "its Ray actor died (its process was killed, or its node is gone)"
+    if isinstance(problem, ActorUnavailableError):
+        return "the connection to its Ray actor broke"
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"Ray cannot reach its actor: {lines[0] if lines else type(problem).__name__}"

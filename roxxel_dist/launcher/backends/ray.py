@@ -15,6 +15,7 @@ from roxxel_dist.launcher.ray_link import NoNodeError, RayProcess, gone
 LEASH_S = 10.0
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
+CLOSE_S = 10.0
 LEAVE_S = 3.0
 THREADS = 32
 """Calls that an actor answers at once: up to four a program, more where stuck ones are left behind."""
@@ -76,6 +77,8 @@ class RayBackend:
         self._processes: list[RayProcess] = []
         self._closed = threading.Event()
         self._open, self._in_worker = ExitStack(), False
+        self.abandoned = False
+        """Whether closing was given up: an ordinary end of this process would then wait for Ray again."""
         self._ray: Any = None
         self._group: Any = None
 
@@ -115,15 +118,23 @@ class RayBackend:
             self._group = stack.enter_context(placing)
             self._actors = [self._make(index) for index in range(len(self._homes))]
             self._await_actors(max(ACTOR_S, end - time.monotonic()))
-            self._homes = ray_cluster.addresses(self._ray, self._group)
+            self._homes = unique(ray_cluster.addresses(self._ray, self._group))
             self._open = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of the nodes, and whatever runs there."""
+        """Let go of the nodes, and whatever runs there; not for longer than CLOSE_S, where Ray does not answer."""
         self._closed.set()
+        closing = threading.Thread(target=self._close, name="ray-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            self.abandoned = True
+            self._say("Ray does not answer any more (is its head up?); it frees the nodes when it misses this process")
+
+    def _close(self) -> None:
         for actor in self._actors:
             self._ray.kill(actor)  # what is asked of one that does not answer fails then
         for process in self._processes:
@@ -176,6 +187,8 @@ class RayBackend:
                     self._ray.get(self._actors[index].ready.remote(), timeout=ACTOR_S)
                     break
                 except errors.GetTimeoutError:
+                    self._ray.kill(self._actors[index])  # it may never answer again, though its node is well
+                    self._actors[index] = self._make(index)
                     raise NoNodeError(
                         f"Ray had no node for it within {ACTOR_S:g} s, or the node does not answer (`ray status`)"
                     ) from None
@@ -187,7 +200,15 @@ class RayBackend:
             return self._actors[index]
 
     def _note_move(self, index: int, host: str) -> None:
-        now = ray_cluster.addresses(self._ray, self._group)[index]
-        if now and now != self._homes[index]:
+        now = unique(ray_cluster.addresses(self._ray, self._group))[index]
+        if now != self._homes[index]:
             self._say(f"Ray has moved the part of {self._homes[index]} to {now}; this attempt still calls it {host}")
             self._homes[index] = now
+
+
+def unique(addresses: Sequence[str]) -> list[str]:
+    """Names of the bundles by the addresses of their nodes: Ray can run several nodes on one machine."""
+    return [
+        address if address and list(addresses).count(address) == 1 else f"{address or 'bundle'}#{index}"
+        for index, address in enumerate(addresses)
+    ]
