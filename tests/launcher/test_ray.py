@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import losses, make_corpus, run
+from commands import losses, run
 from machines import missing
 from ray_nodes import RAY, RayNodes, ray_nodes
 
@@ -110,21 +110,26 @@ def test_variables_of_a_node() -> None:
 
 
 def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Path) -> None:
-    make_corpus(tmp_path)
     (tmp_path / "short.yaml").write_text(CONFIG)
-    options = ["--devices-per-proc", 1, "--max-restarts", 0, "--"]
-    train = ["train", "--config", "short.yaml", "--data_path", "data", "--run_dir"]
-    local = run("launch", "local", "--nprocs", 2, *options, *train, "here", cwd=tmp_path)
+    source = Path(json.__file__).parent
+    built = run("data", "build", source, "--out", "data", "--vocab_size", 300, cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    options = ["--max-restarts", 0, "--devices-per-proc"]
+    train = ["--", "train", "--config", "short.yaml", "--data_path", "data", "--run_dir"]
+    local = run("launch", "local", *options, 2, *train, "here", cwd=tmp_path)  # the same two devices
     assert local.returncode == 0, local.stderr
     env = {name: os.environ[name] for name in os.environ if name.startswith("JAX_")}
     passed = [word for name in (*env, "PJRT_NPROC") for word in ("--env", name)]
-    result = launch(nodes, tmp_path, *passed, *options, *train, "there", timeout=240)
+    result = launch(nodes, tmp_path, *passed, *options, 1, *train, "there", timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert losses(tmp_path / "there") == losses(tmp_path / "here")
     assert len(losses(tmp_path / "there")) == 4
 
 
-@pytest.mark.parametrize("victim", ["rank", "worker", "launcher", pytest.param("agent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victim",
+    ["rank", "launcher", pytest.param("worker", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.slow)],
+)
 def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: Path, until: Until) -> None:
     job = begin(nodes, tmp_path, until, "--max-restarts", 0, "--", "bash", "-c", STAY)
     parts = {"agent": "launcher.agent", "rank": "bash -c touch", "worker": "RayNode"}
@@ -181,9 +186,10 @@ def test_a_cluster_that_lets_in_everybody_is_refused(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
     with ray_nodes(1, token=False, head=("--include-dashboard", "false")) as open_nodes:
-        for address in (open_nodes.address, "auto"):
+        env = {name: value for name, value in open_nodes.environment.items() if name != "RAY_ADDRESS"}
+        for address in (open_nodes.address, "auto"):  # asked before it is joined, and after
             command = words(address, 1, "--", "touch", "x")
-            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=open_nodes.environment)
+            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=env)
             assert result.returncode == 2
             assert "lets in everybody who reaches it" in result.stderr
             assert "ray get-auth-token --generate" in result.stderr
