@@ -18,6 +18,7 @@ from roxxel_dist.cli_generate import generate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_launch import launch_local, launch_ssh
 from roxxel_dist.cli_plan import plan
+from roxxel_dist.cli_ray import launch_ray
 from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cli_slurm import launch_slurm
@@ -28,7 +29,6 @@ from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 NOT_BUILT = {
     "sweep": "search for the best configuration",
     "launch k8s": "start ranks in Kubernetes",
-    "launch ray": "start ranks on a Ray cluster",
 }
 
 Command = Callable[[list[str]], int]
@@ -114,8 +114,9 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local, ssh, slurm."""
-    return _dispatch("launch", {"local": launch_local, "ssh": launch_ssh, "slurm": launch_slurm}, words)
+    """Start a program as many processes and watch over them: local, ssh, slurm, ray."""
+    backends = {"local": launch_local, "ssh": launch_ssh, "slurm": launch_slurm, "ray": launch_ray}
+    return _dispatch("launch", backends, words)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

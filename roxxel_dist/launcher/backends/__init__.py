@@ -23,4 +23,8 @@ def make(description: Mapping[str, Any]) -> "Backend":
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
 
         return SlurmBackend(**values)
-    raise ValueError(f"there is no way to launch that is called {kind!r}: use local, ssh or slurm")
+    if kind == "ray":
+        from roxxel_dist.launcher.backends.ray import RayBackend
+
+        return RayBackend(**values)
+    raise ValueError(f"there is no way to launch that is called {kind!r}: use local, ssh, slurm or ray")

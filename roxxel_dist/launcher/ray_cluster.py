@@ -1,0 +1,193 @@
+"""A Ray cluster as the launcher meets it: connected to, asked who is let in, and a place on each of several nodes."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
+LISTED = 8
+"""Nodes that a message names."""
+ASK_S = 10.0
+TOKEN = (
+    "Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token to every node (mode 600), and start Ray "
+    "with RAY_AUTH_MODE=token everywhere"
+)
+
+
+class ClusterError(Exception):
+    """The cluster cannot be used now. The message is for people."""
+
+
+@contextmanager
+def connected(address: str, *, insecure: bool) -> Iterator[Any]:
+    """The module ray, connected to the cluster at `auto` or `host:port`.
+
+    Args:
+        address: where the cluster is.
+        insecure: use it too where it lets in everybody.
+
+    Raises:
+        ValueError: no address of a cluster, Ray is not installed, or the cluster lets in everybody.
+        ClusterError: it does not answer.
+    """
+    check_address(address)
+    if find_spec("ray") is None:
+        raise ValueError("Ray is not installed: pip install 'roxxel-dist[ray]'")
+    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    asked = is_open(known) if HOST_PORT.fullmatch(known) else None  # before a token goes there
+    if asked is not None and not insecure:
+        check_closed(asked, known)
+    if asked is False or (asked is None and has_token()):
+        os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported; without it, it tries in vain for 20 s
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
+        raise ClusterError(f"--address {address}: {no_answer(error)}") from error
+    try:
+        if asked is None and not insecure:
+            check_closed(is_open(ray.get_runtime_context().gcs_address), address)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError for what cannot be the address of a cluster."""
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"--address {address}: the launcher must run inside the cluster; send it there with `ray job submit "
+            "--address http://HEAD:8265 -- roxxel-dist launch ray --address auto …`, or run it on a node"
+        )
+    if address != "auto" and not HOST_PORT.fullmatch(address):
+        raise ValueError(
+            f"--address {address!r}: write `auto`, or HOST:PORT of the cluster's head (port 6379 by default)"
+        )
+
+
+def no_answer(error: Exception) -> str:
+    """Why Ray could not connect, in one line, and what to do."""
+    said = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+    return (
+        f"this process could not join the Ray cluster ({said}): is it up (`ray status`), is this machine one of its "
+        "nodes, and is the token here that of the cluster (RAY_AUTH_MODE=token, and ~/.ray/auth_token or "
+        "RAY_AUTH_TOKEN_PATH)?"
+    )
+
+
+def has_token() -> bool:
+    """Whether Ray would find a token here."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
+
+
+def is_open(gcs: str) -> bool:
+    """Whether the head of a cluster answers somebody who has no token. Raises ClusterError where that is not told."""
+    import grpc
+
+    with grpc.insecure_channel(gcs) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=ASK_S)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code == grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            if code == grpc.StatusCode.UNAVAILABLE and os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return False  # it speaks with nobody who has no certificate of its own
+            name = "nothing" if code is None else code.name
+            raise ClusterError(
+                f"--address {gcs}: no head of a Ray cluster answers there ({name}); see `ray status` on a node; "
+                "the port is 6379 where none was chosen"
+            ) from error
+    return True
+
+
+def check_closed(is_open: bool, address: str) -> None:
+    """Raises ValueError for a cluster that lets in everybody."""
+    if is_open:
+        raise ValueError(
+            f"--address {address}: this cluster lets in everybody who reaches it, without a token: anybody there can "
+            f"run programs as you. {TOKEN}; or use --insecure, in a network where you trust everybody"
+        )
+
+
+@contextmanager
+def placed(ray: Any, count: int, bundle: Mapping[str, float], limit_s: float) -> Iterator[Any]:
+    """A placement group: a bundle on each of `count` nodes, taken away at the end.
+
+    Raises ClusterError where Ray has no room for it within `limit_s` seconds.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD", name="roxxel-dist")
+    try:
+        end = time.monotonic() + limit_s
+        while not group.wait(max(0.1, min(1.0, end - time.monotonic()))):  # in pieces: Ctrl-C is heard between them
+            if time.monotonic() >= end:
+                raise ClusterError(no_room(count, bundle, limit_s, ray.nodes(), ray.available_resources()))
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def no_room(
+    count: int,
+    bundle: Mapping[str, float],
+    limit_s: float,
+    nodes: Sequence[Mapping[str, Any]],
+    free: Mapping[str, float],
+) -> str:
+    """What was asked, and what there is."""
+    alive = [node for node in nodes if node["Alive"]]
+    told = ", ".join(f"{node['NodeManagerAddress']} ({_amounts(node['Resources'], bundle)})" for node in alive[:LISTED])
+    more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
+    return (
+        f"Ray found no room within {limit_s:g} s (--place-timeout). Asked: {_amounts(bundle, bundle)} on each of "
+        f"{count} different nodes (--hosts, --cpus-per-host, --gpus-per-host). Alive: {len(alive)}: {told}{more}; "
+        f"free now, together: {_amounts(free, bundle)}. Ask for less, wait for what runs there (`ray status`), or "
+        "start more nodes"
+    )
+
+
+def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names)
+
+
+def addresses(ray: Any, group: Any) -> list[str]:
+    """The address of the node of each bundle; "" where it has none at the moment."""
+    from ray.util.placement_group import placement_group_table
+
+    table = placement_group_table(group)
+    known = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    homes = table["bundles_to_node_id"]
+    return [known.get(homes.get(index, ""), "") for index in range(len(table["bundles"]))]
+
+
+def actor(ray: Any, group: Any, index: int, bundle: Mapping[str, float], threads: int) -> Any:
+    """A new actor on the node of a bundle; returns before it is up."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from roxxel_dist.launcher import ray_node
+
+    # By value: Ray's workers may be of a Python that has no roxxel_dist.
+    ray.cloudpickle.register_pickle_by_value(ray_node)
+    given = list((ray.get_runtime_context().runtime_env or {}).get("env_vars") or {})
+    options = {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "max_concurrency": threads,
+        "max_restarts": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        ),
+    }
+    return ray.remote(ray_node.RayNode).options(**options).remote(given, "GPU" in bundle)

@@ -1,0 +1,312 @@
+"""`launch ray` on a real cluster of two nodes with a token: what ranks get, and that nothing is left of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import losses, run
+from machines import missing
+from ray_nodes import RAY, RayNodes, ray_nodes
+
+from roxxel_dist.launcher.ray_node import environment
+
+pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
+Until = Callable[[Callable[[], Any], str], None]
+STAY = "touch up.$ROXXEL_PROCESS_ID; sleep 1000; true"
+SHOW = """
+import json, os, socket, sys
+facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
+json.dump(facts, open("facts." + os.environ["ROXXEL_PROCESS_ID"], "w"))
+print("here", os.environ["ROXXEL_PROCESS_ID"])
+"""
+CONFIG = """
+dim: 32
+num_blocks: 1
+kv_heads: 1
+head_size: 8
+max_context: 64
+phases:
+  - {steps: 4, batch_size: 4, seq_len: 33}
+lr: 3.0e-3
+log_every: 1
+"""
+
+
+def words(address: str, hosts: int, *more: object) -> list[object]:
+    return [sys.executable, "-m", "roxxel_dist", "launch", "ray", "--address", address, "--hosts", hosts, *more]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """Two nodes that both have joined."""
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(2, head=("--include-dashboard", "false")) as started:
+        command = words(started.address, 2, "--place-timeout", 120, "--run-id", "warm", "--", "true")
+        done = started.hosts.run(command, on="h1", cwd=started.folder, env=started.environment, timeout=180)
+        assert done.returncode == 0, done.stderr
+        yield started
+
+
+def launch(nodes: RayNodes, folder: Path, *more: object, hosts: int = 2, **options: Any) -> Any:
+    env = nodes.environment | options.pop("env", {})
+    return nodes.hosts.run(words(nodes.address, hosts, *more), on="h1", cwd=folder, env=env, **options)
+
+
+def begin(nodes: RayNodes, folder: Path, until: Until, *more: object, ranks: int = 2) -> "subprocess.Popen[bytes]":
+    """A launch whose ranks are all up."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    process = nodes.hosts.popen(words("auto", 2, *more), on="h1", cwd=folder, env=nodes.environment, **pipes)
+    until(lambda: process.poll() is not None or len(list(folder.glob("up.*"))) == ranks, "the ranks")
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def test_what_each_rank_sees(nodes: RayNodes, tmp_path: Path) -> None:
+    folder = tmp_path / "with space; $(touch no)"
+    folder.mkdir()
+    given = ["a b", "", "q'uo\"te", "é ☃", "$HOME"]
+    options = ["--procs-per-host", 2, "--env", "MY_TOKEN=sekrit"]
+    result = launch(nodes, folder, *options, "--", "env", sys.executable, "-c", SHOW, *given, env={"NOT": "mine"})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d 0 \| here 0\n", result.stdout)
+    facts = [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(4)]
+    assert [fact["argv"] for fact in facts] == [given] * 4
+    assert sorted({fact["host"] for fact in facts}) == ["h1", "h2"]
+    assert facts[0]["host"] == facts[1]["host"] != facts[2]["host"] == facts[3]["host"]
+    assert {fact["cwd"] for fact in facts} == {str(folder)}
+    for rank, fact in enumerate(facts):
+        env = fact["env"]
+        assert (env["ROXXEL_PROCESS_ID"], env["ROXXEL_NUM_PROCESSES"]) == (str(rank), "4")
+        assert env["HOME"] == str(nodes.hosts.home(fact["host"]))
+        assert env["MY_TOKEN"] == "sekrit"
+        assert not [name for name in env if name.startswith("RAY_")]
+        assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "NOT"} & set(env)
+    assert facts[0]["env"]["ROXXEL_COORDINATOR"].split(":")[0] == nodes.hosts.address(facts[0]["host"])
+
+
+def test_the_gpus_that_ray_gives_are_dealt_to_the_ranks(nodes: RayNodes, tmp_path: Path) -> None:
+    show = "echo $CUDA_VISIBLE_DEVICES > gpus.$ROXXEL_PROCESS_ID"
+    options = ["--gpus-per-host", 4, "--procs-per-host", 2, "--", "bash", "-c", show]
+    result = launch(nodes, tmp_path, *options)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [(tmp_path / f"gpus.{rank}").read_text() for rank in range(4)] == ["0,1\n", "2,3\n"] * 2
+
+
+def test_variables_of_a_node() -> None:
+    own = {"A": "1", "RAY_AUTH_TOKEN": "x", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SSH_CONNECTION": "x"}
+    node = {"CUDA_VISIBLE_DEVICES": "2,3", "B": "2"}
+    assert environment(own, node, [], dealt=False) == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert environment(own, node, [], dealt=True) == {"A": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = environment(own, {}, ["OMP_NUM_THREADS"], dealt=False)
+    assert kept == {"A": "1", "OMP_NUM_THREADS": "1"}
+
+
+def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Path) -> None:
+    (tmp_path / "short.yaml").write_text(CONFIG)
+    source = Path(json.__file__).parent
+    built = run("data", "build", source, "--out", "data", "--vocab_size", 300, cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    options = ["--max-restarts", 0, "--devices-per-proc"]
+    train = ["--", "train", "--config", "short.yaml", "--data_path", "data", "--run_dir"]
+    local = run("launch", "local", *options, 2, *train, "here", cwd=tmp_path)  # the same two devices
+    assert local.returncode == 0, local.stderr
+    env = {name: os.environ[name] for name in os.environ if name.startswith("JAX_")}
+    passed = [word for name in (*env, "PJRT_NPROC") for word in ("--env", name)]
+    result = launch(nodes, tmp_path, *passed, *options, 1, *train, "there", timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert losses(tmp_path / "there") == losses(tmp_path / "here")
+    assert len(losses(tmp_path / "there")) == 4
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["rank", "launcher", pytest.param("worker", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.slow)],
+)
+def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: Path, until: Until) -> None:
+    job = begin(nodes, tmp_path, until, "--max-restarts", 0, "--", "bash", "-c", STAY)
+    parts = {"agent": "launcher.agent", "rank": "bash -c touch", "worker": "RayNode"}
+    os.kill(job.pid if victim == "launcher" else nodes.pid("h2", parts[victim]), signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == (-9 if victim == "launcher" else 137)
+    until(lambda: not nodes.ours(), "everything to be gone")
+    if victim == "rank":
+        assert b"failed first: signal SIGKILL (host 10.77.0.2" in err
+    elif victim == "worker":
+        assert b"the agent on host 10.77.0.2 ended before its ranks" in err
+        assert b"its Ray actor died" in err
+
+
+def test_what_cannot_be_placed_is_told(nodes: RayNodes, tmp_path: Path) -> None:
+    result = launch(nodes, tmp_path, "--place-timeout", 2, "--", "touch", "x", hosts=3)
+    assert result.returncode == 69
+    assert "Asked: 1 CPU on each of 3 different nodes" in result.stderr
+    assert "Alive: 2: 10.77.0." in result.stderr
+    assert "free now, together: 4 CPU" in result.stderr
+    result = launch(nodes, tmp_path, "--gpus-per-host", 8, "--place-timeout", 1, "--", "touch", "x")
+    assert result.returncode == 69
+    assert "Asked: 1 CPU and 8 GPU on each of 2" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_the_wait_for_a_place(nodes: RayNodes, tmp_path: Path, until: Until) -> None:
+    command = words(nodes.address, 3, "--place-timeout", 100, "--", "touch", "x")
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    job = nodes.hosts.popen(command, on="h1", cwd=tmp_path, env=nodes.environment, **pipes)
+    until(lambda: job.poll() is not None or b"SigCgt" in _caught(job.pid), "Ray's threads")
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(4)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert (job.returncode, err) == (130, b"")
+
+
+def _caught(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/status").read_bytes()
+
+
+def test_a_process_without_the_token_is_told_what_it_lacks(nodes: RayNodes, tmp_path: Path) -> None:
+    env = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
+    result = launch(nodes, tmp_path, "--", "touch", "x", env=env)
+    assert result.returncode == 69
+    assert "is the token here that of the cluster" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_lets_in_everybody_is_refused(tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(1, token=False, head=("--include-dashboard", "false")) as open_nodes:
+        env = {name: value for name, value in open_nodes.environment.items() if name != "RAY_ADDRESS"}
+        for address in (open_nodes.address, "auto"):  # asked before it is joined, and after
+            command = words(address, 1, "--", "touch", "x")
+            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=env)
+            assert result.returncode == 2
+            assert "lets in everybody who reaches it" in result.stderr
+            assert "ray get-auth-token --generate" in result.stderr
+            assert "RAY_AUTH_MODE=token" in result.stderr
+            assert "--insecure" in result.stderr
+            assert list(tmp_path.iterdir()) == []
+        command = words("auto", 1, "--insecure", "--", "touch", "x")
+        result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=open_nodes.environment)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_and_comes_back(nodes: RayNodes, tmp_path: Path, until: Until) -> None:
+    script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "
+    script += "[ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"
+    options = ["--min-hosts", 1, "--host-timeout", 1, "--", "bash", "-c", script]
+    job = begin(nodes, tmp_path, until, *options)
+    nodes.kill("h2")
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0, err
+    assert b"going on without 10.77.0.2" in err
+    assert b"attempt 1 of 1\n" in out
+    for mark in tmp_path.glob("up.*"):
+        mark.unlink()
+    nodes.start("h2")
+    job = begin(nodes, tmp_path, until, "--place-timeout", 120, "--host-timeout", 120, "--", "bash", "-c", script)
+    nodes.kill("h2")
+    nodes.start("h2")
+    out, err = job.communicate(timeout=180)
+    assert job.returncode == 0, err
+    assert b"attempt 1 of 2\n" in out
+    until(lambda: not nodes.ours(), "everything to be gone")
+
+
+@pytest.mark.slow
+def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Path, until: Until) -> None:
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(2) as nodes:
+        options = ["--place-timeout", 120, "--max-restarts", 0]
+        job = begin(nodes, tmp_path, until, *options, "--", "bash", "-c", STAY)
+        nodes.hosts.drop("h2")
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(5)
+        nodes.hosts.restore("h2")
+        with pytest.raises(subprocess.TimeoutExpired):  # longer than the leash, were it not heard again
+            job.wait(11)
+        nodes.hosts.drop("h2")
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 137
+        assert b"host 10.77.0.2 has said nothing for 10 s" in err
+        # The actor itself lives as long as Ray on that node, which waits for its head.
+        until(lambda: not any("RayNode" not in line for line in nodes.ours().get("h2", [])), "the ranks to be gone")
+
+
+@pytest.mark.slow
+def test_as_a_job_of_ray(tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "told.py").write_text("import os; print('told by', os.path.abspath(__file__))")
+    with ray_nodes(2) as nodes:
+        entry = words("auto", 2, "--place-timeout", 120, "--all-ranks", "--", "python", "told.py")
+        submit = [*RAY, "job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", tmp_path / "mine", "--"]
+        env = {name: value for name, value in nodes.environment.items() if name != "RAY_ADDRESS"}
+        for _ in range(60):  # until the server of jobs is up
+            result = nodes.hosts.run([*submit, *entry], on="h1", env=env, timeout=200)
+            if "Failed to connect" not in result.stderr + result.stdout:
+                break
+        assert result.returncode == 0, result.stdout + result.stderr
+        told = re.findall(r" [01] \| told by (.*)", result.stdout)
+        assert len(told) == 2
+        assert {Path(path).relative_to(nodes.folder).parts[0] for path in told} == {"h1", "h2"}
+        assert not nodes.ours()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--address", "ray://head:10001"], "ray job submit"),
+        (["--address", "head"], "write `auto`, or HOST:PORT"),
+        (["--detach"], "ray job submit --no-wait"),
+        (["--hosts", "0"], "--hosts 0: must be at least 1"),
+        (["--min-hosts", "3"], "--min-hosts 3: there are 2 hosts"),
+        (["--procs-per-host", "0"], "--procs-per-host 0: must be at least 1"),
+        (["--cpus-per-host", "0"], "--cpus-per-host 0"),
+        (["--place-timeout", "0"], "--place-timeout 0: must be seconds"),
+        (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 does not divide"),
+    ],
+)
+def test_slips_are_told_before_anything_is_asked(options: list[str], said: str, tmp_path: Path) -> None:
+    command = ["--address", "127.0.0.1:1", "--hosts", 2, *options, "--", "true"]
+    result = run("launch", "ray", *command, cwd=tmp_path)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_head_where_it_should_be(tmp_path: Path) -> None:
+    result = run("launch", "ray", "--address", "127.0.0.1:1", "--hosts", 1, "--", "true", cwd=tmp_path)
+    assert result.returncode == 69
+    assert "no head of a Ray cluster answers there (UNAVAILABLE)" in result.stderr
+
+
+def test_dry_run_asks_nobody(tmp_path: Path) -> None:
+    options = ["--address", "127.0.0.1:1", "--hosts", 2, "--gpus-per-host", 4, "--procs-per-host", 2]
+    result = run("launch", "ray", *options, "--dry-run", "--json", "--", "train", "--data_path", "x", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert [rank["host"] for rank in told["ranks"]] == ["bundle-0", "bundle-0", "bundle-1", "bundle-1"]
+    assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in told["ranks"]] == ["0,1", "2,3"] * 2
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['ray'] = None; from roxxel_dist.cli import main; sys.exit(main(sys.argv[1:]))"
+    line = [sys.executable, "-c", code, *map(str, words("auto", 1, "--", "true")[3:])]
+    result = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "roxxel-dist: Ray is not installed: pip install 'roxxel-dist[ray]'\n"

@@ -1,0 +1,126 @@
+"""A real Ray cluster for tests: `ray start` on hosts that are network namespaces, the first one its head."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hosts import ROOT, Cluster
+
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+CPUS = 2
+GPUS = 4
+"""Ray only counts them."""
+END_S = 30.0
+OURS = ("roxxel_dist", "RayNode", "sleep 1000")
+
+
+@dataclass
+class RayNodes:
+    """Ray on the hosts of a cluster."""
+
+    hosts: Cluster
+    folder: Path
+    token: bool
+    daemons: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return f"{self.hosts.address(self.hosts.names[0])}:6379"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Ray, and who uses it, finds in its environment."""
+        common = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "RAY_ADDRESS": self.address,
+        }
+        if not self.token:
+            return common | {"RAY_AUTH_MODE": "disabled"}
+        return common | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token")}
+
+    def start(self, name: str, *options: object) -> None:
+        """Start Ray on a host; does not wait until it has joined."""
+        head = name == self.hosts.names[0]
+        role = ["--head", "--port", 6379] if head else ["--address", self.address]
+        # Each its own, as on machines: Ray unpacks a job's files there, and takes away what lies in the way.
+        role += ["--temp-dir", self.folder / name]
+        words = [*RAY, "start", "--block", *role, "--node-ip-address", self.hosts.address(name), "--num-cpus", CPUS]
+        words += ["--num-gpus", GPUS, "--object-store-memory", 80_000_000, "--disable-usage-stats", *options]
+        env = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self.daemons[name] = self.hosts.popen(words, on=name, env=env, **pipes)
+
+    def stop(self, name: str) -> None:
+        """End Ray on a host as a person would; what does not end is killed with the host."""
+        daemon = self.daemons.pop(name)
+        daemon.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            daemon.wait(END_S)
+
+    def kill(self, name: str) -> None:
+        """End Ray on a host as a crash would: its daemon, and whatever it then leaves."""
+        for pid in self.hosts.processes(name):
+            if "raylet/raylet" in _line(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.daemons.pop(name).wait(END_S)
+
+    def ours(self) -> dict[str, list[str]]:
+        """What runs of a launch on any host: its ranks, agents and actors."""
+        found = {name: [_line(pid) for pid in self.hosts.processes(name)] for name in (*self.hosts.names, "controller")}
+        mine = {name: [line for line in lines if any(part in line for part in OURS)] for name, lines in found.items()}
+        return {name: lines for name, lines in mine.items() if lines}
+
+    def pid(self, name: str, part: str) -> int:
+        """The oldest process of a host whose command line holds `part`."""
+        return min(pid for pid in self.hosts.processes(name) if part in _line(pid))
+
+
+def _line(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
+@contextmanager
+def ray_nodes(count: int, *, token: bool = True, head: tuple[object, ...] = ()) -> Iterator[RayNodes]:
+    """Ray on so many hosts, gone at the end. `head`: options of the first one's `ray start`."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets are made in it: their paths must be short
+    secret = folder / "token"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    try:
+        with Cluster(count) as hosts:
+            nodes = RayNodes(hosts=hosts, folder=folder, token=token)
+            try:
+                for name in hosts.names:
+                    nodes.start(name, *(head if name == hosts.names[0] else ()))
+                    if name == hosts.names[0]:
+                        _wait_for_head(nodes)
+                yield nodes
+            finally:
+                for name in reversed(list(nodes.daemons)):
+                    nodes.stop(name)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _wait_for_head(nodes: RayNodes) -> None:
+    """Until its port is open: a worker that asks before gives up."""
+    head, port = nodes.address.split(":")
+    script = f"for i in $(seq 300); do echo 2>/dev/null >/dev/tcp/{head}/{port} && exit; sleep 0.1; done; exit 1"
+    if nodes.hosts.run(["bash", "-c", script], on=nodes.hosts.names[0]).returncode:
+        raise RuntimeError(f"Ray does not start: {(nodes.folder / f'{nodes.hosts.names[0]}.log').read_text()}")
