@@ -16,7 +16,9 @@ from roxxel_dist.cli_eval import evaluate
 from roxxel_dist.cli_export import export
 from roxxel_dist.cli_generate import generate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
+from roxxel_dist.cli_k8s import launch_k8s
 from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_member import launch_member
 from roxxel_dist.cli_plan import plan
 from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
@@ -27,7 +29,6 @@ from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 NOT_BUILT = {
     "sweep": "search for the best configuration",
     "launch slurm": "start ranks in a SLURM job",
-    "launch k8s": "start ranks in Kubernetes",
     "launch ray": "start ranks on a Ray cluster",
 }
 
@@ -114,8 +115,9 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local, ssh."""
-    return _dispatch("launch", {"local": launch_local, "ssh": launch_ssh}, words)
+    """Start a program as many processes and watch over them: local, ssh, k8s, member."""
+    table = {"local": launch_local, "ssh": launch_ssh, "k8s": launch_k8s, "member": launch_member}
+    return _dispatch("launch", table, words)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

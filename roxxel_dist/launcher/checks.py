@@ -94,27 +94,29 @@ def _runs_on_cpu(wanted: Wanted, facts: Facts) -> bool:
 
 
 def _name(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
-    """On CPU a rank tells the others the address that its host's own name resolves to."""
     if are_one_machine(hosts):
         return
-    good = []
-    for host, facts in hosts.items():
-        name, addresses = facts["name"], facts["resolves"]
-        if addresses and not is_loopback(addresses[0]):
-            good.append(host)
-            continue
-        to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
-        level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
-        own = facts["ssh_address"] or "its address"
-        yield finding(
-            level,
-            "name",
-            [host],
-            f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: have /etc/hosts on {host} "
-            f"say `{own} {name}` instead",
-        )
-    if good:
+    found = [one for host, facts in hosts.items() for one in own_name(wanted, host, facts)]
+    yield from found
+    if good := [host for host in hosts if not any(host in one.hosts for one in found)]:
         yield finding("ok", "name", good, f"own names resolve to addresses that others can reach on {named(good)}")
+
+
+def own_name(wanted: Wanted, host: str, facts: Facts) -> Iterator[Finding]:
+    """What is wrong with a host's own name: on CPU a rank tells the others the address that it resolves to."""
+    name, addresses = facts["name"], facts["resolves"]
+    if addresses and not is_loopback(addresses[0]):
+        return
+    to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+    level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
+    own = facts.get("ssh_address") or "its address"
+    yield finding(
+        level,
+        "name",
+        [host],
+        f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: have /etc/hosts on {host} "
+        f"say `{own} {name}` instead",
+    )
 
 
 def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:

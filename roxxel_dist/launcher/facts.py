@@ -43,9 +43,7 @@ def gather(question: Facts) -> Facts:
         "left": leftovers(question["run_id"], run_dir),
     }
     if question["compare"]:
-        told |= {
-            "name": socket.gethostname(),
-            "resolves": resolved(socket.gethostname()),
+        told |= own_name() | {
             "ssh_address": _ssh_address(os.environ.get("SSH_CONNECTION", "")),
             "versions": _versions(),
             "code": hash_of_code(),
@@ -53,6 +51,12 @@ def gather(question: Facts) -> Facts:
             "data": _data_set(question["data_path"], run_dir, resume=question["resume"]),
         }
     return told | {"clock": time.time()}  # last, so that it is as new as it can be where it is read
+
+
+def own_name() -> Facts:
+    """The host's own name, and the addresses that it means to the host itself."""
+    name = socket.gethostname()
+    return {"name": name, "resolves": resolved(name)}
 
 
 def existing(path: str) -> Path:

@@ -35,7 +35,7 @@ def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int
 def _supervise(job: JobSpec, backend: Backend, entry: Register) -> int:
     told: list[_Told] = []
     with (
-        Screen(all_ranks=job.all_ranks) as screen,
+        Screen(all_ranks=job.all_ranks, first=job.first_rank) as screen,
         Signals(screen.say, stays=backend.leash_s is not None) as signals,
     ):
         muster = Muster(job, backend, signals, screen)

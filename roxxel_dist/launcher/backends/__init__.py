@@ -19,4 +19,8 @@ def make(description: Mapping[str, Any]) -> "Backend":
         from roxxel_dist.launcher.backends.ssh import SshBackend
 
         return SshBackend(**values)
+    if kind == "member":
+        from roxxel_dist.launcher.backends.member import MemberBackend
+
+        return MemberBackend(**values)
     raise ValueError(f"there is no way to launch that is called {kind!r}: use local or ssh")
