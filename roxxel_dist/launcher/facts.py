@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.leftovers import leftovers
+from roxxel_dist.launcher.tpu_lock import LOCK, tpu_lock
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("MEGASCALE_", "OMPI_")
@@ -34,6 +35,7 @@ def gather(question: Facts) -> Facts:
         "machine": _machine(),
         "gpus": _gpus(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "tpu_lock": tpu_lock(LOCK),
         "tpus": len(_devices("/dev", r"accel\d+")),
         "cpus": len(os.sched_getaffinity(0)),
         "platforms": os.environ.get("JAX_PLATFORMS"),

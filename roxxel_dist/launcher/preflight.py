@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.backends.member import MemberBackend
-from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named, own_name, speak_alike
+from roxxel_dist.launcher.checks import are_one_machine, findings, named, own_name, speak_alike
+from roxxel_dist.launcher.findings import Finding, Hosts, finding
 from roxxel_dist.launcher.job import JobSpec, coordinator_port
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.panel import Interrupted, Message, Panel

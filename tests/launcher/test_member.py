@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import yaml
 from commands import command, environment, losses, rows, run
 from hosts import Cluster
 
@@ -258,3 +259,16 @@ def test_the_entrypoint_of_the_image_is_a_shell_script_that_execs(tmp_path: Path
     member.terminate()  # it is the launcher by now: signals reach it
     out, err = member.communicate(timeout=60)
     assert (member.returncode, "| saved" in out) == (42, True), err
+
+
+def test_compose_starts_members_of_one_job(tmp_path: Path) -> None:
+    text = (ENTRYPOINT.parent / "compose.yaml").read_text().replace("/configs/", f"{ENTRYPOINT.parents[1]}/configs/")
+    services = yaml.safe_load(text)["services"]
+    assert list(services) == ["host0", "host1"]
+    for number, (name, service) in enumerate(services.items()):
+        assert service["hostname"] == name
+        variables = {key: str(value) for key, value in service["environment"].items()}
+        result = run("launch", "member", "--dry-run", *service["command"], cwd=tmp_path, **variables)
+        assert result.returncode == 0, result.stderr
+        assert "ROXXEL_COORDINATOR=host0:29500 ROXXEL_EXIT_TIMEOUT=60 ROXXEL_LOCAL_DEVICES=2" in result.stdout
+        assert f"ROXXEL_NUM_PROCESSES=2 ROXXEL_PROCESS_ID={number} " in result.stdout
