@@ -21,7 +21,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.member import Member, NoFirstHostError, find_first, told
 
 Until = Callable[[Callable[[], Any], str], None]
-STEPS = 60
+STEPS = 30
 CONFIG = f"""
 dim: 16
 num_blocks: 1
