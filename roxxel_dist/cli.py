@@ -22,13 +22,13 @@ from roxxel_dist.cli_member import launch_member
 from roxxel_dist.cli_plan import plan
 from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
+from roxxel_dist.cli_slurm import launch_slurm
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
     "sweep": "search for the best configuration",
-    "launch slurm": "start ranks in a SLURM job",
     "launch ray": "start ranks on a Ray cluster",
 }
 
@@ -115,8 +115,14 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local, ssh, k8s, member."""
-    table = {"local": launch_local, "ssh": launch_ssh, "k8s": launch_k8s, "member": launch_member}
+    """Start a program as many processes and watch over them: local, ssh, slurm, k8s, member."""
+    table = {
+        "local": launch_local,
+        "ssh": launch_ssh,
+        "slurm": launch_slurm,
+        "k8s": launch_k8s,
+        "member": launch_member,
+    }
     return _dispatch("launch", table, words)
 
 

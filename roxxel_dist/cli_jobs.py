@@ -117,7 +117,7 @@ def logs(words: list[str]) -> int:
         if args.lines < 0:
             raise ValueError(f"--lines {args.lines}: must be 0 or more")
         entry = _find(args.run, args.here)
-        if _is_away(entry, args.here):
+        if _is_away(entry, args.here) and not entry.shares_files:
             from roxxel_dist.launcher.remote import relay
 
             which = ["--launcher"] if args.launcher else ["--rank", str(args.rank)]
@@ -176,7 +176,7 @@ def attach(words: list[str]) -> int:
     with usage_errors():
         entry = _find(args.run, args.here)
         try:
-            if _is_away(entry, args.here):
+            if _is_away(entry, args.here) and not entry.shares_files:
                 from roxxel_dist.launcher.remote import relay
 
                 return relay(entry, "attach")
@@ -203,11 +203,18 @@ def stop(words: list[str]) -> int:
     args = parse(StopArgs, words, "stop")
     with usage_errors():
         entry = _find(args.run, args.here)
-        if _is_away(entry, args.here):
+        if _is_away(entry, args.here) and not (entry.is_over and entry.shares_files):
+            from roxxel_dist.launcher import registry
             from roxxel_dist.launcher.remote import relay
 
             timeout = [] if args.timeout is None else ["--timeout", str(args.timeout)]
-            return relay(entry, "stop", *["--kill"] * args.kill, *timeout)
+            code = relay(entry, "stop", *["--kill"] * args.kill, *timeout)
+            now = registry.read(registry.path_of(entry))
+            if not entry.shares_files or now is None or not now.is_over:
+                return code
+            # With its job SLURM has ended the step in which this was asked, perhaps before it could answer.
+            _say_over(now)
+            return 0 if now.code in ORDERLY else EXIT_FAILED
         from roxxel_dist.launcher.stop import stop as ask
 
         limit = entry.grace + SLACK_S if args.timeout is None else args.timeout

@@ -76,6 +76,8 @@ class HostArgs:
     """A file with a host a line, or `host slots=N`."""
     procs_per_host: int | None = None
     """Processes to start on each host; the slots of the host file, or 1."""
+    spare_hosts: int = 0
+    """How many of the hosts, the last ones, wait until another one fails, and take its place."""
     min_hosts: int | None = None
     """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
     host_timeout: float = 60.0
@@ -118,11 +120,19 @@ def launch_ssh(words: list[str]) -> int:
         procs = slots or 1 if args.procs_per_host is None else args.procs_per_host
         if procs < 1:
             raise ValueError(f"--procs-per-host {procs}: must be at least 1")
-        if args.min_hosts is not None and args.min_hosts > len(hosts):
-            raise ValueError(f"--min-hosts {args.min_hosts}: there are {len(hosts)} hosts; use at most {len(hosts)}")
+        working = count_working(len(hosts), args.spare_hosts, args.min_hosts)
         backend = SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
-        job = job_of(args, procs * len(hosts), command, backend)
+        job = job_of(args, procs * working, command, backend)
     return start(args, job, backend)
+
+
+def count_working(hosts: int, spare: int, least: int | None) -> int:
+    """How many hosts have ranks at a time. Raises ValueError where the numbers do not fit together."""
+    if not 0 <= spare < hosts:
+        raise ValueError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
+    if least is not None and least > hosts - spare:
+        raise ValueError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
+    return hosts - spare
 
 
 A = TypeVar("A")
@@ -170,7 +180,7 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
 def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher import registry
-    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements
+    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements, working_hosts
     from roxxel_dist.launcher.variables import assignments, read_env_file
 
     if args.json and not args.dry_run:
@@ -187,5 +197,5 @@ def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -
         env={**(read_env_file(args.env_from) if args.env_from else {}), **assignments(args.env, os.environ)},
         **{name: value for name, value in dataclasses.asdict(args).items() if name in fields},
     )
-    placements(job, backend.hosts, "", backend.environment)  # the GPUs of a host must divide
+    placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
     return job

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["cli_k8s", "cli_member"],
+    ["cli_k8s", "cli_member", "cli_slurm"],
     [
         "cli_data",
         "cli_doctor",

@@ -174,7 +174,7 @@ class Attempt:
             self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        name = "Ctrl-C or stop" if number == signal.SIGINT else signal.Signals(number).name
         if self._requested is not None:
             self._screen.say(f"{name} again: killing the ranks")
             self._kill()

@@ -6,7 +6,7 @@ The global batch and the data stay the same; only how many devices share them ch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.job import JobSpec, working_hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,18 @@ def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str], batches: Se
 
     Args:
         job: as it was asked for, on all of `hosts`.
-        hosts: all hosts, in rank order.
+        hosts: all hosts, in rank order, the spare ones last.
         present: those that can be used now, in the same order; at least one.
         batches: rows of each phase's micro-batch, all of which the devices must divide; empty where nobody knows.
     """
-    if len(present) == len(hosts):
-        return Crew(hosts=tuple(hosts), job=job)
-    procs = job.nprocs // len(hosts)
+    working = working_hosts(job, hosts)
+    if len(present) >= len(working):
+        chosen = tuple(present[: len(working)])
+        gone = [host for host in working if host not in present]
+        instead = ", ".join(host for host in chosen if host not in working)
+        note = f"going on without {', '.join(gone)}, with {instead} instead" if gone else ""
+        return Crew(hosts=chosen, job=job, note=note)
+    procs = job.nprocs // len(working)
     devices = _devices_per_process(job, procs)
     count, used = max(
         (
@@ -50,7 +55,7 @@ def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str], batches: Se
         gpus_per_host=share * procs if job.gpus_per_host is not None else None,
     )
     missing = [host for host in hosts if host not in present]
-    note = f"going on without {', '.join(missing)}: {count} of {len(hosts) * procs * devices} devices"
+    note = f"going on without {', '.join(missing)}: {count} of {len(working) * procs * devices} devices"
     idle = [f"{host} ({procs * devices})" for host in present[used:]]
     if share < devices:
         idle += [f"{host} ({procs * (devices - share)})" for host in present[:used]]

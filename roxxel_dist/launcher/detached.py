@@ -11,13 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
+from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.registry import Entry, Register
@@ -114,8 +114,7 @@ class _Caller:
         """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
         log = os.open(entry.launcher_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        head = f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {entry.run_id}: {entry.one_line}\n"
-        os.write(log, head.encode(errors="backslashreplace"))
+        os.write(log, header(entry).encode(errors="backslashreplace"))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log, stream.fileno())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roxxel_dist.cluster.progress import ENV
-from roxxel_dist.launcher.job import JobSpec, coordinator_port, placements, worker_argv
+from roxxel_dist.launcher.job import JobSpec, coordinator_port, placements, worker_argv, working_hosts
 from roxxel_dist.launcher.link import Backend, agent_words
 from roxxel_dist.launcher.reaper import KEY_ENV
 from roxxel_dist.launcher.report import count
@@ -34,7 +34,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
         "agents": {host: backend.argv(host, *agent_words(backend)) for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
-            for place in placements(job, backend.hosts, coordinator, backend.environment)
+            for place in placements(job, working_hosts(job, backend.hosts), coordinator, backend.environment)
             for rank, env in place.ranks.items()
         ],
     }

@@ -4,6 +4,7 @@ import os
 import re
 import select
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,11 @@ CHUNK = 1 << 20
 PAUSE_MS = 100
 HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): ")
 """How each attempt begins in the log of a rank, and each job in that of a launcher."""
+
+
+def header(entry: Entry) -> str:
+    """The line with which a job begins in the log of its launcher."""
+    return f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {entry.run_id}: {entry.one_line}\n"
 
 
 class RunLines:

@@ -60,8 +60,10 @@ class JobSpec:
     """Seconds that ranks get to save after Ctrl-C or SIGTERM."""
     first_attempt: int = 0
     """How often this run was launched before; not 0: its ranks resume."""
+    spare_hosts: int = 0
+    """How many of the hosts, the last ones, wait until another one fails."""
     min_hosts: int | None = None
-    """How many hosts are enough to go on after a restart; None: all of them."""
+    """How many hosts are enough to go on after a restart; None: all but the spare ones."""
     host_timeout: float = 60.0
     """Seconds that a host may be out of reach at a restart before it is gone for good."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -81,20 +83,12 @@ class JobSpec:
             raise ValueError("the command holds a NUL character, which no process can receive: take it out")
         if not RUN_ID.fullmatch(self.run_id):
             raise ValueError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
-        for flag, value, fix in (
-            ("--nprocs", self.nprocs, "leave it out for one process"),
-            ("--devices-per-proc", self.devices_per_proc, "leave it out to use all devices"),
-            ("--min-hosts", self.min_hosts, "leave it out to need every host"),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} {value}: must be at least 1; {fix}")
+        self._check_counts()
         last = 65535 - self.max_restarts  # each restart takes the next one
         if self.port is not None and not 1 <= self.port <= last:
             raise ValueError(f"--port {self.port}: must be within 1 and {last}; leave --port out to take a free one")
         if self.gpus_per_host is not None:
             _check_gpus(self.gpus_per_host, self.devices_per_proc)
-        if self.max_restarts < 0:
-            raise ValueError(f"--max-restarts {self.max_restarts}: must be 0 (never) or more")
         if self.step_timeout is not None and not 0 < self.step_timeout < float("inf"):
             raise ValueError(
                 f"--step-timeout {self.step_timeout}: must be seconds, more than 0; leave it out to follow the usual "
@@ -111,6 +105,18 @@ class JobSpec:
         stray = sorted(set(self.env) & set(CONTRACT))
         if stray:
             raise ValueError(f"--env {stray[0]}: the launcher sets this variable itself; leave it out")
+
+    def _check_counts(self) -> None:
+        for flag, value, fix in (
+            ("--nprocs", self.nprocs, "leave it out for one process"),
+            ("--devices-per-proc", self.devices_per_proc, "leave it out to use all devices"),
+            ("--min-hosts", self.min_hosts, "leave it out to need every host"),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} {value}: must be at least 1; {fix}")
+        for flag, count in (("--max-restarts", self.max_restarts), ("--spare-hosts", self.spare_hosts)):
+            if count < 0:
+                raise ValueError(f"{flag} {count}: must be 0 (none) or more")
 
 
 def _check_share(first: int, count: int, total: int) -> None:
@@ -184,6 +190,11 @@ class Placement:
 
     host: str
     ranks: Mapping[int, Mapping[str, str]]
+
+
+def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
+    """The hosts that start, where all are there: those before the spare ones."""
+    return hosts[: len(hosts) - job.spare_hosts]
 
 
 def placements(

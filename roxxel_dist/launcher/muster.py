@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.crew import Crew, crew, micro_batches
-from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.job import JobSpec, working_hosts
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.preflight import Interrupted, Ready, look
 from roxxel_dist.launcher.screen import Screen
@@ -40,8 +40,9 @@ class Mustered:
 class Muster:
     """Looks at the hosts of a job before each of its attempts.
 
-    The first time everything must be as it should. Later a host may be out of reach, or not fit, for `job.host_timeout`
-    seconds before the job goes on without it, if it may.
+    A spare host takes the place of one that is out of reach, or not fit, at once. Where there is none, everything must
+    be as it should the first time; later a host has `job.host_timeout` seconds before the job goes on without it, if it
+    may.
     """
 
     def __init__(self, job: JobSpec, backend: Backend, signals: Signals, screen: Screen) -> None:
@@ -59,22 +60,24 @@ class Muster:
             StoppedError: somebody asked the launcher to stop.
         """
         hosts = tuple(self._backend.hosts)
-        chosen = Crew(hosts=hosts, job=self._job)
+        chosen = Crew(hosts=tuple(working_hosts(self._job, hosts)), job=self._job)
         present, told = hosts, set[str]()
         until = time.monotonic() + (self._job.host_timeout if attempt else 0)
         while True:
             seen = self._look(chosen, attempt)
             if seen.fit:
                 return Mustered(crew=chosen, coordinator=_endpoint(seen), visible=seen.visible)
-            problems = _problems(seen)
-            if time.monotonic() < until:
+            problems, unfit = _problems(seen), _unfit(seen)
+            rest = tuple(host for host in present if host not in unfit)
+            is_other = rest != present
+            replaced = is_other and len(rest) >= len(working_hosts(self._job, hosts))
+            if not replaced and time.monotonic() < until:
                 self._tell(problems, told)
                 self._pause()
                 continue
-            before, unfit = present, _unfit(seen)
-            present = tuple(host for host in before if host not in unfit)
-            if not attempt or present == before or not self._are_enough(present):
+            if not replaced and not (attempt and is_other and self._are_enough(rest)):
                 raise NotReadyError("\n".join(problems))
+            present = rest
             self._tell(problems, told)
             chosen = crew(self._job, hosts, present, micro_batches(self._job.command))
             self._tell([chosen.note], told)

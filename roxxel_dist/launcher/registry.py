@@ -84,6 +84,11 @@ class Entry:
         return self.controller.host == socket.gethostname() and (self.via is None or self.controller.boot == _boot())
 
     @property
+    def shares_files(self) -> bool:
+        """Whether its entry and its logs are on a file system that this machine has too: it was found by them."""
+        return self.via is not None and self.via["kind"] == "slurm"
+
+    @property
     def one_line(self) -> str:
         """The command without line ends."""
         return self.command.replace("\n", "\\n")
@@ -220,6 +225,7 @@ class Register:
         backend: Backend,
         *,
         started: Callable[[Entry], None] | None = None,
+        detached: bool = False,
         controller_host: str | None = None,
         via: dict[str, Any] | None = None,
     ) -> None:
@@ -239,10 +245,15 @@ class Register:
             begun=now,
             updated=now,
             grace=job.grace,
-            detached=started is not None,
+            detached=detached or started is not None,
             controller_host=controller_host,
             via=via,
         )
+
+    @property
+    def entry(self) -> Entry:
+        """As it is now."""
+        return self._entry
 
     def __enter__(self) -> "Register":
         with self._safely():

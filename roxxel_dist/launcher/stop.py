@@ -56,7 +56,7 @@ def _ask(entry: Entry, controller: int, *, kill: bool, say: Callable[[str], None
 
 def _signal(controller: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(controller, signal.SIGTERM)
+        signal.pidfd_send_signal(controller, signal.SIGINT)  # SIGTERM is how SLURM asks, to go on later
 
 
 def _until_noted(entry: Entry, controller: int) -> None:

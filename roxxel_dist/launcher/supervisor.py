@@ -24,15 +24,35 @@ class _Told:
 
     ended: Ended
     report: list[str]
+    requested: int | None
+    lost: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a job ended."""
+
+    code: int
+    requested: int | None = None
+    """The signal by which somebody asked for its end."""
+    host_lost: bool = False
+    """It could go on, with another host for one that is gone."""
 
 
 def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int:
     """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job."""
-    with register or Register(job, backend) as entry:
-        return entry.end(_supervise(job, backend, entry))
+    return supervise(job, backend, register or Register(job, backend)).code
 
 
-def _supervise(job: JobSpec, backend: Backend, entry: Register) -> int:
+def supervise(job: JobSpec, backend: Backend, register: Register) -> Result:
+    """As `run`, and tells more of the end."""
+    with register as entry:
+        result = _supervise(job, backend, entry)
+        entry.end(result.code)
+        return result
+
+
+def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
     told: list[_Told] = []
     with (
         Screen(all_ranks=job.all_ranks, first=job.first_rank) as screen,
@@ -45,7 +65,7 @@ def _supervise(job: JobSpec, backend: Backend, entry: Register) -> int:
             except StoppedError as request:
                 return _stopped(request.number, told, screen)
             except NotReadyError as problem:
-                return _not_ready(problem, told, screen)
+                return Result(code=_not_ready(problem, told, screen), host_lost=bool(told))
             told.append(_attempt(ready, backend, len(told), signals, screen, entry))
             decision = decide([one.ended for one in told], job.max_restarts)
             screen.write(told[-1].report)
@@ -54,16 +74,18 @@ def _supervise(job: JobSpec, backend: Backend, entry: Register) -> int:
             if not decision.again:
                 if len(told) > 1:
                     _tell_first_cause(told, screen)
-                return decision.code
+                last = told[-1]
+                return Result(code=decision.code, requested=last.requested, host_lost=last.lost)
             entry.update(state="restarting")
             if numbers := signals.wait(decision.wait):
                 return _stopped(numbers[0], told, screen)
 
 
-def _stopped(number: int, told: Sequence[_Told], screen: Screen) -> int:
-    """The code of a job that a signal ended while no rank ran."""
+def _stopped(number: int, told: Sequence[_Told], screen: Screen) -> Result:
+    """A job that a signal ended while no rank ran."""
     screen.say(f"{signal.Signals(number).name}: not started{' again' * bool(told)}")
-    return EXIT_DRAINED if told and told[-1].ended.code == EXIT_DRAINED else 128 + number
+    drained = bool(told) and told[-1].ended.code == EXIT_DRAINED
+    return Result(code=EXIT_DRAINED if drained else 128 + number, requested=number)
 
 
 def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Screen) -> int:
@@ -96,7 +118,7 @@ def _attempt(
     refused = job.command[0] == "train" or logs.hold_refusals_alone
     if now.code == EXIT_USAGE and count == 0 and outcome.reached == 0 and refused:
         logs.remove()
-    return _Told(ended=now, report=report)
+    return _Told(ended=now, report=report, requested=outcome.requested, lost=outcome.lost is not None)
 
 
 def _tell_first_cause(told: Sequence[_Told], screen: Screen) -> None:

@@ -23,4 +23,8 @@ def make(description: Mapping[str, Any]) -> "Backend":
         from roxxel_dist.launcher.backends.member import MemberBackend
 
         return MemberBackend(**values)
-    raise ValueError(f"there is no way to launch that is called {kind!r}: use local or ssh")
+    if kind == "slurm":
+        from roxxel_dist.launcher.backends.slurm import SlurmBackend
+
+        return SlurmBackend(**values)
+    raise ValueError(f"there is no way to launch that is called {kind!r}: use local, ssh or slurm")

@@ -1,0 +1,153 @@
+"""The launcher inside a SLURM job: which nodes it has, and whether the job is queued again when it ends."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGTERM
+
+from roxxel_dist.cluster.contract import EXIT_DRAINED
+from roxxel_dist.launcher.backends.slurm import SlurmBackend
+from roxxel_dist.launcher.follow import header
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.registry import Register
+from roxxel_dist.launcher.supervisor import Result, supervise
+
+KILLED_IN_S = 120.0
+"""How long SLURM may take to end a job that it will queue again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What SLURM's variables say of the job that this process is in."""
+
+    job_id: str
+    nodelist: str
+    batch: bool
+    """Started by sbatch: it can be queued again."""
+    restarts: int
+    """How often it was."""
+    node: str
+    """The node of this process; empty on a login node, with salloc."""
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The job that this process is in, or None.
+
+    A rank of a launch, which is in a job too, is not: what it starts is its own affair.
+    """
+    job_id = environ.get("SLURM_JOB_ID")
+    if not job_id:
+        return None
+    return Allocation(
+        job_id=job_id,
+        nodelist=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""),
+        batch=environ.get("ENVIRONMENT") == "BATCH",
+        restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        node=environ.get("SLURMD_NODENAME", ""),
+    )
+
+
+def nodes(nodelist: str) -> list[str]:
+    """The names behind `n[1-3,7]`. Raises ValueError where SLURM cannot tell."""
+    try:
+        told = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        raise ValueError(f"scontrol cannot tell the nodes of SLURM_JOB_NODELIST={nodelist}: {reason.strip()}") from None
+    return told.stdout.split()
+
+
+def binds_cpus() -> bool:
+    """Whether this SLURM binds tasks to CPUs; one that does not would complain when it is told not to."""
+    try:
+        told = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return True
+    return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))$", told.stdout, re.MULTILINE) is None
+
+
+def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, max_requeues: int) -> int:
+    """Run a job on the nodes of an allocation, and have SLURM queue it again where that helps; its exit code."""
+    register = Register(
+        job,
+        backend,
+        detached=_is_stdout(job.log_dir / "launcher.log"),
+        controller_host=inside.node or None,
+        via=dict(backend.describe()) if inside.node else None,
+    )
+    if register.entry.detached:
+        print(header(register.entry), end="", flush=True)
+    result = supervise(job, backend, register)
+    again = requeue(result, inside, max_requeues, _state(inside.job_id) if inside.batch else "")
+    if again.why:
+        print(f"roxxel-dist: {again.why}", file=sys.stderr, flush=True)
+    if again.asked:
+        _requeue(inside.job_id)
+    return result.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeue:
+    """Whether SLURM is asked to queue the job again, and the words for it (empty where there is nothing to say)."""
+
+    asked: bool
+    why: str = ""
+
+
+def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -> Requeue:
+    """What a job that ended so does next; `state` is what SLURM says of it.
+
+    SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT). A job
+    that is no longer RUNNING is ended by SLURM: after `scancel` it must not come back, and where it was preempted, or
+    has lost a node, SLURM queues it again itself.
+    """
+    if result.requested == SIGTERM and result.code in (EXIT_DRAINED, 128 + SIGTERM):
+        unsaved = "" if result.code == EXIT_DRAINED else ", though the ranks did not save in time (--grace is longer?)"
+        cause = f"SLURM asked it to end{unsaved}"
+    elif result.host_lost:
+        cause = "a node is lost"
+    else:
+        return Requeue(asked=False)
+    if not inside.batch:
+        return Requeue(asked=False)
+    if state != "RUNNING":
+        return Requeue(asked=False, why=f"{cause}; job {inside.job_id} is {state or 'unknown to SLURM'}: SLURM decides")
+    if inside.restarts >= max_requeues:
+        return Requeue(
+            asked=False,
+            why=f"{cause}; not queued again: it was {inside.restarts} times, and --max-requeues is {max_requeues}",
+        )
+    count = f"requeue {inside.restarts + 1} of {max_requeues}"
+    return Requeue(asked=True, why=f"{cause}; job {inside.job_id} is queued again ({count})")
+
+
+def _state(job_id: str) -> str:
+    """JobState; empty where SLURM does not tell."""
+    told = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False)
+    found = re.search(r"\bJobState=(\w+)", told.stdout)
+    return found[1] if found else ""
+
+
+def _requeue(job_id: str) -> None:
+    """Ask, and wait for the end: a process that exits before SLURM ends it would show as FAILED."""
+    told = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+    if told.returncode == 0:
+        time.sleep(KILLED_IN_S)
+        return
+    reason = told.stderr.strip() or f"scontrol ended with {told.returncode}"
+    print(f"roxxel-dist: job {job_id} was not queued again: {reason}", file=sys.stderr, flush=True)
+
+
+def _is_stdout(path: Path) -> bool:
+    """Whether SLURM writes what this process says to this file."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), os.stat(path))
+    except OSError:
+        return False

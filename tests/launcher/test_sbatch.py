@@ -1,0 +1,203 @@
+"""`launch slurm` without SLURM: the script, the words of its steps, and when a job is queued again."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.launcher.backends import make
+from roxxel_dist.launcher.backends.slurm import SlurmBackend, step_environment
+from roxxel_dist.launcher.sbatch import Request, hide_secrets, script, take_options
+from roxxel_dist.launcher.slurm_job import Allocation, allocation, requeue
+from roxxel_dist.launcher.supervisor import Result
+
+ROOT = Path(__file__).parent.parent.parent
+TEMPLATE = ROOT / "launch" / "train.sbatch"
+
+
+def launch(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "roxxel_dist", "launch", "slurm", *words]
+    outer = {"PATH": "/nowhere", "PYTHONPATH": str(ROOT), **env}  # no SLURM is needed to print
+    return subprocess.run(command, cwd=cwd, env=outer, capture_output=True, text=True, timeout=60)
+
+
+def test_the_template_is_what_its_own_command_prints(tmp_path: Path) -> None:
+    text = TEMPLATE.read_text()
+    (line,) = re.findall(r"^# made by: roxxel-dist launch slurm (.*)$", text, re.MULTILINE)
+    printed = launch(*line.split(), cwd=tmp_path)
+    assert (printed.returncode, printed.stderr) == (0, "")
+    own = printed.stdout.replace(sys.executable, "PYTHON").replace(str(tmp_path), "/shared/project")
+    kept = [one for one in text.splitlines() if not re.match(r"# ", one)]
+    assert [one for one in own.splitlines() if not re.match(r"# ", one)] == kept
+    assert subprocess.run(["bash", "-n"], input=printed.stdout, text=True).returncode == 0
+
+
+def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
+    words = ["--nodes", "2", "--slurm-partition", "gpu", "--slurm-exclusive", "--slurm_mail_user=a@b", "--grace", "9"]
+    words[4:4] = ["--slurm-comment", "a b"]
+    options, own = take_options([word.replace("--slurm_mail", "--slurm-mail") for word in words])
+    assert options == {"partition": "gpu", "comment": "a b", "exclusive": None, "mail-user": "a@b"}
+    assert own == ["--nodes", "2", "--grace", "9"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--slurm-gpus-per-task", "1"], "jax#23452"),
+        (["--slurm-gpus-per-task=1"], "--gpus-per-host"),
+        (["--slurm-ntasks-per-node", "4"], "--procs-per-host"),
+        (["--slurm-nodes", "4"], "use --nodes"),
+        (["--slurm-array", "1-4"], "one job a run"),
+        (["--slurm-", "4"], "--slurm-KEY VALUE"),
+        (["--slurm-time", "1", "--slurm-time=2"], "twice"),
+        (["--slurm-comment", "a\n#SBATCH --uid=0"], "line end"),
+    ],
+)
+def test_options_that_cannot_be(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        take_options(words)
+    told = launch("--nodes", "2", *words, "--", "true")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert said in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "0"], "--nodes 0"),
+        (["--min-hosts", "3", "--nodes", "2"], "--min-hosts 3"),
+        (["--runtime", "pyxis"], "--container"),
+        (["--container", "a.sif"], "--runtime"),
+        (["--mount", "/data"], "--container"),
+        (["--gpus-per-host", "3", "--procs-per-host", "2"], "does not divide"),
+        (["--grace", "-1"], "--grace"),
+        (["--run-id", "a/b"], "--run-id"),
+        (["--dry-run"], "--print"),
+        (["--detach"], "--detach"),
+    ],
+)
+def test_slips_are_told_before_anything_is_submitted(words: list[str], said: str) -> None:
+    told = launch(*words, "--", "true")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert said in told.stderr
+
+
+def test_without_sbatch_the_message_says_where_to_go(tmp_path: Path) -> None:
+    told = launch("--nodes", "2", "--", "true", cwd=tmp_path)
+    assert told.returncode == 1
+    assert "login node" in told.stderr
+
+
+def lines(**more: Any) -> list[str]:
+    request = Request(nodes=3, procs_per_host=2, output="o", directory="/d", grace=30, **more)
+    return script(request, ["python", "a b", "it's"]).splitlines()
+
+
+def test_what_slurm_is_asked_for() -> None:
+    text = lines()
+    assert text[0] == "#!/bin/bash"
+    assert text[-1] == "exec python 'a b' 'it'\"'\"'s'"
+    assert {"#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=2", "#SBATCH --open-mode=append"} < set(text)
+    assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@45"} < set(text)
+    assert not [line for line in text if "gres" in line or "no-kill" in line]
+    assert "#SBATCH --gres=gpu:8" in lines(gpus_per_host=8)
+    asked = lines(gpus_per_host=8, options={"gpus-per-node": "h100:8", "comment": 'a "b"', "exclusive": None})
+    assert not [line for line in asked if "gres" in line]
+    assert {"#SBATCH --gpus-per-node=h100:8", '#SBATCH --comment="a \\"b\\""', "#SBATCH --exclusive"} < set(asked)
+    assert "#SBATCH --no-kill" in lines(stays=True)
+    assert "#SBATCH --no-requeue" in lines(requeue=False)
+    assert "#SBATCH --signal=B:USR1@9" in lines(options={"signal": "B:USR1@9"})
+    assert "#SBATCH --signal=B:TERM@45" not in lines(options={"signal": "B:USR1@9"})
+
+
+def test_secrets_are_handed_on_and_not_written_down() -> None:
+    words = ["--env", "WANDB_API_KEY=sekrit", "--env=MY_TOKEN=other", "--env", "A=b", "--env", "C"]
+    assert hide_secrets(words) == (
+        ["--env", "WANDB_API_KEY", "--env=MY_TOKEN", "--env", "A=b", "--env", "C"],
+        {"WANDB_API_KEY": "sekrit", "MY_TOKEN": "other"},
+    )
+    printed = launch("--print", "--env", "WANDB_API_KEY=sekrit", "--", "true")
+    assert "sekrit" not in printed.stdout
+    assert "export WANDB_API_KEY" in printed.stdout
+
+
+def words_of(**more: Any) -> list[str]:
+    return SlurmBackend("7", ["n1", "n2"], python="py", directory="/work", **more).argv("n2", "agent", "10")
+
+
+def test_the_words_of_a_step() -> None:
+    plain = words_of()
+    assert plain[:3] == ["srun", "--jobid=7", "--nodelist=n2"]
+    assert plain[-5:] == ["py", "-u", "-m", "agent", "10"]
+    assert {"--overlap", "--ntasks=1", "--cpu-bind=none", "--chdir=/work"} < set(plain)
+    assert "--cpu-bind=none" not in words_of(binds=False)
+    assert not [word for word in plain if "gpus-per-task" in word or "container" in word]
+
+
+def test_the_words_of_a_step_in_a_container() -> None:
+    pyxis = words_of(container="image+x", runtime="pyxis", mounts=["/data", "/a:/b"])
+    assert "--container-mounts=/work:/work,/data:/data,/a:/b" in pyxis
+    assert {"--container-image=image+x", "--container-workdir=/work"} < set(pyxis)
+    assert pyxis[-5:] == ["py", "-u", "-m", "agent", "10"]
+    told = words_of(container="a.sif", runtime="apptainer", mounts=["/data"], gpus=True)
+    inside = told[told.index("apptainer") :]
+    assert inside[:-5] == ["apptainer", "exec", "--nv", "--pwd=/work", "--bind=/work", "--bind=/data", "a.sif"]
+    assert "--nv" not in words_of(container="a.sif", runtime="apptainer")
+    assert SlurmBackend("7", ["n1"], container="a.sif", runtime="apptainer").python == "python3"
+
+
+def test_a_backend_is_made_again_from_its_description() -> None:
+    one = SlurmBackend("7", ["n1"], container="i", runtime="pyxis", mounts=["/m"], gpus=True, binds=False)
+    other = make(one.describe())
+    assert other.argv("n1", "m") == one.argv("n1", "m")
+    assert other.describe() == one.describe()
+
+
+def test_a_step_gets_no_options_from_the_variables_of_its_job() -> None:
+    outer = {"SLURM_NTASKS": "8", "SBATCH_X": "1", "SRUN_X": "1", "SLURM_CONF": "c", "PATH": "p"}
+    assert step_environment(outer) == {"SLURM_CONF": "c", "PATH": "p"}
+
+
+def test_what_slurms_variables_say() -> None:
+    assert allocation({}) is None
+    batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "ENVIRONMENT": "BATCH", "SLURM_RESTART_COUNT": "2"}
+    told = allocation(batch | {"SLURMD_NODENAME": "n1"})
+    assert told == Allocation(job_id="7", nodelist="n[1-2]", batch=True, restarts=2, node="n1")
+    told = allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"})
+    assert told == Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
+
+
+TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("result", "state", "restarts", "asked", "words"),
+    [
+        (Result(code=0), "RUNNING", 0, False, ""),
+        (Result(code=1), "RUNNING", 0, False, ""),
+        (Result(code=137), "RUNNING", 0, False, ""),
+        (Result(code=42, requested=TERM), "RUNNING", 0, True, "requeue 1 of 3"),
+        (Result(code=143, requested=TERM), "RUNNING", 2, True, "did not save in time"),
+        (Result(code=42, requested=TERM), "RUNNING", 3, False, "--max-requeues is 3"),
+        (Result(code=42, requested=TERM), "COMPLETING", 0, False, "SLURM decides"),
+        (Result(code=42, requested=INT), "RUNNING", 0, False, ""),
+        (Result(code=1, requested=TERM), "RUNNING", 0, False, ""),
+        (Result(code=69, host_lost=True), "RUNNING", 0, True, "a node is lost"),
+        (Result(code=69), "RUNNING", 0, False, ""),
+    ],
+)
+def test_when_a_job_is_queued_again(result: Result, state: str, restarts: int, asked: bool, words: str) -> None:
+    inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=restarts, node="n1")
+    told = requeue(result, inside, 3, state)
+    assert told.asked is asked
+    assert words in told.why
+    assert bool(words) == bool(told.why)
+
+
+def test_an_interactive_job_is_never_queued_again() -> None:
+    inside = Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
+    assert not requeue(Result(code=42, requested=TERM), inside, 3, "RUNNING").asked

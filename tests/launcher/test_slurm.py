@@ -1,0 +1,328 @@
+"""`launch slurm` on a real SLURM of two or three nodes: what ranks get, how jobs end, and that they go on."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import slurm_cluster
+from hosts import ROOT, Cluster
+from slurm_cluster import Slurm
+
+from roxxel_dist.data.dataset import Roxxel
+
+LIMIT_S = 200.0
+SHOW = """
+import json, os, socket, sys
+facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
+json.dump(facts, open("facts." + os.environ["ROXXEL_PROCESS_ID"], "w"))
+print("here", os.environ["ROXXEL_PROCESS_ID"])
+"""
+STAY = "touch up.$ROXXEL_PROCESS_ID; sleep 1000; true"
+DRAIN = """
+trap 'echo saved; exit 42' TERM
+echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES on $(hostname)
+[ $ROXXEL_ATTEMPT = 0 ] || exit 0
+touch up.$ROXXEL_PROCESS_ID
+while :; do sleep 0.1; done
+"""
+CONFIG = """
+{dim: 16, num_blocks: 1, kv_heads: 1, head_size: 8, max_context: 64, dropout_rate: 0.1, grad_accum: 1, lr: 3.0e-3,
+ phases: [{steps: STEPS, batch_size: 12, seq_len: 33}], log_every: 1, eval_every: 100, eval_iters: 1, checkpoint_every: 20}
+"""
+UNLIKE = {"ms_per_step", "tokens_per_s", "ram_gb"}
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@dataclass
+class Desk:
+    """A user of a SLURM, in a folder that all nodes see."""
+
+    slurm: Slurm
+    folder: Path
+
+    def launch(self, *words: object, **env: str) -> str:
+        """Submit a job, and return its number."""
+        variables = {"PYTHONPATH": str(ROOT), **env}
+        command = [sys.executable, "-m", "roxxel_dist", "launch", "slurm", *words]
+        told = self.slurm.run(*command, cwd=self.folder, env=variables)
+        assert told.returncode == 0, told.stderr
+        return told.stdout.strip()
+
+    def up(self, count: int) -> None:
+        """Wait for so many ranks."""
+        self.until(lambda: len(list(self.folder.glob("up.*"))) == count, "the ranks")
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < end, f"waited for {what}: {self.log()}"
+            time.sleep(0.05)
+
+    def pid(self, host: str, part: str) -> int:
+        """The one process of a host (the oldest of several) whose command line holds `part`."""
+        return min(pid for pid in self.slurm.hosts.processes(host) if part in _words(pid))
+
+    def step(self) -> int:
+        """How many steps were logged."""
+        path = self.folder / "run" / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def rows(self, run: str = "run") -> list[dict[str, object]]:
+        """All that must be the same in every run, a row a step."""
+        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        return [{key: value for key, value in json.loads(line).items() if key not in UNLIKE} for line in lines]
+
+    def log(self) -> str:
+        """What the launcher has said."""
+        return "".join(path.read_text() for path in self.folder.rglob("launcher.log"))
+
+    def left(self) -> list[str]:
+        """What runs on the nodes beside SLURM's own."""
+        hosts = self.slurm.hosts
+        found = [_words(pid) for name in hosts.names for pid in hosts.processes(name)]
+        return [words for words in found if words and "slurmd -D" not in words and "slurmstepd" not in words]
+
+
+def _words(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+@pytest.fixture
+def desk(cluster: Callable[[int], Cluster], tmp_path: Path) -> Iterator[Callable[[int], Desk]]:
+    if why := slurm_cluster.missing():
+        pytest.skip(why)
+    with ExitStack() as stack:
+
+        def make(count: int = 2) -> Desk:
+            (tmp_path / "home").mkdir()
+            (tmp_path / "work").mkdir()
+            slurm = stack.enter_context(Slurm(cluster(count), tmp_path / "home"))
+            return Desk(slurm=slurm, folder=tmp_path / "work")
+
+        yield make
+
+
+def test_what_ranks_get_and_how_a_job_is_looked_at(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    words = ["a b", "", "q'uo\"te", "$HOME", "`id`", "line\nbreak"]
+    options = [
+        "--nodes",
+        2,
+        "--procs-per-host",
+        2,
+        "--env",
+        "MY_TOKEN=sekrit",
+        "--env",
+        "A=b",
+        "--slurm-comment",
+        "x y",
+    ]
+    number = two.launch(*options, "--run-id", "first", "--", "env", sys.executable, "-c", SHOW, *words)
+    script = two.slurm.run("scontrol", "write", "batch_script", number, "-").stdout
+    job = two.slurm.wait(number, *OVER)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), two.log()
+    facts = [json.loads((two.folder / f"facts.{rank}").read_text()) for rank in range(4)]
+    assert [fact["argv"] for fact in facts] == [words] * 4
+    assert [fact["host"] for fact in facts] == ["h1", "h1", "h2", "h2"]
+    assert {fact["cwd"] for fact in facts} == {str(two.folder)}
+    for rank, fact in enumerate(facts):
+        env = fact["env"]
+        assert (env["ROXXEL_PROCESS_ID"], env["ROXXEL_NUM_PROCESSES"]) == (str(rank), "4")
+        assert env["ROXXEL_COORDINATOR"].startswith(two.slurm.hosts.address("h1") + ":")
+        assert (env["MY_TOKEN"], env["A"], env["SLURM_JOB_ID"]) == ("sekrit", "b", number)
+        assert not {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"} & set(env)
+    assert '#SBATCH --comment="x y"' in script
+    assert "sekrit" not in script + two.log()
+    look = [sys.executable, "-m", "roxxel_dist"]
+    env = {"PYTHONPATH": str(ROOT)}
+    assert "first  ended 0  h1 +1" in two.slurm.run(*look, "ps", "--all", cwd=two.folder, env=env).stdout
+    assert not two.left()
+
+
+def test_a_running_job_is_followed_and_stopped_from_the_login_node(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
+    two.up(2)
+    look = [sys.executable, "-m", "roxxel_dist"]
+    env = {"PYTHONPATH": str(ROOT)}
+    assert "first  running" in two.slurm.run(*look, "ps", cwd=two.folder, env=env).stdout
+    told = two.slurm.run(*look, "stop", "first", cwd=two.folder, env=env)
+    assert (told.returncode, told.stderr.splitlines()[-1].endswith("with 42 (stopped, every rank saved)")) == (0, True)
+    job = two.slurm.wait(number, *OVER)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "42:0", "0"), (
+        "who stops a job wants its end"
+    )
+    told = two.slurm.run(*look, "attach", "first", cwd=two.folder, env=env)
+    assert told.returncode == 42
+    assert "0 | saved\n" in told.stdout
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
+def test_kill_9_ends_the_job_with_the_right_code(victim: str, desk: Callable[[], Desk]) -> None:
+    two = desk()
+    number = two.launch("--nodes", 2, "--max-restarts", 0, "--max-requeues", 0, "--", "bash", "-c", STAY)
+    two.up(2)
+    where, part = {
+        "launcher": ("h1", "launch slurm"),
+        "agent": ("h2", "launcher.agent"),
+        "rank": ("h2", "bash -c touch"),
+    }[victim]
+    pids = [pid for pid in two.slurm.hosts.processes(where) if part in _words(pid) and "srun" not in _words(pid)]
+    os.kill(min(pids), signal.SIGKILL)
+    job = two.slurm.wait(number, *OVER)
+    assert job["JobState"] == "FAILED"
+    assert job["ExitCode"] == ("0:9" if victim == "launcher" else "137:0"), two.log()
+    if victim == "rank":
+        assert "rank 1 failed first: signal SIGKILL (host h2" in two.log()
+    two.until(lambda: not two.left(), "everything to be gone")
+
+
+def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
+    two.up(2)
+    two.slurm.run("scancel", "--batch", "--signal=TERM", number)  # what `#SBATCH --signal=B:TERM@…` has SLURM do
+    seen = set()
+    while (job := two.slurm.job(number))["JobState"] not in OVER:
+        seen.add(job["JobState"])
+        time.sleep(0.05)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), two.log()
+    assert "PENDING" in seen
+    assert "job 1 is queued again (requeue 1 of 100)" in two.log()
+    (logs,) = two.folder.glob("runs/run_first/logs")
+    text = (logs / "rank-1.log").read_text()
+    assert "attempt 0 of 2 on h2" in text
+    assert "attempt 1 of 2 on h2" in text
+
+
+def test_a_cancelled_job_does_not_come_back(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    number = two.launch("--nodes", 2, "--", "bash", "-c", DRAIN)
+    two.up(2)
+    two.slurm.run("scancel", number)
+    assert two.slurm.wait(number, *OVER)["JobState"] == "CANCELLED"
+    assert two.slurm.job(number)["Restarts"] == "0"
+    two.until(lambda: not two.left(), "everything to be gone")
+
+
+def test_inside_an_allocation_it_runs_at_once(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    command = [sys.executable, "-m", "roxxel_dist", "launch", "slurm", "--procs-per-host", 2]
+    script = "echo $ROXXEL_PROCESS_ID of $ROXXEL_NUM_PROCESSES on $(hostname); exit $((ROXXEL_PROCESS_ID == 3 ? 7 : 0))"
+    env = {"PYTHONPATH": str(ROOT)}
+    told = two.slurm.run("salloc", "-N2", *command, "--all-ranks", "--", "bash", "-c", script, cwd=two.folder, env=env)
+    assert told.returncode == 7
+    assert "3 | 3 of 4 on h2\n" in told.stdout
+    assert "rank 3 failed first: exit code 7 (host h2" in told.stderr
+    told = two.slurm.run("salloc", "-N2", *command, "--nodes", 3, "--", "true", cwd=two.folder, env=env)
+    assert (told.returncode, "has 2 nodes (h1, h2)" in told.stderr) == (2, True)
+    told = two.slurm.run("salloc", "-N2", *command, "--slurm-time", 3, "--", "true", cwd=two.folder, env=env)
+    assert (told.returncode, "--slurm-time" in told.stderr) == (2, True)
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_down(desk: Callable[[int], Desk]) -> None:
+    three = desk(3)
+    number = three.launch("--nodes", 2, "--spare-hosts", 1, "--", "bash", "-c", DRAIN)
+    three.up(2)
+    three.slurm.run("scontrol", "update", "nodename=h2", "state=DOWN", "reason=test")
+    job = three.slurm.wait(number, *OVER)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), three.log()
+    assert "going on without h2, with h3 instead" in three.log()
+    (log,) = three.folder.glob("runs/*/logs/rank-1.log")
+    assert "attempt 1 of 2 on h3" in log.read_text()
+
+
+Trained = Callable[..., tuple[Desk, str]]
+
+
+@pytest.fixture
+def train(desk: Callable[[int], Desk]) -> Trained:
+    """Submit a training of so many steps, and wait until it has done some."""
+
+    def begin(steps: int, *options: object, nodes: int = 2, until: int = 20) -> tuple[Desk, str]:
+        one = desk(nodes)
+        tokens = np.random.default_rng(0).integers(0, 500, 1 << 17, np.uint16)
+        Roxxel(one.folder / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
+        (one.folder / "config.yaml").write_text(CONFIG.replace("STEPS", str(steps)))
+        number = one.launch("--nodes", 2, "--devices-per-proc", 1, *options, "--", *TRAIN, "--run_dir", "run")
+        one.until(lambda: one.step() >= until, f"step {until}")
+        return one, number
+
+    return begin
+
+
+TRAIN = ("train", "--config", "config.yaml", "--data_path", "corpus")
+
+
+def check(desk: Desk, number: str, steps: int) -> dict[str, str]:
+    """The job goes on to its end, in one run directory, with the losses of a run that nothing has disturbed."""
+    seen = set()
+    end = time.monotonic() + LIMIT_S
+    while (job := desk.slurm.job(number))["JobState"] not in OVER:
+        seen.add(job["JobState"])
+        assert time.monotonic() < end, desk.log()
+        time.sleep(0.1)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), desk.log()
+    assert "FAILED" not in seen
+    local = [sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", 2, "--devices-per-proc", 1]
+    told = desk.slurm.run(
+        *local, "--", *TRAIN, "--run_dir", "alone", cwd=desk.folder, env={"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S
+    )
+    assert told.returncode == 0, told.stderr
+    assert [row["step"] for row in desk.rows()] == list(range(1, steps + 1))
+    assert desk.rows() == desk.rows("alone")
+    assert not desk.left()
+    return job
+
+
+def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
+    two, number = train(120)
+    two.slurm.run("scontrol", "requeue", number)
+    job = check(two, number, 120)
+    assert job["Restarts"] == "1"
+    assert "resuming after step" in two.log()
+
+
+@pytest.mark.slow
+def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
+    two, number = train(900, "--slurm-time", 1, "--grace", 15)
+    job = check(two, number, 900)
+    assert int(job["Restarts"]) >= 1
+    assert "SLURM asked it to end" in two.log()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed slurmd", "set DOWN"])
+def test_a_lost_node_has_slurm_queue_the_job_again(how: str, train: Trained) -> None:
+    two, number = train(900)
+    if how == "killed slurmd":
+        two.slurm.kill_node("h2")
+    else:
+        two.slurm.run("scontrol", "update", "nodename=h2", "state=DOWN", "reason=test")
+    two.slurm.wait(number, "PENDING", limit=LIMIT_S)
+    if how == "killed slurmd":
+        two.slurm.start_node("h2")
+    two.slurm.run("scontrol", "update", "nodename=h2", "state=RESUME")
+    job = check(two, number, 900)
+    assert job["Restarts"] == "1"
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_in_place_with_a_spare_node(train: Trained) -> None:
+    three, number = train(900, "--spare-hosts", 1, nodes=3)
+    three.slurm.run("scontrol", "update", "nodename=h2", "state=DOWN", "reason=test")
+    job = check(three, number, 900)
+    assert job["Restarts"] == "0"
+    assert "going on without h2, with h3 instead" in three.log()
