@@ -18,6 +18,7 @@ from commands import command, environment, losses, rows, run
 from hosts import Cluster
 
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.member import Member, NoFirstHostError, find_first, told
 
 Until = Callable[[Callable[[], Any], str], None]
@@ -146,6 +147,33 @@ def test_a_rank_that_dies_under_the_others_ends_them_too(members: Callable[[int]
     until(lambda: len(list(two.folder.glob("up.*"))) == 2, "the ranks")
     os.kill(two.rank(0), signal.SIGKILL)
     assert [code for code, _, _ in ends(launches)] == [137, 134]
+
+
+STUCK = """
+import os, time
+from roxxel_dist.cluster.progress import Progress
+rank = int(os.environ["ROXXEL_PROCESS_ID"])
+progress = Progress.from_env(rank)
+progress.enter(1)
+if rank == 2:
+    progress.finish(1)
+    progress.enter(2)
+time.sleep(1000)
+"""
+
+
+def test_a_rank_that_is_stuck_is_named_by_its_number_in_the_job(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    place = ["--hosts", 2, "--index", 1, "--first", "127.0.0.1", "--run-id", "mine", "--procs-per-host", 2]
+    words = [*place, "--step-timeout", 1, "--", "env", sys.executable, "stuck.py"]
+    result = run("launch", "member", *words, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert result.returncode == 124
+    assert re.search(r"rank 3 on host \S+ is stuck: in step 1", result.stderr), result.stderr
+
+
+def test_ranks_must_be_among_those_of_the_job(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the ranks 3 to 4 are not among those of a job of 4"):
+        JobSpec(command=("x",), nprocs=2, first_rank=3, world=4, run_id="x", log_dir=tmp_path)
 
 
 def test_a_member_waits_for_the_name_of_the_first(members: Callable[[int], Members], until: Until) -> None:
