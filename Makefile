@@ -8,8 +8,8 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu chaos hf lint \
-    format clean
+.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu chaos hf \
+    docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -46,6 +46,9 @@ bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a ja
 
 chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: as root
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))
+
+docker-check: $(BIN)/python ## build the image with buildah, train two containers of it, compare with launch local: as root
+	@PYTHON=$(abspath $(BIN)/python) docker/check
 
 hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export; takes torch from Debian's python3-torch
 

@@ -16,7 +16,9 @@ from roxxel_dist.cli_eval import evaluate
 from roxxel_dist.cli_export import export
 from roxxel_dist.cli_generate import generate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
+from roxxel_dist.cli_k8s import launch_k8s
 from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_member import launch_member
 from roxxel_dist.cli_plan import plan
 from roxxel_dist.cli_ray import launch_ray
 from roxxel_dist.cli_report import report
@@ -28,7 +30,6 @@ from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
 
 NOT_BUILT = {
     "sweep": "search for the best configuration",
-    "launch k8s": "start ranks in Kubernetes",
 }
 
 Command = Callable[[list[str]], int]
@@ -114,8 +115,15 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local, ssh, slurm, ray."""
-    backends = {"local": launch_local, "ssh": launch_ssh, "slurm": launch_slurm, "ray": launch_ray}
+    """Start a program as many processes and watch over them: local, ssh, slurm, ray, k8s, member."""
+    backends = {
+        "local": launch_local,
+        "ssh": launch_ssh,
+        "slurm": launch_slurm,
+        "ray": launch_ray,
+        "k8s": launch_k8s,
+        "member": launch_member,
+    }
     return _dispatch("launch", backends, words)
 
 

@@ -1,15 +1,12 @@
 """From what hosts said about themselves to what is wrong with them: pure functions. docs/launching.md has a table."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from roxxel_dist.launcher.checks_tpu import tpu_locks
 from roxxel_dist.launcher.facts import Facts, is_loopback, usable_gpus
+from roxxel_dist.launcher.findings import Finding, Hosts, Level, finding
 from roxxel_dist.launcher.wanted import Wanted
-
-Level = Literal["ok", "warning", "error"]
-Hosts = Mapping[str, Facts]
-"""What each host said, in the order of the ranks."""
 
 ROOM, ENOUGH = 1 << 18, 2 << 30
 """Bytes that must be free, and that should be."""
@@ -19,20 +16,11 @@ NAMED = 8
 """Hosts that a text names; of more it gives the count."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What one check found."""
-
-    level: Level
-    check: str
-    hosts: tuple[str, ...]
-    text: str
-
-
 def findings(wanted: Wanted, hosts: Hosts) -> list[Finding]:
     """Everything that can be said from facts alone. Hosts are compared where there are several."""
     checks: list[Callable[[Wanted, Hosts], Iterator[Finding]]] = [
         _gpus,
+        tpu_locks,
         _disk,
         _leftovers,
         _variables,
@@ -53,11 +41,6 @@ def named(hosts: Sequence[str]) -> str:
 def size(count: float) -> str:
     """Bytes for people."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
-
-
-def finding(level: Level, check: str, hosts: Sequence[str], text: str) -> Finding:
-    """A finding about these hosts."""
-    return Finding(level=level, check=check, hosts=tuple(hosts), text=text)
 
 
 def _groups(hosts: Hosts, value: Callable[[Facts], Any]) -> dict[Any, list[str]]:
@@ -94,27 +77,29 @@ def _runs_on_cpu(wanted: Wanted, facts: Facts) -> bool:
 
 
 def _name(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
-    """On CPU a rank tells the others the address that its host's own name resolves to."""
     if are_one_machine(hosts):
         return
-    good = []
-    for host, facts in hosts.items():
-        name, addresses = facts["name"], facts["resolves"]
-        if addresses and not is_loopback(addresses[0]):
-            good.append(host)
-            continue
-        to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
-        level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
-        own = facts["ssh_address"] or "its address"
-        yield finding(
-            level,
-            "name",
-            [host],
-            f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: have /etc/hosts on {host} "
-            f"say `{own} {name}` instead",
-        )
-    if good:
+    found = [one for host, facts in hosts.items() for one in own_name(wanted, host, facts)]
+    yield from found
+    if good := [host for host in hosts if not any(host in one.hosts for one in found)]:
         yield finding("ok", "name", good, f"own names resolve to addresses that others can reach on {named(good)}")
+
+
+def own_name(wanted: Wanted, host: str, facts: Facts) -> Iterator[Finding]:
+    """What is wrong with a host's own name: on CPU a rank tells the others the address that it resolves to."""
+    name, addresses = facts["name"], facts["resolves"]
+    if addresses and not is_loopback(addresses[0]):
+        return
+    to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+    level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
+    own = facts.get("ssh_address") or "its address"
+    yield finding(
+        level,
+        "name",
+        [host],
+        f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: have /etc/hosts on {host} "
+        f"say `{own} {name}` instead",
+    )
 
 
 def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:

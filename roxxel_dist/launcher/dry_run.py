@@ -41,6 +41,8 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
 
 
 def _coordinator(job: JobSpec, backend: Backend) -> str:
+    if job.world is not None:  # it may be on another machine
+        return f"{backend.address}:{job.port}"
     if backend.address is not None:
         return f"{backend.address}:{coordinator_port(job.port)}"
     return f"<address of {backend.hosts[0]}>:{job.port or '<a free port>'}"

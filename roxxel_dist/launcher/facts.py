@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.leftovers import leftovers
+from roxxel_dist.launcher.tpu_lock import LOCK, tpu_lock
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("MEGASCALE_", "OMPI_")
@@ -34,6 +35,7 @@ def gather(question: Facts) -> Facts:
         "machine": _machine(),
         "gpus": _gpus(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "tpu_lock": tpu_lock(LOCK),
         "tpus": len(_devices("/dev", r"accel\d+")),
         "cpus": len(os.sched_getaffinity(0)),
         "platforms": os.environ.get("JAX_PLATFORMS"),
@@ -43,9 +45,7 @@ def gather(question: Facts) -> Facts:
         "left": leftovers(question["run_id"], run_dir),
     }
     if question["compare"]:
-        told |= {
-            "name": socket.gethostname(),
-            "resolves": resolved(socket.gethostname()),
+        told |= own_name() | {
             "ssh_address": _ssh_address(os.environ.get("SSH_CONNECTION", "")),
             "versions": _versions(),
             "code": hash_of_code(),
@@ -53,6 +53,12 @@ def gather(question: Facts) -> Facts:
             "data": _data_set(question["data_path"], run_dir, resume=question["resume"]),
         }
     return told | {"clock": time.time()}  # last, so that it is as new as it can be where it is read
+
+
+def own_name() -> Facts:
+    """The host's own name, and the addresses that it means to the host itself."""
+    name = socket.gethostname()
+    return {"name": name, "resolves": resolved(name)}
 
 
 def existing(path: str) -> Path:

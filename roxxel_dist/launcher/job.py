@@ -36,6 +36,10 @@ class JobSpec:
     """The words after `--`: `train …`, `python file.py …`, or any program."""
     nprocs: int
     """Processes (ranks) to start."""
+    first_rank: int = 0
+    """The first of these ranks, where a launcher of its own on another machine starts those before."""
+    world: int | None = None
+    """Ranks of the whole job, where launchers on other machines start some of them; None: `nprocs`."""
     run_id: str
     """Names the run directory; see `new_run_id`."""
     log_dir: Path
@@ -67,6 +71,11 @@ class JobSpec:
     all_ranks: bool = False
     """Show every rank's lines on the screen, not only those of rank 0."""
 
+    @property
+    def total(self) -> int:
+        """Ranks of the whole job."""
+        return self.nprocs if self.world is None else self.world
+
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
             raise ValueError("no command: write what every process runs after `--`, for instance `-- train data.txt`")
@@ -92,6 +101,7 @@ class JobSpec:
         ):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{flag} {value}: must be seconds, 0 or more; for instance {flag} 30")
+        _check_share(self.first_rank, self.nprocs, self.total)
         stray = sorted(set(self.env) & set(CONTRACT))
         if stray:
             raise ValueError(f"--env {stray[0]}: the launcher sets this variable itself; leave it out")
@@ -107,6 +117,11 @@ class JobSpec:
         for flag, count in (("--max-restarts", self.max_restarts), ("--spare-hosts", self.spare_hosts)):
             if count < 0:
                 raise ValueError(f"{flag} {count}: must be 0 (none) or more")
+
+
+def _check_share(first: int, count: int, total: int) -> None:
+    if not 0 <= first <= total - count:
+        raise ValueError(f"the ranks {first} to {first + count - 1} are not among those of a job of {total}")
 
 
 def _check_gpus(gpus: int, simulated: int | None) -> None:
@@ -151,12 +166,12 @@ def rank_environment(
     caller = {**outer, **job.env}
     if "ROXXEL_COORDINATOR" in outer and "PJRT_NPROC" not in job.env:
         caller.pop("PJRT_NPROC", None)  # an outer launch chose it for its own number of devices
-    threads = max(os.cpu_count() or 1, job.nprocs * (job.devices_per_proc or 1))
+    threads = max(os.cpu_count() or 1, job.total * (job.devices_per_proc or 1))
     own = {
         "PJRT_NPROC": caller.get("PJRT_NPROC") or str(threads),
         "PYTHONUNBUFFERED": "1",
         "ROXXEL_COORDINATOR": coordinator,
-        "ROXXEL_NUM_PROCESSES": str(job.nprocs),
+        "ROXXEL_NUM_PROCESSES": str(job.total),
         "ROXXEL_PROCESS_ID": str(rank),
         "ROXXEL_ATTEMPT": str(attempt),
         "ROXXEL_RUN_ID": job.run_id,
@@ -197,7 +212,7 @@ def placements(
     common = {**outer, **job.env}.get("CUDA_VISIBLE_DEVICES")
     placed = []
     for number, host in enumerate(hosts):
-        first, end = (job.nprocs * n // len(hosts) for n in (number, number + 1))
+        first, end = (job.first_rank + job.nprocs * n // len(hosts) for n in (number, number + 1))
         ranks = {rank: rank_environment(job, rank, coordinator, outer, attempt) for rank in range(first, end)}
         for index, env in enumerate(ranks.values()):
             if job.gpus_per_host is not None:
@@ -255,15 +270,16 @@ def flag(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def coordinator_port(port: int | None) -> int:
-    """A free port on loopback, or `port` itself where nobody listens on it. Raises ValueError where somebody does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def coordinator_port(port: int | None, address: str = "127.0.0.1") -> int:
+    """A free port of an address, or `port` itself where nobody listens on it. Raises ValueError where somebody does."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port or 0))
+            probe.bind((address, port or 0))
         except OSError as error:
             raise ValueError(
-                f"--port {port}: cannot be used on 127.0.0.1 ({error.strerror}); "
+                f"--port {port}: cannot be used on {address} ({error.strerror}); "
                 "leave --port out to take a free one, or give another"
             ) from None
         return int(probe.getsockname()[1])

@@ -48,7 +48,7 @@ class Links:
             self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
             self._select.register(link.error_fd, selectors.EVENT_READ, (self._read_errors, link))
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
-            link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.nprocs})
+            link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
         self._beat = Beat(self.all)
 
     @property

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.checks import Finding, Hosts, are_one_machine, finding, findings, named, speak_alike
+from roxxel_dist.launcher.backends.member import MemberBackend
+from roxxel_dist.launcher.checks import are_one_machine, findings, named, own_name, speak_alike
+from roxxel_dist.launcher.findings import Finding, Hosts, finding
 from roxxel_dist.launcher.job import JobSpec, coordinator_port
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.panel import Interrupted, Message, Panel
@@ -55,7 +57,7 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
         Interrupted: `wake` can be read.
     """
     if _is_here(backend, hosts):
-        return _here(wanted_by(job, backend.environment, writes=True), hosts, port, compare=False)
+        return _here(wanted_by(job, backend.environment, writes=True), backend, hosts, port, compare=False)
     wanted = wanted_by(job, backend.environment, writes=False)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         wanted = replace(wanted, data_path=None)
@@ -67,7 +69,7 @@ def survey(
 ) -> Ready:
     """As `look`, where there is no job: all that can be known of each host."""
     if _is_here(backend, hosts):
-        return _here(wanted, hosts, port, compare=True)
+        return _here(wanted, backend, hosts, port, compare=True)
     return _there(wanted, backend, hosts, port, wake)
 
 
@@ -87,16 +89,21 @@ def _question(wanted: Wanted, *, compare: bool) -> Message:
     }
 
 
-def _here(wanted: Wanted, hosts: Sequence[str], port: int | None, *, compare: bool) -> Ready:
+def _here(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, *, compare: bool) -> Ready:
     """What is known of this machine, without a probe: nothing is as fast."""
-    found = findings(wanted, {hosts[0]: facts.gather(_question(wanted, compare=compare))})
-    free = 0
+    told = facts.gather(_question(wanted, compare=compare))
+    found = findings(wanted, {hosts[0]: told})
+    address, free = backend.address or LOOPBACK, 0
+    if isinstance(backend, MemberBackend) and address != LOOPBACK:
+        found += own_name(wanted, hosts[0], told | facts.own_name())
+    if isinstance(backend, MemberBackend) and not backend.leads:
+        return Ready(address=address, port=port or 0, findings=tuple(found), unreachable={})
     try:
-        free = coordinator_port(port)
-        found.append(finding("ok", "port", hosts, f"{free} is free on {LOOPBACK}"))
+        free = coordinator_port(port, address)
+        found.append(finding("ok", "port", hosts, f"{free} is free on {address}"))
     except ValueError as error:
         found.append(finding("error", "port", hosts, str(error)))
-    return Ready(address=LOOPBACK, port=free, findings=tuple(found), unreachable={})
+    return Ready(address=address, port=free, findings=tuple(found), unreachable={})
 
 
 def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:

@@ -237,7 +237,7 @@ class Register:
             run_id=job.run_id,
             controller=this_process(),
             hosts=tuple(backend.hosts),
-            nprocs=job.nprocs,
+            nprocs=job.total,
             command=shlex.join(masked_words(job.command)),
             log_dir=str(log_dir),
             run_dir=str(log_dir.parent),

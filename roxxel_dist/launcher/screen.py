@@ -27,10 +27,11 @@ Kind = Literal["rank", "launcher", "status"]
 
 
 class Screen:
-    """Shows the lines of rank 0 (or of all ranks) and those of the launcher, while the context is open."""
+    """Shows the lines of rank `first` (or of all ranks) and those of the launcher, while the context is open."""
 
-    def __init__(self, *, all_ranks: bool) -> None:
+    def __init__(self, *, all_ranks: bool, first: int = 0) -> None:
         self._all = all_ranks
+        self._first = first
         self._waiting: deque[tuple[Kind, Any]] = deque()
         self._size = self._left_out = 0
         self._idle = True
@@ -42,7 +43,7 @@ class Screen:
 
     def shows(self, rank: int) -> bool:
         """Whether the lines of this rank are shown."""
-        return self._all or rank == 0
+        return self._all or rank == self._first
 
     def lines(self, rank: int, when: float, lines: Sequence[str]) -> None:
         """Show lines of a rank, if there is room."""

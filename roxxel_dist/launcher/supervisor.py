@@ -55,7 +55,7 @@ def supervise(job: JobSpec, backend: Backend, register: Register) -> Result:
 def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
     told: list[_Told] = []
     with (
-        Screen(all_ranks=job.all_ranks) as screen,
+        Screen(all_ranks=job.all_ranks, first=job.first_rank) as screen,
         Signals(screen.say, stays=backend.leash_s is not None) as signals,
     ):
         muster = Muster(job, backend, signals, screen)

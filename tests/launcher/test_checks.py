@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.checks import ENOUGH, ROOM, Finding, findings, named, size, speak_alike
+from roxxel_dist.launcher.checks import ENOUGH, ROOM, findings, named, size, speak_alike
+from roxxel_dist.launcher.findings import Finding
 from roxxel_dist.launcher.job import JobSpec, log_dir_for
 from roxxel_dist.launcher.wanted import Wanted, flag, script_of, wanted_by, wanted_by_hand
 
@@ -26,6 +27,7 @@ def healthy(number: int) -> dict[str, Any]:
         "data": None,
         "gpus": 0,
         "visible": None,
+        "tpu_lock": None,
         "tpus": 0,
         "cpus": 8,
         "platforms": None,

@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist.launcher import muster as muster_file
 from roxxel_dist.launcher.backends.ssh import SshBackend
-from roxxel_dist.launcher.checks import finding
+from roxxel_dist.launcher.findings import finding
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.muster import Muster, NotReadyError
 from roxxel_dist.launcher.preflight import Ready

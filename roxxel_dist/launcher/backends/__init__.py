@@ -19,6 +19,10 @@ def make(description: Mapping[str, Any]) -> "Backend":
         from roxxel_dist.launcher.backends.ssh import SshBackend
 
         return SshBackend(**values)
+    if kind == "member":
+        from roxxel_dist.launcher.backends.member import MemberBackend
+
+        return MemberBackend(**values)
     if kind == "slurm":
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
 

@@ -1,0 +1,355 @@
+"""`launch k8s`: what it prints is a JobSet by the published schema, and restarts what the launcher itself would."""
+
+import gzip
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from roxxel_dist.cli import main
+from roxxel_dist.launcher.restart import INFRASTRUCTURE, PREEMPTED
+
+Plain = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+CRD = Path(__file__).parent / "schemas" / "jobset_crd_v0.12.0.yaml.gz"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+METADATA = {"name", "namespace", "labels", "annotations"}
+FULL = [
+    *("--hosts", "4", "--image", "example/image:1", "--procs-per-host", "2", "--gpus-per-host", "8", "--name", "full"),
+    *("--namespace", "team-a", "--volume", "shared:/shared", "--volume", "other.claim:/more", "--secret", "wandb"),
+    *("--secret", "second", "--env", "NCCL_DEBUG=INFO", "--env", "WANDB_API_KEY", "--cpu", "16", "--memory", "64Gi"),
+    *("--grace", "60.5", "--step-timeout", "90", "--all-ranks", "--port", "3000"),
+]
+TRAIN = ["train", "--data_path", "/shared/data", "--run_dir", "/shared/runs/full"]
+
+
+def strict(schema: Any) -> Any:
+    """The schema of a resource, as the server applies it with `--validate=strict`: unknown fields are errors."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    crd = yaml.load(gzip.decompress(CRD.read_bytes()), LOADER)
+    (version,) = [one for one in crd["spec"]["versions"] if one["name"] == "v1alpha2"]
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {  # the server knows it by itself
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in ("name", "namespace")}
+        | {name: {"type": "object", "additionalProperties": {"type": "string"}} for name in ("labels", "annotations")},
+        "additionalProperties": False,
+        "required": ["name"],
+    }
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(*words: str) -> str:
+        code = main(["launch", "k8s", *words])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out
+
+    return call
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["launch", "k8s", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def problems(validator: Any, told: Plain) -> list[str]:
+    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in validator.iter_errors(told)]
+
+
+def job_of(told: Plain) -> Plain:
+    return told["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def pod_of(told: Plain) -> Plain:
+    return job_of(told)["template"]["spec"]
+
+
+def check_by_hand(told: Plain) -> None:
+    """What no schema says: the webhooks of JobSet and the validation of Job and Pod (their sources, by name)."""
+    name, spec, job, pod = told["metadata"]["name"], told["spec"], job_of(told), pod_of(told)
+    label = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+    pod_name = f"{name}-hosts-0-{job['completions'] - 1}-abcde"  # jobset_webhook.go, ValidateCreate
+    assert re.fullmatch(label, pod_name)
+    assert len(pod_name) <= 63
+    assert re.fullmatch(label, spec["network"]["subdomain"])
+    assert "startupPolicy" not in spec  # CEL: not beside dependsOn
+    names = [rule["name"] for rule in spec["failurePolicy"]["rules"]]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule) for rule in names)
+    assert pod["restartPolicy"] == "Never"  # which podFailurePolicy needs
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"]
+    for rule in job["podFailurePolicy"]["rules"]:
+        assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
+        codes = rule.get("onExitCodes", {}).get("values", [1])
+        assert codes == sorted(set(codes) - {0})
+        assert len(codes) <= 255
+    container = pod["containers"][0]
+    mounts = [one["mountPath"] for one in container["volumeMounts"]]
+    assert len(set(mounts)) == len(mounts)
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    variables = [one["name"] for one in container["env"]]
+    assert len(set(variables)) == len(variables)
+    assert all(("value" in one) != ("valueFrom" in one) for one in container["env"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--hosts", "1", "--image", "i", "--", "true"],
+        ["--hosts", "2", "--image", "i", "--max-restarts", "0", "--one-per-node", "--cpu", "500m", "--", "true"],
+        ["--hosts", "4", "--image", "i", "--tpu", "tpu-v5-lite-podslice", "--topology", "4x4", "--", "python", "x.py"],
+        [*FULL, "--", *TRAIN],
+    ],
+)
+def test_the_schema_takes_it(words: list[str], printed: Callable[..., str], validator: Any) -> None:
+    text = printed(*words)
+    told = yaml.safe_load(text)
+    assert problems(validator, told) == []
+    check_by_hand(told)
+    assert "&id" not in text  # anchors are hard to read, and to change by hand
+
+
+def slips(told: Plain) -> Iterator[tuple[str, Plain]]:
+    """The manifest with one thing wrong, at every depth."""
+    text = json.dumps(told)
+    spec = ["failurePolicy", "maxRestarts", "completionMode", "onExitCodes", "subdomain", "enableDNSHostnames"]
+    pod = ["emptyDir", "restartPolicy", "secretKeyRef", "topologyKey", "mountPath", "backoffLimit"]
+    for name in spec + pod:
+        yield name, json.loads(text.replace(f'"{name}":', f'"{name}s":', 1))
+    for wrong in ('"backoffLimit": "0"', '"action": "RestartAll"', '"maxRestarts": -1.5', '"status": true'):
+        name = wrong.partition(":")[0]
+        yield wrong, json.loads(re.sub(rf'{name}: ("[^"]*"|[^,}}]*)', wrong, text, count=1))
+
+
+def test_a_slip_is_found_at_every_depth(printed: Callable[..., str], validator: Any) -> None:
+    told = yaml.safe_load(printed(*FULL, "--", *TRAIN))
+    found = dict(slips(told))
+    assert len(found) == 16
+    for name, wrong in found.items():
+        assert wrong != told, name
+        assert problems(validator, wrong), name
+
+
+def outcome(told: Plain, code: int | None) -> str:
+    """What follows when a pod ends with this code (None: it was disrupted): Job's controller, then JobSet's."""
+    message, reason = "Job has reached the specified backoff limit", "BackoffLimitExceeded"
+    for index, rule in enumerate(job_of(told)["podFailurePolicy"]["rules"]):
+        if "onPodConditions" in rule:
+            hit = code is None
+        else:
+            inside = code in rule["onExitCodes"]["values"]
+            hit = code is not None and inside == (rule["onExitCodes"]["operator"] == "In")
+        if hit:
+            what = "has condition DisruptionTarget" if code is None else f"failed with exit code {code}"
+            message, reason = f"Pod default/x {what} matching FailJob rule at index {index}", "PodFailurePolicy"
+            break
+    for rule in told["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+            return rule["action"]
+    return "RestartJobSet" if told["spec"]["failurePolicy"]["maxRestarts"] else "FailJobSet"
+
+
+def test_each_exit_code_has_the_consequence_that_the_launcher_gives_it(printed: Callable[..., str]) -> None:
+    told = yaml.safe_load(printed("--hosts", "2", "--image", "i", "--", "true"))
+    assert told["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert outcome(told, None) == "RestartJobSetAndIgnoreMaxRestarts"
+    for code in range(1, 256):
+        if code in PREEMPTED:
+            expected = "RestartJobSetAndIgnoreMaxRestarts"
+        elif code in INFRASTRUCTURE or code in (69, 75, 124):
+            expected = "RestartJobSet"
+        else:
+            expected = "FailJobSet"
+        assert outcome(told, code) == expected, code
+    assert {outcome(told, code) for code in (1, 2, 127)} == {"FailJobSet"}
+    never = yaml.safe_load(printed("--hosts", "2", "--image", "i", "--max-restarts", "0", "--", "true"))
+    assert {outcome(never, code) for code in (None, *range(1, 256))} == {"FailJobSet"}
+
+
+def test_what_a_pod_runs_and_has(printed: Callable[..., str]) -> None:
+    told = yaml.safe_load(printed(*FULL, "--", *TRAIN))
+    pod, container = pod_of(told), pod_of(told)["containers"][0]
+    before = "roxxel-dist launch member --hosts 4 --first full-hosts-0-0.full --run-id full --procs-per-host 2"
+    options = "--gpus-per-host 8 --port 3000 --step-timeout 90 --grace 60.5 --all-ranks"
+    assert container["command"] == [*f"{before} {options}".split(), "--", *TRAIN]
+    assert told["metadata"] == {"name": "full", "namespace": "team-a"}
+    assert pod["terminationGracePeriodSeconds"] == 76
+    assert container["resources"] == {
+        "requests": {"cpu": "16", "memory": "64Gi"},
+        "limits": {"memory": "64Gi", "nvidia.com/gpu": 8},
+    }
+    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "second"}}]
+    env = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    assert env["NCCL_DEBUG"] == "INFO"
+    assert env["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "WANDB_API_KEY"}}
+    assert env["ROXXEL_RESTARTS"]["fieldRef"]["fieldPath"].endswith("['jobset.sigs.k8s.io/restart-attempt']")
+    assert [one.get("persistentVolumeClaim") for one in pod["volumes"]][1:] == [
+        {"claimName": "shared"},
+        {"claimName": "other.claim"},
+    ]
+    (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": "full"}
+
+
+def test_a_pod_gets_the_words_as_they_were_given(printed: Callable[..., str]) -> None:
+    words = ["echo", "$HOME", "$(HOME)", "a$$b", "é\n ☃", "", "--", "on", "1"]
+    told = yaml.safe_load(printed("--hosts", "1", "--image", "i", "--env", "A=$(B)", "--", *words))
+    container = pod_of(told)["containers"][0]
+    assert [expanded(word) for word in container["command"]][-len(words) :] == words
+    assert expanded(container["env"][-1]["value"]) == "$(B)"
+
+
+def expanded(word: str, variables: Mapping[str, str] = {"HOME": "/root", "B": "x"}) -> str:
+    """What Kubernetes makes of a word (third_party/forked/golang/expansion)."""
+    return re.sub(
+        r"\$(\$|\(([^)]*)\))",
+        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
+        word,
+    )
+
+
+def test_tpu(printed: Callable[..., str]) -> None:
+    words = ["--hosts", "4", "--image", "i", "--tpu", "tpu-v5-lite-podslice", "--topology", "4x4", "--", "true"]
+    told = yaml.safe_load(printed(*words))
+    assert pod_of(told)["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+        "cloud.google.com/gke-tpu-topology": "4x4",
+    }
+    assert pod_of(told)["containers"][0]["resources"] == {"limits": {"google.com/tpu": 4}}
+
+
+def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
+    words = ["--hosts", "4", "--image", "i", "--cpu"]
+    cases = [
+        (["3500m"], "4"),
+        (["8"], "8"),
+        (["0.5", "--devices-per-proc", "3"], "12"),
+        (["8", "--gpus-per-host", "1"], None),
+    ]
+    for more, threads in cases:
+        told = yaml.safe_load(printed(*words, *more, "--", "true"))
+        env = {one["name"]: one.get("value") for one in pod_of(told)["containers"][0]["env"]}
+        assert env.get("PJRT_NPROC") == threads
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--name", "Upper"], "--name 'Upper': begin with a letter"),
+        (["--name", "1st"], "--name '1st': begin with a letter"),
+        (["--name", "a" * 48], "--name 'aaaa.*use at most 47 characters"),
+        (["--hosts", "0"], "--hosts 0: must be at least 1"),
+        (["--image", ""], "--image '': give the name of an image"),
+        (["--namespace", "a.b"], "--namespace 'a.b'"),
+        (["--secret", "My_Secret"], "--secret 'My_Secret' cannot be the name of a Secret"),
+        (["--volume", "claim"], "--volume 'claim': write CLAIM:/path"),
+        (["--volume", "claim:/dev/shm"], "--volume 'claim:/dev/shm'"),
+        (["--volume", "a:/x", "--volume", "b:/x"], "--volume: /x is given twice"),
+        (["--cpu", "lots"], "--cpu 'lots' is no quantity"),
+        (["--memory", "64 GB"], "--memory '64 GB' is no quantity"),
+        (["--tpu", "v5"], "--tpu and --topology belong together"),
+        (["--tpu", "v5", "--topology", "4"], "--topology '4': write for instance 4x4"),
+        (["--tpu", "v5", "--topology", "3x3"], "--topology 3x3 has 9 chips, which do not divide by --hosts 2"),
+        (["--tpu", "v5", "--topology", "2x2", "--gpus-per-host", "1"], "use one of the two"),
+        (["--tpu", "v5", "--topology", "2x2", "--procs-per-host", "4"], "--procs-per-host 4: a host of a TPU slice"),
+        (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 does not divide"),
+        (["--procs-per-host", "0"], "--procs-per-host 0"),
+        (["--max-restarts", "-1"], "--max-restarts -1"),
+        (["--grace", "inf"], "--grace inf"),
+        (["--env", "ROXXEL_ATTEMPT=1"], "--env ROXXEL_ATTEMPT: the launcher sets this"),
+        (["--env", "A"], "--env A has no value: write NAME=VALUE, or name its Secret"),
+        (["--env", "1A=3"], "'1A' is no variable"),
+        (["--secret", "s", "--env", "1A"], "--env '1A' is no variable"),
+    ],
+)
+def test_slips_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = {"--hosts": "2", "--image": "i"}
+    base = [word for flag, value in usual.items() if flag not in words for word in (flag, value)]
+    error = refused(capsys, *base, *words, "--", "true")
+    assert re.search(said, error), error
+
+
+def test_the_longest_name_is_what_kubernetes_allows(printed: Callable[..., str]) -> None:
+    told = yaml.safe_load(printed("--hosts", "11", "--image", "i", "--name", "a" * 46, "--", "true"))
+    check_by_hand(told)
+
+
+@pytest.mark.parametrize("where", ["--env", "--env-from", "command"])
+def test_no_secret_gets_into_a_manifest(where: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "variables"
+    file.write_text("A=1\nHF_TOKEN=sekrit\n")
+    options = {"--env": ["--env", "HF_TOKEN=sekrit"], "--env-from": ["--env-from", str(file)], "command": []}[where]
+    command = ["program", "--api-key", "sekrit"] if where == "command" else ["true"]
+    error = refused(capsys, "--hosts", "2", "--image", "i", "--secret", "s", *options, "--", *command)
+    assert "would stand in the manifest" in error
+    assert "sekrit" not in error
+
+
+def test_a_key_of_a_secret_wins_over_a_file(printed: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "variables"
+    file.write_text("A=1\nHF_TOKEN=sekrit\n")
+    words = ["--secret", "s", "--env-from", str(file), "--env", "HF_TOKEN", "--env", "A=2", "--", "true"]
+    text = printed("--hosts", "2", "--image", "i", *words)
+    assert "sekrit" not in text
+    env = {one["name"]: one.get("value") for one in pod_of(yaml.safe_load(text))["containers"][0]["env"]}
+    assert (env["A"], env["HF_TOKEN"]) == ("2", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--data_path", "x"], "train without --run_dir"),
+        (["train", "--data_path", "x", "--run_dir", "runs/x"], "--run_dir runs/x is in no --volume"),
+        (["train", "--data_path", "x", "--run_dir", "/shared2/x"], "--run_dir /shared2/x is in no --volume"),
+        (["train", "--data_path", "x", "--run_dir", "/shared/x", "--batch_size", "0"], "batch_size"),
+    ],
+)
+def test_a_run_must_outlive_its_pods(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "--hosts", "2", "--image", "i", "--volume", "c:/shared", "--", *words)
+
+
+def test_a_config_may_be_in_the_image_alone(printed: Callable[..., str]) -> None:
+    words = ["--hosts", "2", "--image", "i", "--volume", "c:/shared", "--", "train", "--config", "/only/there.yaml"]
+    assert "/only/there.yaml" in printed(*words, "--run_dir", "/shared/x")
+
+
+def documented() -> dict[str, list[str]]:
+    """The commands of docs/launching.md that write a file of `launch/`: its name, and the words."""
+    text = (ROOT / "docs" / "launching.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^(roxxel-dist launch k8s .*?) > launch/(\S+)$", text, re.M)
+    return {name: shlex.split(line)[1:] for line, name in found}
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "jobset_tpu.yaml"])
+def test_the_files_in_launch_are_what_the_documented_commands_print(
+    name: str, capsys: pytest.CaptureFixture[str], validator: Any
+) -> None:
+    assert main(documented()[name]) == 0
+    out = capsys.readouterr().out
+    assert (ROOT / "launch" / name).read_text() == out
+    assert problems(validator, yaml.safe_load(out)) == []

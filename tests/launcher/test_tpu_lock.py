@@ -1,0 +1,107 @@
+"""The lock of libtpu: real files, and real locks of other processes."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.launcher import facts
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.checks_tpu import tpu_locks
+from roxxel_dist.launcher.findings import Finding
+from roxxel_dist.launcher.preflight import survey
+from roxxel_dist.launcher.tpu_lock import tpu_lock
+from roxxel_dist.launcher.wanted import Wanted
+
+# As libtpu does it.
+HOLD = """
+import fcntl, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o644)
+fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def judged(path: Path, wanted: Wanted | None = None, platforms: str | None = None) -> list[Finding]:
+    return list(tpu_locks(wanted or Wanted(), {"h": {"tpu_lock": tpu_lock(path), "platforms": platforms}}))
+
+
+def test_no_lock_is_no_matter(tmp_path: Path) -> None:
+    assert tpu_lock(tmp_path / "lock") is None
+    assert judged(tmp_path / "lock") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_held_names_its_process(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    (found,) = judged(tmp_path / "lock")
+    assert (found.level, found.check) == ("error", "tpu lock")
+    assert f"is held by process {holder.pid} (python" in found.text
+    assert judged(tmp_path / "lock", platforms="cpu") == []
+    assert judged(tmp_path / "lock", Wanted(platforms="cuda,cpu"), platforms="tpu") == []
+    assert len(judged(tmp_path / "lock", platforms="tpu,cpu")) == 1
+    holder.kill()
+    holder.wait()
+    (found,) = judged(tmp_path / "lock")
+    assert (found.level, "nobody holds it" in found.text) == ("ok", True)
+
+
+def test_to_look_takes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("kept")
+    assert tpu_lock(tmp_path / "lock") == {"path": str(tmp_path / "lock"), "holder": None, "why": None}
+    words = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    held = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (held.stdout, held.returncode) == ("locked\n", 0)
+    assert (tmp_path / "lock").read_text() == "kept"
+
+
+def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (found,) = judged(tmp_path / "lock")
+    assert found.level == "error"
+    assert "cannot be opened (Is a directory)" in found.text
+    assert f"sudo rm {tmp_path / 'lock'}" in found.text
+
+
+# Root may open everything, so it becomes nobody first.
+AS_NOBODY = """
+import json, os, sys
+from pathlib import Path
+from roxxel_dist.launcher.tpu_lock import tpu_lock
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setresuid(65534, 65534, 65534)
+print(json.dumps(tpu_lock(Path(sys.argv[1]))))
+"""
+
+
+def test_a_lock_of_another_user() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
+        os.chmod(folder, 0o755)
+        lock = Path(folder, "lock")
+        lock.touch(mode=0o600 if os.geteuid() == 0 else 0)
+        told = subprocess.run([sys.executable, "-c", AS_NOBODY, lock], capture_output=True, text=True)
+    assert json.loads(told.stdout) == {"path": str(lock), "holder": None, "why": "it is another user's"}, told.stderr
+
+
+def test_doctor_looks_at_it(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "LOCK", tmp_path / "lock")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    seen = survey(Wanted(run_dir=str(tmp_path)), LocalBackend(), ["here"])
+    (found,) = [one for one in seen.findings if one.check == "tpu lock"]
+    assert (found.level, str(holder.pid) in found.text, seen.fit) == ("error", True, False)
