@@ -34,7 +34,7 @@ GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_
         ("devices_per_proc", 0, "--devices-per-proc 0", "leave it out"),
         ("port", 70000, "--port 70000", "leave --port out"),
         ("port", 0, "--port 0", "leave --port out"),
-        ("max_restarts", -1, "--max-restarts -1", "0 (never) or more"),
+        ("max_restarts", -1, "--max-restarts -1", "0 (none) or more"),
         ("step_timeout", 0.0, "--step-timeout 0.0", "leave it out"),
         ("step_timeout", float("inf"), "--step-timeout inf", "leave it out"),
         ("gpus_per_host", 0, "--gpus-per-host 0", "leave it out"),

@@ -339,8 +339,8 @@ def test_a_config_may_be_in_the_image_alone(printed: Callable[..., str]) -> None
 
 
 def documented() -> dict[str, list[str]]:
-    """The commands of docs/launching.md that write a file of `launch/`: its name, and the words."""
-    text = (ROOT / "docs" / "launching.md").read_text().replace("\\\n", " ")
+    """The commands of docs/clusters.md that write a file of `launch/`: its name, and the words."""
+    text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", " ")
     found = re.findall(r"^(roxxel-dist launch k8s .*?) > launch/(\S+)$", text, re.M)
     return {name: shlex.split(line)[1:] for line, name in found}
 

@@ -44,9 +44,9 @@ SLOW = """
 import os, time
 from roxxel_dist.cluster.progress import Progress
 enter = Progress.enter
-def slowly(self, step):
+def slowly(self, *step):
     time.sleep(float(os.environ["SECONDS_A_STEP"]))
-    enter(self, step)
+    enter(self, *step)
 if "SECONDS_A_STEP" in os.environ:
     Progress.enter = slowly
 """
