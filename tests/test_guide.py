@@ -85,7 +85,7 @@ class Reader:
 
 
 @pytest.mark.timeout(900)  # two dozen commands
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_block_does_what_the_page_says(reader, processes):
     doing = Reader(reader, processes)
     for language, text in blocks():

@@ -109,7 +109,11 @@ def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -
     has lost a node, SLURM queues it again itself.
     """
     if result.requested == SIGTERM and result.code in (EXIT_DRAINED, 128 + SIGTERM):
-        unsaved = "" if result.code == EXIT_DRAINED else ", though the ranks did not save in time (--grace is longer?)"
+        unsaved = (
+            ""
+            if result.code == EXIT_DRAINED
+            else ", and the ranks did not save in time (a longer --grace would give it)"
+        )
         cause = f"SLURM asked it to end{unsaved}"
     elif result.host_lost:
         cause = "a node is lost"
