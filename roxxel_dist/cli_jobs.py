@@ -117,7 +117,7 @@ def logs(words: list[str]) -> int:
         if args.lines < 0:
             raise ValueError(f"--lines {args.lines}: must be 0 or more")
         entry = _find(args.run, args.here)
-        if _is_away(entry, args.here) and not entry.shares_files:
+        if _is_away(entry, args.here) and not _shares_files(entry):
             from roxxel_dist.launcher.remote import relay
 
             which = ["--launcher"] if args.launcher else ["--rank", str(args.rank)]
@@ -176,7 +176,7 @@ def attach(words: list[str]) -> int:
     with usage_errors():
         entry = _find(args.run, args.here)
         try:
-            if _is_away(entry, args.here) and not entry.shares_files:
+            if _is_away(entry, args.here) and not _shares_files(entry):
                 from roxxel_dist.launcher.remote import relay
 
                 return relay(entry, "attach")
@@ -203,14 +203,20 @@ def stop(words: list[str]) -> int:
     args = parse(StopArgs, words, "stop")
     with usage_errors():
         entry = _find(args.run, args.here)
-        if _is_away(entry, args.here) and not (entry.is_over and entry.shares_files):
+        if _shares_files(entry) and not args.here and entry.via is not None:
+            from roxxel_dist.launcher.slurm_job import end_for_good
+
+            if end_for_good(entry.via["job_id"]):
+                _say(f"run {entry.run_id} waited to be started again by SLURM (job {entry.via['job_id']}): cancelled")
+                return 0
+        if _is_away(entry, args.here) and not (entry.is_over and _shares_files(entry)):
             from roxxel_dist.launcher import registry
             from roxxel_dist.launcher.remote import relay
 
             timeout = [] if args.timeout is None else ["--timeout", str(args.timeout)]
             code = relay(entry, "stop", *["--kill"] * args.kill, *timeout)
             now = registry.read(registry.path_of(entry))
-            if not entry.shares_files or now is None or not now.is_over:
+            if not _shares_files(entry) or now is None or not now.is_over:
                 return code
             # With its job SLURM has ended the step in which this was asked, perhaps before it could answer.
             _say_over(now)
@@ -244,6 +250,11 @@ def _find(name: str, here: bool) -> "Entry":
 def _is_away(entry: "Entry", here: bool) -> bool:
     """Whether the host of the controller is to be asked."""
     return not here and not entry.is_here and entry.via is not None
+
+
+def _shares_files(entry: "Entry") -> bool:
+    """Whether the entry and the logs of a job elsewhere are on a file system that this machine has too."""
+    return entry.via is not None and entry.via["kind"] == "slurm"
 
 
 def _say_over(entry: "Entry") -> None:

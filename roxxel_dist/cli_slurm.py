@@ -2,7 +2,10 @@
 
 import dataclasses
 import os
+import shutil
+import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
@@ -69,6 +72,8 @@ def launch_slurm(words: list[str]) -> int:
     with usage_errors():
         _check(args)
     inside = allocation(os.environ)
+    if inside is not None and inside.batch:  # SLURM's request may come before anybody listens: it waits
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if args.print or inside is None:
         return _submit(args, options, own, command)
     if options:
@@ -97,7 +102,7 @@ def _check(args: SlurmArgs) -> None:
 def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], command: list[str]) -> int:
     """Hand the job to sbatch, or print what it would be handed."""
     from roxxel_dist.launcher.backends.slurm import SlurmBackend
-    from roxxel_dist.launcher.sbatch import JOB_RUN_ID, NotSubmittedError, hide_secrets, script, submit
+    from roxxel_dist.launcher.sbatch import JOB_RUN_ID, NotSubmittedError, hide_secrets, output_for, script, submit
 
     with usage_errors():
         if args.dry_run:
@@ -108,25 +113,29 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
         job = job_of(args, args.procs_per_host * working, command, nodes)
     # A printed script may be submitted again and again, so its runs are named by their jobs.
     run_id = JOB_RUN_ID if args.print and args.run_id is None else job.run_id
-    log = (job.log_dir / "launcher.log").absolute()
+    log = Path(args.directory or os.getcwd()) / job.log_dir / "launcher.log"
+    with usage_errors():
+        output = "slurm-%j.out" if args.print else output_for(str(log))
     shown, secrets = hide_secrets([word for word in own if word != "--print"])
     python = args.python if args.python and not args.container else sys.executable
     named = [] if args.run_id else ["--run-id", run_id]
     launch = [python, "-u", "-m", "roxxel_dist", "launch", "slurm", *named, *shown, "--", *command]
     notes = [f"export {name} before `sbatch`: it is a secret, and not in this script" for name in secrets]
-    text = script(_request(args, options, "slurm-%j.out" if args.print else str(log)), launch, notes)
+    text = script(_request(args, options, output), launch, notes)
     if args.print:
         print(text, end="")
         return 0
     log.parent.mkdir(parents=True, exist_ok=True)  # SLURM makes no folder, and tells nobody
     try:
-        job_id = submit(text, {**os.environ, **secrets})
+        job_id, said = submit(text, {**os.environ, **secrets})
     except NotSubmittedError as error:
         print(f"roxxel-dist: not submitted: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
+    if said:
+        print(said, file=sys.stderr)
     print(job_id, flush=True)
     told = f"run {run_id} is SLURM job {job_id} (`squeue -j {job_id}`, `scancel {job_id}`)"
-    later = f"when it runs: `roxxel-dist attach {run_id}`; its lines are in {log}"
+    later = f"when it runs: `roxxel-dist attach {run_id}`; its lines are in {options.get('output') or log}"
     print(f"roxxel-dist: {told}\nroxxel-dist: {later}", file=sys.stderr, flush=True)
     return 0
 
@@ -151,6 +160,9 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
     """Run on the nodes that this job has."""
     with usage_errors():
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
+
+        if shutil.which("srun") is None:
+            raise ValueError(f"this is SLURM job {inside.job_id}, and there is no `srun`: add SLURM's commands to PATH")
         from roxxel_dist.launcher.slurm_job import binds_cpus, nodes, run_in_allocation
 
         names = nodes(inside.nodelist)
@@ -166,6 +178,8 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
             inside.job_id, hosts, python=args.python, directory=args.directory, container=args.container,
             runtime=args.runtime, mounts=args.mount, gpus=args.gpus_per_host is not None, binds=binds_cpus(),
         )  # fmt: skip
+        if inside.batch and args.run_id is None:
+            args = dataclasses.replace(args, run_id=f"slurm-{inside.job_id}")  # the same when the job is queued again
         job = job_of(args, args.procs_per_host * working, command, backend)
         job = dataclasses.replace(job, first_attempt=inside.restarts)
     if args.dry_run:

@@ -25,8 +25,8 @@ def find(name: str, among: Sequence[Entry]) -> Entry:
     ]
     for number, means in enumerate(ways):
         found = [entry for entry in among if name and means(entry)]
-        if len(found) > 1 and number == 1:
-            return found[-1]
+        if found and (number == 1 or len({(entry.run_id, entry.run_dir) for entry in found}) == 1):
+            return found[-1]  # a SLURM job that was queued again has an entry a launch
         if len(found) > 1:
             raise ValueError(
                 f"{len(found)} runs are meant by {name!r}: say which, by its id or its run directory:{_list(found)}"

@@ -129,7 +129,7 @@ class Links:
         reason = f": {link.said[-1]}" if link.said else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
-            return self._lose(link, text, EXIT_PREFLIGHT)
+            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
         return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST)
 
@@ -142,12 +142,12 @@ class Links:
         except BlockingIOError:
             return
 
-    def _lose(self, link: Link, text: str, code: int = EXIT_LOST) -> Lost:
+    def _lose(self, link: Link, text: str, code: int = EXIT_LOST, *, with_host: bool = False) -> Lost:
         link.done = True
         for fd in (link.fd, link.error_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
-        return Lost(host=link.host, code=code, text=text, heard=link.heard)
+        return Lost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host)
 
     def _silent(self, now: float) -> Iterator[tuple[Link, Lost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
@@ -166,7 +166,7 @@ class Links:
                 text = (
                     f"host {link.host} has said nothing for {limit:g} s (its link is cut, or it is overloaded or stuck)"
                 )
-                yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT)
+                yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
                 text = f"host {link.host}: of the ranks {ranks}, not all are gone {KILL_S:g} s after they were killed"

@@ -17,6 +17,11 @@ AGAIN_S = 2.0
 class NotReadyError(Exception):
     """The hosts, or too many of them, cannot take the job. The message is for people, a line a reason."""
 
+    def __init__(self, text: str, *, unreachable: bool = False) -> None:
+        super().__init__(text)
+        self.unreachable = unreachable
+        """Whether some do not answer, so that other hosts would do."""
+
 
 class StoppedError(Exception):
     """Somebody asked the launcher to stop; `number` is the signal."""
@@ -62,7 +67,8 @@ class Muster:
         hosts = tuple(self._backend.hosts)
         chosen = Crew(hosts=tuple(working_hosts(self._job, hosts)), job=self._job)
         present, told = hosts, set[str]()
-        until = time.monotonic() + (self._job.host_timeout if attempt else 0)
+        again = attempt > 0 or self._job.first_attempt > 0  # the job has run before: its hosts may need a moment
+        until = time.monotonic() + (self._job.host_timeout if again else 0)
         while True:
             seen = self._look(chosen, attempt)
             if seen.fit:
@@ -75,8 +81,8 @@ class Muster:
                 self._tell(problems, told)
                 self._pause()
                 continue
-            if not replaced and not (attempt and is_other and self._are_enough(rest)):
-                raise NotReadyError("\n".join(problems))
+            if not replaced and not (again and is_other and self._are_enough(rest)):
+                raise NotReadyError("\n".join(problems), unreachable=bool(seen.unreachable))
             present = rest
             self._tell(problems, told)
             chosen = crew(self._job, hosts, present, micro_batches(self._job.command))

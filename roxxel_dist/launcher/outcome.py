@@ -43,6 +43,8 @@ class Lost:
     """What happened, for people."""
     heard: float = 0.0
     """When it said something last, by the launcher's clock."""
+    with_host: bool = False
+    """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)

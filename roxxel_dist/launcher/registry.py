@@ -84,11 +84,6 @@ class Entry:
         return self.controller.host == socket.gethostname() and (self.via is None or self.controller.boot == _boot())
 
     @property
-    def shares_files(self) -> bool:
-        """Whether its entry and its logs are on a file system that this machine has too: it was found by them."""
-        return self.via is not None and self.via["kind"] == "slurm"
-
-    @property
     def one_line(self) -> str:
         """The command without line ends."""
         return self.command.replace("\n", "\\n")

@@ -11,11 +11,14 @@ from typing import IO
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.registry import Entry
+from roxxel_dist.launcher.slurm_job import job_state
 
 PROGRAM = "roxxel_dist"
 HERE = "--here"
 """Tells the command there that it is at its place, whatever its machine calls itself by now."""
 ASK_S = 20.0
+ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "COMPLETING")
+"""States of a SLURM job whose launcher may live."""
 NO_WAY = 255
 """How ssh ends when it cannot reach the host, or is cut off from it."""
 
@@ -74,6 +77,10 @@ def refresh(entries: list[Entry]) -> list[str]:
     asked: list[tuple[list[Entry], subprocess.Popen[bytes]]] = []
     problems = []
     for group in jobs.values():
+        via = group[0].via
+        if via is not None and via["kind"] == "slurm" and job_state(via["job_id"]) not in ALIVE:
+            _keep(group, [])
+            continue
         try:
             asked.append((group, _start(group[0], "ps", "--all", "--json", HERE)))
         except (ValueError, OSError) as error:  # its ssh configuration is gone, for instance

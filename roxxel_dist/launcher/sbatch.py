@@ -17,8 +17,15 @@ REFUSED = {
     "ntasks-per-node": "use --procs-per-host",
     "nodes": "use --nodes, without slurm",
     "wrap": "the command comes after `--`",
+    "chdir": "use --directory",
+    "wait": "submit, then `roxxel-dist attach RUN`, which ends with the code of the job",
     "array": "each run has a folder of its own; submit one job a run",
 }
+OURS = {
+    "ENVIRONMENT", "SLURM_RESTART_COUNT",
+    "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_WAIT",
+}  # fmt: skip
+"""Variables that a shell within a job may have."""
 KEY = re.compile(r"[a-z][a-z-]*")
 
 
@@ -140,11 +147,22 @@ class NotSubmittedError(Exception):
     """sbatch refused the job; the message is its own."""
 
 
-def submit(text: str, environment: Mapping[str, str]) -> str:
-    """Give a script to sbatch, and return the job's number. Raises NotSubmittedError."""
+def output_for(log: str) -> str:
+    """A file as `--output` takes it. Raises ValueError for one that it cannot name."""
+    if "\\" in log:
+        raise ValueError(f"{log!r}: SLURM cannot write to a path with a backslash; choose another run directory")
+    return log.replace("%", "%%")
+
+
+def submit(text: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Give a script to sbatch; the job's number, and what sbatch said beside it. Raises NotSubmittedError.
+
+    Variables of a job that this may be part of, and those of sbatch that say what the script says, do not go along.
+    """
+    kept = {name: value for name, value in environment.items() if name not in OURS}
     try:
         told = subprocess.run(
-            ["sbatch", "--parsable"], input=text, env=dict(environment), capture_output=True, text=True, check=False
+            ["sbatch", "--parsable"], input=text, env=kept, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
         raise NotSubmittedError(
@@ -152,4 +170,4 @@ def submit(text: str, environment: Mapping[str, str]) -> str:
         ) from None
     if told.returncode != 0:
         raise NotSubmittedError(told.stderr.strip() or f"sbatch ended with {told.returncode} and said nothing")
-    return told.stdout.strip().partition(";")[0]
+    return told.stdout.strip().partition(";")[0], told.stderr.strip()

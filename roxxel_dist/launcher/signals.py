@@ -31,6 +31,7 @@ class Signals:
         if self._stays:
             names.append(signal.SIGTSTP)
         self._before = {name: signal.signal(name, self._noted) for name in names}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, names)  # who was asked to stop before this was ready, hears it now
         return self
 
     def __exit__(

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG
 from roxxel_dist.launcher.backends.slurm import SlurmBackend
 from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.registry import Register
+from roxxel_dist.launcher.restart import INFRASTRUCTURE
 from roxxel_dist.launcher.supervisor import Result, supervise
 
 KILLED_IN_S = 120.0
 """How long SLURM may take to end a job that it will queue again."""
+ASK_S = 10.0
+NO_DAEMON = re.compile("Unable to contact|timed out|Connection refused", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     A rank of a launch, which is in a job too, is not: what it starts is its own affair.
     """
     job_id = environ.get("SLURM_JOB_ID")
-    if not job_id:
+    if not job_id or "ROXXEL_PROCESS_ID" in environ:
         return None
     return Allocation(
         job_id=job_id,
@@ -85,7 +88,7 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, m
     if register.entry.detached:
         print(header(register.entry), end="", flush=True)
     result = supervise(job, backend, register)
-    again = requeue(result, inside, max_requeues, _state(inside.job_id) if inside.batch else "")
+    again = requeue(result, inside, max_requeues, job_state(inside.job_id) if inside.batch else "")
     if again.why:
         print(f"roxxel-dist: {again.why}", file=sys.stderr, flush=True)
     if again.asked:
@@ -108,17 +111,18 @@ def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -
     that is no longer RUNNING is ended by SLURM: after `scancel` it must not come back, and where it was preempted, or
     has lost a node, SLURM queues it again itself.
     """
-    if result.requested == SIGTERM and result.code in (EXIT_DRAINED, 128 + SIGTERM):
+    code = result.code
+    if result.requested == SIGTERM and (code in (EXIT_DRAINED, EXIT_HANG, 128 + SIGTERM) or code in INFRASTRUCTURE):
         unsaved = (
-            ""
-            if result.code == EXIT_DRAINED
-            else ", and the ranks did not save in time (a longer --grace would give it)"
+            "" if code == EXIT_DRAINED else ", and the ranks did not save in time (a longer --grace would give it)"
         )
         cause = f"SLURM asked it to end{unsaved}"
-    elif result.host_lost:
-        cause = "a node is lost"
+    elif result.requested in (None, SIGTERM) and result.host_lost:
+        cause = "a node is out of reach"
     else:
         return Requeue(asked=False)
+    if result.idle:
+        cause += "; there was no time for a step, which a longer --slurm-time gives"
     if not inside.batch:
         return Requeue(asked=False)
     if state != "RUNNING":
@@ -132,16 +136,37 @@ def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -
     return Requeue(asked=True, why=f"{cause}; job {inside.job_id} is queued again ({count})")
 
 
-def _state(job_id: str) -> str:
-    """JobState; empty where SLURM does not tell."""
-    told = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False)
-    found = re.search(r"\bJobState=(\w+)", told.stdout)
+def job_state(job_id: str) -> str:
+    """JobState; empty where SLURM does not know the job (any more)."""
+    found = re.search(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id).stdout)
     return found[1] if found else ""
+
+
+def end_for_good(job_id: str) -> bool:
+    """Have SLURM not queue a job again, and take it away where it only waits; whether it waited."""
+    _scontrol("update", f"JobId={job_id}", "Requeue=0")
+    if job_state(job_id) != "PENDING":
+        return False
+    subprocess.run(["scancel", job_id], capture_output=True, check=False)
+    return True
+
+
+def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
+    """What scontrol answers, asked again for a while where its daemon is restarted."""
+    end = time.monotonic() + ASK_S
+    while True:
+        try:
+            told = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return subprocess.CompletedProcess(words, 127, "", "there is no `scontrol` on this machine")
+        if not NO_DAEMON.search(told.stderr) or time.monotonic() > end:
+            return told
+        time.sleep(1)
 
 
 def _requeue(job_id: str) -> None:
     """Ask, and wait for the end: a process that exits before SLURM ends it would show as FAILED."""
-    told = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+    told = _scontrol("requeue", job_id)
     if told.returncode == 0:
         time.sleep(KILLED_IN_S)
         return

@@ -36,7 +36,9 @@ class Result:
     requested: int | None = None
     """The signal by which somebody asked for its end."""
     host_lost: bool = False
-    """It could go on, with another host for one that is gone."""
+    """It could go on, with another host for one that is out of reach."""
+    idle: bool = False
+    """Its last attempt came to no step, though its program tells its steps."""
 
 
 def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int:
@@ -65,7 +67,8 @@ def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
             except StoppedError as request:
                 return _stopped(request.number, told, screen)
             except NotReadyError as problem:
-                return Result(code=_not_ready(problem, told, screen), host_lost=bool(told))
+                again = bool(told) or job.first_attempt > 0
+                return Result(code=_not_ready(problem, told, screen), host_lost=again and problem.unreachable)
             told.append(_attempt(ready, backend, len(told), signals, screen, entry))
             decision = decide([one.ended for one in told], job.max_restarts)
             screen.write(told[-1].report)
@@ -75,7 +78,8 @@ def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
                 if len(told) > 1:
                     _tell_first_cause(told, screen)
                 last = told[-1]
-                return Result(code=decision.code, requested=last.requested, host_lost=last.lost)
+                idle = last.ended.counts and last.ended.reached == 0
+                return Result(code=decision.code, requested=last.requested, host_lost=last.lost, idle=idle)
             entry.update(state="restarting")
             if numbers := signals.wait(decision.wait):
                 return _stopped(numbers[0], told, screen)
@@ -118,7 +122,8 @@ def _attempt(
     refused = job.command[0] == "train" or logs.hold_refusals_alone
     if now.code == EXIT_USAGE and count == 0 and outcome.reached == 0 and refused:
         logs.remove()
-    return _Told(ended=now, report=report, requested=outcome.requested, lost=outcome.lost is not None)
+    lost = outcome.lost is not None and outcome.lost.with_host
+    return _Told(ended=now, report=report, requested=outcome.requested, lost=lost)
 
 
 def _tell_first_cause(told: Sequence[_Told], screen: Screen) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 """A variable whose name holds one of these is not shown."""
 MASK = "***"
-SLURM_KEPT = ("SLURM_JOB", "SLURM_CLUSTER", "SLURM_CONF", "SLURM_RESTART", "SLURM_ARRAY", "SLURM_SUBMIT")
-"""What SLURM says of the job stays; what it says of the step (one task, the agent) would mislead a rank's libraries."""
+STEP = re.compile(r"SLURM_(PROCID|LOCALID|NODEID|NNODES|NPROCS|GTIDS|NTASKS|STEP|TASK|SRUN_|LAUNCH_).*")
+"""What SLURM says of a step (one task on one node, the agent) would mislead a rank's libraries; of the job it stays."""
 ENDS = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
 INSIDE = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=('[^']*'|\"[^\"]*\"|[^\s;&|]+)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -60,7 +60,7 @@ def _pair(word: str, where: str) -> tuple[str, str]:
 
 def misleads(name: str) -> bool:
     """Whether a host's variable describes the agent to a rank that would take it for itself."""
-    return name.startswith("SLURM_") and not name.startswith(SLURM_KEPT)
+    return STEP.fullmatch(name) is not None
 
 
 def is_secret(name: str) -> bool:

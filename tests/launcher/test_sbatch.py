@@ -52,6 +52,8 @@ def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
         (["--slurm-ntasks-per-node", "4"], "--procs-per-host"),
         (["--slurm-nodes", "4"], "use --nodes"),
         (["--slurm-array", "1-4"], "one job a run"),
+        (["--slurm-wait"], "roxxel-dist attach"),
+        (["--slurm-chdir", "/x"], "--directory"),
         (["--slurm-", "4"], "--slurm-KEY VALUE"),
         (["--slurm-time", "1", "--slurm-time=2"], "twice"),
         (["--slurm-comment", "a\n#SBATCH --uid=0"], "line end"),
@@ -76,6 +78,7 @@ def test_options_that_cannot_be(words: list[str], said: str) -> None:
         (["--gpus-per-host", "3", "--procs-per-host", "2"], "does not divide"),
         (["--grace", "-1"], "--grace"),
         (["--run-id", "a/b"], "--run-id"),
+        (["--directory", "/a\\b"], "backslash"),
         (["--dry-run"], "--print"),
         (["--detach"], "--detach"),
     ],
@@ -167,6 +170,7 @@ def test_what_slurms_variables_say() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "ENVIRONMENT": "BATCH", "SLURM_RESTART_COUNT": "2"}
     told = allocation(batch | {"SLURMD_NODENAME": "n1"})
     assert told == Allocation(job_id="7", nodelist="n[1-2]", batch=True, restarts=2, node="n1")
+    assert allocation(batch | {"ROXXEL_PROCESS_ID": "0"}) is None, "a rank of a launch has no allocation of its own"
     told = allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"})
     assert told == Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
 
@@ -186,7 +190,10 @@ TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
         (Result(code=42, requested=TERM), "COMPLETING", 0, False, "SLURM decides"),
         (Result(code=42, requested=INT), "RUNNING", 0, False, ""),
         (Result(code=1, requested=TERM), "RUNNING", 0, False, ""),
-        (Result(code=69, host_lost=True), "RUNNING", 0, True, "a node is lost"),
+        (Result(code=137, requested=TERM), "RUNNING", 0, True, "did not save in time"),
+        (Result(code=42, requested=TERM, idle=True), "RUNNING", 0, True, "no time for a step"),
+        (Result(code=69, host_lost=True), "RUNNING", 0, True, "a node is out of reach"),
+        (Result(code=137, host_lost=True, requested=INT), "RUNNING", 0, False, ""),
         (Result(code=69), "RUNNING", 0, False, ""),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +69,12 @@ class Desk:
         told = self.slurm.run(*command, cwd=self.folder, env=variables)
         assert told.returncode == 0, told.stderr
         return told.stdout.strip()
+
+    def look(self, *words: object) -> "subprocess.CompletedProcess[str]":
+        """Another command, from the login node."""
+        return self.slurm.run(
+            sys.executable, "-m", "roxxel_dist", *words, cwd=self.folder, env={"PYTHONPATH": str(ROOT)}
+        )
 
     def up(self, count: int) -> None:
         """Wait for so many ranks."""
@@ -157,9 +164,7 @@ def test_what_ranks_get_and_how_a_job_is_looked_at(desk: Callable[[], Desk]) -> 
         assert not {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"} & set(env)
     assert '#SBATCH --comment="x y"' in script
     assert "sekrit" not in script + two.log()
-    look = [sys.executable, "-m", "roxxel_dist"]
-    env = {"PYTHONPATH": str(ROOT)}
-    assert "first  ended 0  h1 +1" in two.slurm.run(*look, "ps", "--all", cwd=two.folder, env=env).stdout
+    assert "first  ended 0  h1 +1" in two.look("ps", "--all").stdout
     assert not two.left()
 
 
@@ -178,16 +183,14 @@ def test_a_running_job_is_followed_and_stopped_from_the_login_node(desk: Callabl
     two = desk()
     number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
     two.up(2)
-    look = [sys.executable, "-m", "roxxel_dist"]
-    env = {"PYTHONPATH": str(ROOT)}
-    assert "first  running" in two.slurm.run(*look, "ps", cwd=two.folder, env=env).stdout
-    told = two.slurm.run(*look, "stop", "first", cwd=two.folder, env=env)
+    assert "first  running" in two.look("ps").stdout
+    told = two.look("stop", "first")
     assert (told.returncode, told.stderr.splitlines()[-1].endswith("with 42 (stopped, every rank saved)")) == (0, True)
     job = two.slurm.wait(number, *OVER)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "42:0", "0"), (
         "who stops a job wants its end"
     )
-    told = two.slurm.run(*look, "attach", "first", cwd=two.folder, env=env)
+    told = two.look("attach", "first")
     assert told.returncode == 42
     assert "0 | saved\n" in told.stdout
 
@@ -228,6 +231,32 @@ def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[]
     text = (logs / "rank-1.log").read_text()
     assert "attempt 0 of 2 on h2" in text
     assert "attempt 1 of 2 on h2" in text
+    told = two.look("attach", "first")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("# 20") == 2, "both launches"
+    listed = [line.split()[:3] for line in two.look("ps", "--all").stdout.splitlines()[1:]]
+    assert listed == [["first", "ended", "42"], ["first", "ended", "0"]]
+
+
+def test_a_job_that_waits_to_be_started_again_is_stopped(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
+    two.up(2)
+    two.slurm.run("scancel", "--batch", "--signal=TERM", number)
+    two.slurm.wait(number, "PENDING")
+    told = two.look("stop", "first")
+    assert (told.returncode, "cancelled" in told.stderr) == (0, True), told.stderr
+    assert two.slurm.wait(number, *OVER)["JobState"] == "CANCELLED"
+
+
+def test_a_launcher_that_was_killed_is_lost(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", STAY)
+    two.up(2)
+    os.kill(two.pid("h1", "launch slurm"), signal.SIGKILL)
+    two.slurm.wait(number, *OVER)
+    assert "first  lost" in two.look("ps").stdout
+    assert not two.look("ps", "--json").stderr
 
 
 def test_a_cancelled_job_does_not_come_back(desk: Callable[[], Desk]) -> None:
