@@ -13,8 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+import slurm_cluster
 from hosts import Cluster
 from machines import missing
+from slurm_desk import Desk
 
 PROGRAM = """
 import json, sys
@@ -131,3 +133,18 @@ def cluster() -> Iterator[Callable[[int], Cluster]]:
         pytest.skip(why)
     with ExitStack() as stack:
         yield lambda count: stack.enter_context(Cluster(count))
+
+
+@pytest.fixture
+def desk(cluster: Callable[[int], Cluster], tmp_path: Path) -> Iterator[Callable[[int], Desk]]:
+    if why := slurm_cluster.missing():
+        pytest.skip(why)
+    with ExitStack() as stack:
+
+        def make(count: int = 2) -> Desk:
+            (tmp_path / "home").mkdir()
+            (tmp_path / "work").mkdir()
+            slurm = stack.enter_context(slurm_cluster.Slurm(cluster(count), tmp_path / "home"))
+            return Desk(slurm=slurm, folder=tmp_path / "work")
+
+        yield make

@@ -3,24 +3,14 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
-import psutil
 import pytest
-import slurm_cluster
-from hosts import ROOT, Cluster
-from slurm_cluster import Slurm
+from hosts import ROOT
+from slurm_desk import OVER, Desk, words_of
 
-from roxxel_dist.data.dataset import Roxxel
-
-LIMIT_S = 700.0
 SHOW = """
 import json, os, socket, sys
 facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
@@ -35,102 +25,6 @@ echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES on $(hostname)
 touch up.$ROXXEL_PROCESS_ID
 while :; do sleep 0.1; done
 """
-CONFIG = """
-{dim: 16, num_blocks: 1, kv_heads: 1, head_size: 8, max_context: 64, dropout_rate: 0.1, grad_accum: 1, lr: 3.0e-3,
- phases: [{steps: STEPS, batch_size: 12, seq_len: 33}],
- log_every: 1, eval_every: 100, eval_iters: 1, checkpoint_every: 20}
-"""
-# In each rank, before anything else is imported: a step takes a while, so that there is time to disturb it.
-SLOW = """
-import os, time
-from roxxel_dist.cluster.progress import Progress
-enter = Progress.enter
-def slowly(self, *step):
-    time.sleep(float(os.environ["SECONDS_A_STEP"]))
-    enter(self, *step)
-if "SECONDS_A_STEP" in os.environ:
-    Progress.enter = slowly
-"""
-UNLIKE = {"ms_per_step", "tokens_per_s", "ram_gb"}
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-
-@dataclass
-class Desk:
-    """A user of a SLURM, in a folder that all nodes see."""
-
-    slurm: Slurm
-    folder: Path
-
-    def launch(self, *words: object, **env: str) -> str:
-        """Submit a job, and return its number."""
-        variables = {"PYTHONPATH": str(ROOT), **env}
-        command = [sys.executable, "-m", "roxxel_dist", "launch", "slurm", *words]
-        told = self.slurm.run(*command, cwd=self.folder, env=variables)
-        assert told.returncode == 0, told.stderr
-        return told.stdout.strip()
-
-    def look(self, *words: object) -> "subprocess.CompletedProcess[str]":
-        """Another command, from the login node."""
-        return self.slurm.run(
-            sys.executable, "-m", "roxxel_dist", *words, cwd=self.folder, env={"PYTHONPATH": str(ROOT)}
-        )
-
-    def up(self, count: int) -> None:
-        """Wait for so many ranks."""
-        self.until(lambda: len(list(self.folder.glob("up.*"))) == count, "the ranks")
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < end, f"waited for {what}: {self.log()}"
-            time.sleep(0.05)
-
-    def pid(self, host: str, part: str) -> int:
-        """The one process of a host (the oldest of several) whose command line holds `part`."""
-        return min(pid for pid in self.slurm.hosts.processes(host) if part in _words(pid))
-
-    def step(self) -> int:
-        """How many steps were logged."""
-        path = self.folder / "run" / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
-
-    def rows(self, run: str = "run") -> list[dict[str, object]]:
-        """All that must be the same in every run, a row a step."""
-        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
-        return [{key: value for key, value in json.loads(line).items() if key not in UNLIKE} for line in lines]
-
-    def log(self) -> str:
-        """What the launcher has said."""
-        return "".join(path.read_text() for path in self.folder.rglob("launcher.log"))
-
-    def left(self) -> list[str]:
-        """What runs on the nodes beside SLURM's own."""
-        hosts = self.slurm.hosts
-        found = [_words(pid) for name in hosts.names for pid in hosts.processes(name)]
-        return [words for words in found if words and "slurmd -D" not in words and "slurmstepd" not in words]
-
-
-def _words(pid: int) -> str:
-    try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-
-
-@pytest.fixture
-def desk(cluster: Callable[[int], Cluster], tmp_path: Path) -> Iterator[Callable[[int], Desk]]:
-    if why := slurm_cluster.missing():
-        pytest.skip(why)
-    with ExitStack() as stack:
-
-        def make(count: int = 2) -> Desk:
-            (tmp_path / "home").mkdir()
-            (tmp_path / "work").mkdir()
-            slurm = stack.enter_context(Slurm(cluster(count), tmp_path / "home"))
-            return Desk(slurm=slurm, folder=tmp_path / "work")
-
-        yield make
 
 
 def test_what_ranks_get_and_how_a_job_is_looked_at(desk: Callable[[], Desk]) -> None:
@@ -170,7 +64,9 @@ def test_what_ranks_get_and_how_a_job_is_looked_at(desk: Callable[[], Desk]) -> 
 
 def test_gpus_are_dealt_out_of_those_that_slurm_gives(desk: Callable[[], Desk]) -> None:
     two = desk()
-    other = two.slurm.run("sbatch", "--parsable", "-N2", "--gres=gpu:1", "--wrap", "sleep 1000").stdout.strip()
+    other = two.slurm.run(
+        "sbatch", "--parsable", "-N2", "--gres=gpu:1", "--wrap", "sleep 1000", cwd=two.folder
+    ).stdout.strip()
     two.slurm.wait(other, "RUNNING")
     options = ["--nodes", 2, "--procs-per-host", 2, "--gpus-per-host", 2]
     number = two.launch(*options, "--", sys.executable, "-c", SHOW)
@@ -205,7 +101,7 @@ def test_kill_9_ends_the_job_with_the_right_code(victim: str, desk: Callable[[],
         "agent": ("h2", "launcher.agent"),
         "rank": ("h2", "bash -c touch"),
     }[victim]
-    pids = [pid for pid in two.slurm.hosts.processes(where) if part in _words(pid) and "srun" not in _words(pid)]
+    pids = [pid for pid in two.slurm.hosts.processes(where) if part in words_of(pid) and "srun" not in words_of(pid)]
     os.kill(min(pids), signal.SIGKILL)
     job = two.slurm.wait(number, *OVER)
     assert job["JobState"] == "FAILED"
@@ -294,95 +190,3 @@ def test_a_spare_node_takes_the_place_of_one_that_is_down(desk: Callable[[int], 
     assert "going on without h2, with h3 instead" in three.log()
     (log,) = three.folder.glob("runs/*/logs/rank-1.log")
     assert "attempt 1 of 2 on h3" in log.read_text()
-
-
-Trained = Callable[..., tuple[Desk, str]]
-
-
-@pytest.fixture
-def train(desk: Callable[[int], Desk]) -> Trained:
-    """Submit a training of so many steps, and wait until it has done some."""
-
-    def begin(steps: int, *options: object, nodes: int = 2, until: int = 20) -> tuple[Desk, str]:
-        one = desk(nodes)
-        tokens = np.random.default_rng(0).integers(0, 500, 1 << 17, np.uint16)
-        Roxxel(one.folder / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
-        (one.folder / "site").mkdir()
-        (one.folder / "site" / "sitecustomize.py").write_text(SLOW)
-        slow = {"PYTHONPATH": f"{one.folder / 'site'}:{ROOT}", "SECONDS_A_STEP": "0.05"}
-        (one.folder / "config.yaml").write_text(CONFIG.replace("STEPS", str(steps)))
-        words = ["--nodes", 2, "--devices-per-proc", 1, *options, "--", *TRAIN, "--run_dir", "run"]
-        number = one.launch(*words, XLA_FLAGS=FAST, **slow)
-        one.until(lambda: one.step() >= until, f"step {until}")
-        return one, number
-
-    return begin
-
-
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""For XLA: ranks above 0 find nothing in jax's cache on CPU, so each start compiles; this is four times as fast."""
-TRAIN = ("train", "--config", "config.yaml", "--data_path", "corpus")
-
-
-def check(desk: Desk, number: str, steps: int) -> dict[str, str]:
-    """The job goes on to its end, in one run directory, with the losses of a run that nothing has disturbed."""
-    seen = set()
-    end = time.monotonic() + LIMIT_S
-    while (job := desk.slurm.job(number))["JobState"] not in OVER:
-        seen.add(job["JobState"])
-        assert time.monotonic() < end, desk.log()
-        time.sleep(0.1)
-    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), desk.log()
-    assert "FAILED" not in seen
-    local = [sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", 2, "--devices-per-proc", 1]
-    env = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST}
-    told = desk.slurm.run(*local, "--", *TRAIN, "--run_dir", "alone", cwd=desk.folder, env=env, timeout=LIMIT_S)
-    assert told.returncode == 0, told.stderr
-    assert [row["step"] for row in desk.rows()] == list(range(1, steps + 1))
-    assert desk.rows() == desk.rows("alone")
-    assert not desk.left()
-    return job
-
-
-def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
-    two, number = train(120)
-    two.slurm.run("scontrol", "requeue", number)
-    job = check(two, number, 120)
-    assert job["Restarts"] == "1"
-    assert "resuming after step" in two.log()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
-    two, number = train(600, "--slurm-time", 1, "--grace", 5)
-    job = check(two, number, 600)
-    assert int(job["Restarts"]) >= 1
-    assert "SLURM asked it to end" in two.log()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("how", ["killed slurmd", "set DOWN"])
-def test_a_lost_node_has_slurm_queue_the_job_again(how: str, train: Trained) -> None:
-    two, number = train(300)
-    if how == "killed slurmd":
-        two.slurm.kill_node("h2")
-    else:
-        two.slurm.run("scontrol", "update", "nodename=h2", "state=DOWN", "reason=test")
-    two.slurm.wait(number, "PENDING", limit=LIMIT_S)
-    if how == "killed slurmd":
-        two.slurm.start_node("h2")
-    two.slurm.run("scontrol", "update", "nodename=h2", "state=RESUME")
-    job = check(two, number, 300)
-    assert job["Restarts"] == "1"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_training_goes_on_in_place_with_a_spare_node(train: Trained) -> None:
-    three, number = train(300, "--spare-hosts", 1, nodes=3)
-    three.slurm.run("scontrol", "update", "nodename=h2", "state=DOWN", "reason=test")
-    job = check(three, number, 300)
-    assert job["Restarts"] == "0"
-    assert "going on without h2, with h3 instead" in three.log()
