@@ -15,6 +15,7 @@ import psutil
 import pytest
 from hosts import Cluster
 from machines import missing
+from ray_nodes import RayNodes, ray_nodes, words
 
 PROGRAM = """
 import json, sys
@@ -131,3 +132,15 @@ def cluster() -> Iterator[Callable[[int], Cluster]]:
         pytest.skip(why)
     with ExitStack() as stack:
         yield lambda count: stack.enter_context(Cluster(count))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """Two nodes that both have joined."""
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(2, head=("--include-dashboard", "false")) as started:
+        command = words(started.address, 2, "--place-timeout", 120, "--run-id", "warm", "--", "true")
+        done = started.hosts.run(command, on="h1", cwd=started.folder, env=started.environment, timeout=180)
+        assert done.returncode == 0, done.stderr
+        yield started
