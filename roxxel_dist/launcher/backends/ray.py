@@ -195,11 +195,13 @@ class RayBackend:
 
     def _check_head(self) -> None:
         """Raises NoNodeError where the head is gone: Ray would wait for it, for minutes, in calls that cannot end."""
+        head = self._ray.get_runtime_context().gcs_address
         try:
-            ray_cluster.is_open(self._ray.get_runtime_context().gcs_address)
+            ray_cluster.is_open(head)
         except ray_cluster.ClusterError:
             raise NoNodeError(
-                "the head of the Ray cluster is gone, and with it the cluster: start Ray again, on all nodes"
+                f"the head of the Ray cluster is gone, or stuck ({head} does not answer): a Ray that has lost its head "
+                "must be started again, on all nodes"
             ) from None
 
     def _name(self, index: int, address: str) -> str:
