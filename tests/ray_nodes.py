@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,8 @@ CPUS = 2
 GPUS = 4
 """Ray only counts them."""
 END_S = 30.0
+STAY = "touch up.$ROXXEL_PROCESS_ID; sleep 1000; true"
+"""A rank that says that it is up, and stays."""
 OURS = ("roxxel_dist", "RayNode", "sleep 1000")
 
 
@@ -124,3 +126,23 @@ def _wait_for_head(nodes: RayNodes) -> None:
     script = f"for i in $(seq 300); do echo 2>/dev/null >/dev/tcp/{head}/{port} && exit; sleep 0.1; done; exit 1"
     if nodes.hosts.run(["bash", "-c", script], on=nodes.hosts.names[0]).returncode:
         raise RuntimeError(f"Ray does not start: {(nodes.folder / f'{nodes.hosts.names[0]}.log').read_text()}")
+
+
+def words(address: str, hosts: int, *more: object) -> list[object]:
+    return [sys.executable, "-m", "roxxel_dist", "launch", "ray", "--address", address, "--hosts", hosts, *more]
+
+
+def launch(nodes: RayNodes, folder: Path, *more: object, hosts: int = 2, **options: Any) -> Any:
+    env = nodes.environment | options.pop("env", {})
+    return nodes.hosts.run(words(nodes.address, hosts, *more), on="h1", cwd=folder, env=env, **options)
+
+
+def begin(
+    nodes: RayNodes, folder: Path, until: Callable[[Callable[[], Any], str], None], *more: object, ranks: int = 2
+) -> "subprocess.Popen[bytes]":
+    """A launch whose ranks are all up."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    process = nodes.hosts.popen(words("auto", 2, *more), on="h1", cwd=folder, env=nodes.environment, **pipes)
+    until(lambda: process.poll() is not None or len(list(folder.glob("up.*"))) == ranks, "the ranks")
+    assert process.poll() is None, process.communicate()
+    return process

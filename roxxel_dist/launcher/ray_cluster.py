@@ -14,6 +14,8 @@ HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 LISTED = 8
 """Nodes that a message names."""
 ASK_S = 10.0
+HEAD_S = 600
+"""How long Ray itself waits for a head that is gone; the launcher has ended long before."""
 TOKEN = (
     "Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token to every node (mode 600), and start Ray "
     "with RAY_AUTH_MODE=token everywhere"
@@ -45,6 +47,8 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
         check_closed(asked, known)
     if asked is False or (asked is None and has_token()):
         os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported; without it, it tries in vain for 20 s
+    # A head that is gone does not come back. Ray would end this process, with code 1 and its own words, after 60 s.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_S))
     import ray
     from ray.exceptions import RayError
 

@@ -16,6 +16,7 @@ import pytest
 import slurm_cluster
 from hosts import Cluster
 from machines import missing
+from ray_nodes import RayNodes, ray_nodes, words
 from slurm_desk import Desk
 
 PROGRAM = """
@@ -148,3 +149,15 @@ def desk(cluster: Callable[[int], Cluster], tmp_path: Path) -> Iterator[Callable
             return Desk(slurm=slurm, folder=tmp_path / "work")
 
         yield make
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """Two nodes that both have joined."""
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(2, head=("--include-dashboard", "false")) as started:
+        command = words(started.address, 2, "--place-timeout", 120, "--run-id", "warm", "--", "true")
+        done = started.hosts.run(command, on="h1", cwd=started.folder, env=started.environment, timeout=180)
+        assert done.returncode == 0, done.stderr
+        yield started

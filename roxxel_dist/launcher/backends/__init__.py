@@ -27,8 +27,4 @@ def make(description: Mapping[str, Any]) -> "Backend":
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
 
         return SlurmBackend(**values)
-    if kind == "ray":
-        from roxxel_dist.launcher.backends.ray import RayBackend
-
-        return RayBackend(**values)
-    raise ValueError(f"there is no way to launch that is called {kind!r}: use local, ssh, slurm or ray")
+    raise ValueError(f"there is no way to launch that is called {kind!r}: use local, ssh, member or slurm")

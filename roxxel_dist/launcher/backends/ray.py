@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
@@ -71,12 +71,12 @@ class RayBackend:
         self._python = python or sys.executable
         self._chosen, self._directory = directory, directory or os.getcwd()
         self._homes = [f"bundle-{index}" for index in range(count)]  # may change in the middle of an attempt
-        self._hosts = tuple(self._homes)
+        self._parts = {home: index for index, home in enumerate(self._homes)}  # every name that a bundle ever had
         self._actors: list[Any] = []
         self._locks = [threading.Lock() for _ in range(count)]
         self._processes: list[RayProcess] = []
         self._closed = threading.Event()
-        self._open, self._in_worker = ExitStack(), False
+        self._open, self._in_worker, self._is_free = ExitStack(), False, False
         self.abandoned = False
         """Whether closing was given up: an ordinary end of this process would then wait for Ray again."""
         self._ray: Any = None
@@ -85,8 +85,7 @@ class RayBackend:
     @property
     def hosts(self) -> Sequence[str]:
         """The addresses of the nodes, as of now; `bundle-0` and so on before it is opened."""
-        self._hosts = tuple(self._homes)
-        return self._hosts
+        return tuple(self._homes)
 
     @property
     def python(self) -> str:
@@ -118,7 +117,8 @@ class RayBackend:
             self._group = stack.enter_context(placing)
             self._actors = [self._make(index) for index in range(len(self._homes))]
             self._await_actors(max(ACTOR_S, end - time.monotonic()))
-            self._homes = unique(ray_cluster.addresses(self._ray, self._group))
+            now = unique(ray_cluster.addresses(self._ray, self._group))
+            self._homes = [self._name(index, address) for index, address in enumerate(now)]
             self._open = stack.pop_all()
         return self
 
@@ -130,20 +130,23 @@ class RayBackend:
         closing = threading.Thread(target=self._close, name="ray-close", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
-        if closing.is_alive():
+        if not self._is_free:
             self.abandoned = True
             self._say("Ray does not answer any more (is its head up?); it frees the nodes when it misses this process")
 
     def _close(self) -> None:
         for actor in self._actors:
-            self._ray.kill(actor)  # what is asked of one that does not answer fails then
+            with suppress(Exception):  # of many kinds, where the head is gone
+                self._ray.kill(actor)  # what is asked of one that does not answer fails then
         for process in self._processes:
             process.leave(LEAVE_S)
-        self._open.close()
+        with suppress(Exception):
+            self._open.close()
+            self._is_free = True
 
     def start(self, host: str, module: str, *words: str) -> RayProcess:
         """Start `python -m MODULE WORDS` on a node; returns at once, also where its actor has to be made first."""
-        index = self._hosts.index(host)
+        index = self._parts[host]
         directory = None if self._in_worker else self._directory
         argv = self.argv(host, module, *words)
         number = len(self._processes)
@@ -151,18 +154,8 @@ class RayBackend:
         return self._processes[number]
 
     def describe(self) -> Mapping[str, Any]:
-        """What `backends.make` needs."""
-        return {
-            "kind": "ray",
-            "address": self._cluster,
-            "count": len(self._homes),
-            "cpus": self._bundle["CPU"],
-            "gpus": self._bundle.get("GPU"),
-            "python": self._python,
-            "directory": self._directory,
-            "insecure": self._insecure,
-            "place_s": self._place_s,
-        }
+        """What a dry run tells of it."""
+        return {"kind": "ray", "directory": self._directory}
 
     def _make(self, index: int) -> Any:
         return ray_cluster.actor(self._ray, self._group, index, self._bundle, THREADS)
@@ -182,6 +175,7 @@ class RayBackend:
         """The actor of a bundle, a new one where the last is dead. Raises NoNodeError."""
         errors = self._ray.exceptions
         with self._locks[index]:
+            self._check_head()
             for again in (True, False):
                 try:
                     self._ray.get(self._actors[index].ready.remote(), timeout=ACTOR_S)
@@ -199,8 +193,26 @@ class RayBackend:
             self._note_move(index, host)
             return self._actors[index]
 
+    def _check_head(self) -> None:
+        """Raises NoNodeError where the head is gone: Ray would wait for it, for minutes, in calls that cannot end."""
+        head = self._ray.get_runtime_context().gcs_address
+        try:
+            ray_cluster.is_open(head)
+        except ray_cluster.ClusterError:
+            raise NoNodeError(
+                f"the head of the Ray cluster is gone, or stuck ({head} does not answer): a Ray that has lost its head "
+                "must be started again, on all nodes"
+            ) from None
+
+    def _name(self, index: int, address: str) -> str:
+        """What a bundle is called at an address; a name that another bundle had goes on to mean that one."""
+        if self._parts.setdefault(address, index) == index:
+            return address
+        self._parts[f"{address}#{index}"] = index
+        return f"{address}#{index}"
+
     def _note_move(self, index: int, host: str) -> None:
-        now = unique(ray_cluster.addresses(self._ray, self._group))[index]
+        now = self._name(index, unique(ray_cluster.addresses(self._ray, self._group))[index])
         if now != self._homes[index]:
             self._say(f"Ray has moved the part of {self._homes[index]} to {now}; this attempt still calls it {host}")
             self._homes[index] = now
