@@ -120,8 +120,8 @@ def launch_ssh(words: list[str]) -> int:
         procs = slots or 1 if args.procs_per_host is None else args.procs_per_host
         if procs < 1:
             raise ValueError(f"--procs-per-host {procs}: must be at least 1")
-        working = count_working(len(hosts), args.spare_hosts, args.min_hosts)
         backend = SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
+        working = count_working(len(hosts), args.spare_hosts, args.min_hosts)
         job = job_of(args, procs * working, command, backend)
     return start(args, job, backend)
 
