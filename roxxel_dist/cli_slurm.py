@@ -13,7 +13,7 @@ import tyro
 from roxxel_dist.cli_launch import JobArgs, count_working, job_of, launch_words, start
 from roxxel_dist.cluster.contract import EXIT_FAILED
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch
+from roxxel_dist.flags import Switch, plain_switches
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.sbatch import Request
@@ -68,6 +68,7 @@ def launch_slurm(words: list[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     with usage_errors():
         options, own = take_options(words[:cut])
+    own = plain_switches(own, SlurmArgs)  # so that no form of --print gets into the script
     args, command = launch_words(SlurmArgs, [*own, *words[cut:]], "slurm", "--nodes 2")
     with usage_errors():
         _check(args)
@@ -121,7 +122,7 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
     named = [] if args.run_id else ["--run-id", run_id]
     launch = [python, "-u", "-m", "roxxel_dist", "launch", "slurm", *named, *shown, "--", *command]
     notes = [f"export {name} before `sbatch`: it is a secret, and not in this script" for name in secrets]
-    text = script(_request(args, options, output), launch, notes)
+    text = script(_request(args, wanted, options, output), launch, notes)
     if args.print:
         print(text, end="")
         return 0
@@ -140,11 +141,11 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
     return 0
 
 
-def _request(args: SlurmArgs, options: dict[str, str | None], output: str) -> "Request":
+def _request(args: SlurmArgs, nodes: int, options: dict[str, str | None], output: str) -> "Request":
     from roxxel_dist.launcher.sbatch import Request
 
     return Request(
-        nodes=(args.nodes or 1) + args.spare_hosts,
+        nodes=nodes,
         procs_per_host=args.procs_per_host,
         output=output,
         directory=args.directory or os.getcwd(),

@@ -21,11 +21,11 @@ NESTED = ("phases", "datasets", "validation", "model_args")
 
 def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong."""
-    words = _plain_switches(words, kind)
+    words = plain_switches(words, kind)
     return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores)
 
 
-def _plain_switches(words: list[str], kind: type) -> list[str]:
+def plain_switches(words: list[str], kind: type) -> list[str]:
     """The words with `--switch True` as `--switch`, and without `--switch False`."""
     hints = get_type_hints(kind, include_extras=True)
     switches = {name for name, hint in hints.items() if hint in (Switch, bool)}
@@ -76,7 +76,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     Raises:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
     """
-    words = _plain_switches(words, TrainArgs)
+    words = plain_switches(words, TrainArgs)
     own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
     told = {name: value for name, value in _flags(words) if name in own}
     if "amend" in told and "resume" not in told:
@@ -110,7 +110,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     """
     import yaml
 
-    words, model_args = _without_model_args(_plain_switches(words, kind))
+    words, model_args = _without_model_args(plain_switches(words, kind))
     path = dict(_flags(words)).get("config") or path
     base = Config.from_yaml(path) if path else Config()
     args: Any = parse(_with_fields(base, kind), words, command)

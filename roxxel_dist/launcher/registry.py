@@ -228,7 +228,7 @@ class Register:
         self._started = started
         self._wrote = 0.0
         self._failed = False
-        self._kept = self._entry = Entry(
+        self._kept = self.entry = Entry(
             run_id=job.run_id,
             controller=this_process(),
             hosts=tuple(backend.hosts),
@@ -245,21 +245,16 @@ class Register:
             via=via,
         )
 
-    @property
-    def entry(self) -> Entry:
-        """As it is now."""
-        return self._entry
-
     def __enter__(self) -> "Register":
         with self._safely():
-            write(self._entry)
+            write(self.entry)
             sweep(time.time())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._entry.state != "ended":  # an exception of the launcher's own
+        if self.entry.state != "ended":  # an exception of the launcher's own
             self.end(1)
 
     def update(self, *, state: State | None = None, attempt: int | None = None, step: int | None = None) -> None:
@@ -268,7 +263,7 @@ class Register:
         self._change({name: value for name, value in told.items() if value is not None})
         if state == "running" and self._started is not None:
             tell, self._started = self._started, None
-            tell(self._entry)
+            tell(self.entry)
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""
@@ -276,16 +271,16 @@ class Register:
         return code
 
     def _change(self, fields: dict[str, Any]) -> None:
-        self._entry = dataclasses.replace(self._entry, **fields)
-        if self._entry == self._kept:
+        self.entry = dataclasses.replace(self.entry, **fields)
+        if self.entry == self._kept:
             return
         hurry = any(name != "step" for name in fields)
         if not hurry and time.monotonic() < self._wrote + WRITE_S:
             return
-        self._kept = self._entry = dataclasses.replace(self._entry, updated=time.time())
+        self._kept = self.entry = dataclasses.replace(self.entry, updated=time.time())
         self._wrote = time.monotonic()
         with self._safely():
-            write(self._entry)
+            write(self.entry)
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:

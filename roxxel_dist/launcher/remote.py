@@ -11,13 +11,13 @@ from typing import IO
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.registry import Entry
-from roxxel_dist.launcher.slurm_job import job_state
+from roxxel_dist.launcher.slurm_job import GOES_ON, job_state
 
 PROGRAM = "roxxel_dist"
 HERE = "--here"
 """Tells the command there that it is at its place, whatever its machine calls itself by now."""
 ASK_S = 20.0
-ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "COMPLETING")
+ALIVE = (*GOES_ON, "SUSPENDED", "STOPPED", "COMPLETING")
 """States of a SLURM job whose launcher may live."""
 NO_WAY = 255
 """How ssh ends when it cannot reach the host, or is cut off from it."""

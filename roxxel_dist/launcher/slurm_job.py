@@ -20,6 +20,8 @@ from roxxel_dist.launcher.supervisor import Result, supervise
 
 KILLED_IN_S = 120.0
 """How long SLURM may take to end a job that it will queue again."""
+GOES_ON = ("RUNNING", "SIGNALING")
+"""States of a job that SLURM has not begun to end; the second one while it sends the signal before the time limit."""
 ASK_S = 10.0
 NO_DAEMON = re.compile("Unable to contact|timed out|Connection refused", re.IGNORECASE)
 
@@ -57,23 +59,16 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 def nodes(nodelist: str) -> list[str]:
     """The names behind `n[1-3,7]`. Raises ValueError where SLURM cannot tell."""
-    try:
-        told = subprocess.run(
-            ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=60
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        raise ValueError(f"scontrol cannot tell the nodes of SLURM_JOB_NODELIST={nodelist}: {reason.strip()}") from None
+    told = _scontrol("show", "hostnames", nodelist)
+    if told.returncode != 0:
+        raise ValueError(f"scontrol cannot tell the nodes of SLURM_JOB_NODELIST={nodelist}: {told.stderr.strip()}")
     return told.stdout.split()
 
 
 def binds_cpus() -> bool:
     """Whether this SLURM binds tasks to CPUs; one that does not would complain when it is told not to."""
-    try:
-        told = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return True
-    return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))$", told.stdout, re.MULTILINE) is None
+    told = _scontrol("show", "config").stdout
+    return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))$", told, re.MULTILINE) is None
 
 
 def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, max_requeues: int) -> int:
@@ -125,7 +120,7 @@ def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -
         cause += "; there was no time for a step, which a longer --slurm-time gives"
     if not inside.batch:
         return Requeue(asked=False)
-    if state != "RUNNING":
+    if state not in GOES_ON:
         return Requeue(asked=False, why=f"{cause}; job {inside.job_id} is {state or 'unknown to SLURM'}: SLURM decides")
     if inside.restarts >= max_requeues:
         return Requeue(

@@ -133,7 +133,7 @@ def test_another_process_of_that_number_is_not_the_controller() -> None:
 def enter(run_id: str, folder: str, **changes: object) -> Entry:
     """Write the entry of a job that is over."""
     register = Register(spec(run_id, folder), LocalBackend())
-    entry = dataclasses.replace(register._entry, state="ended", code=0, **changes)  # pyright: ignore[reportArgumentType]
+    entry = dataclasses.replace(register.entry, state="ended", code=0, **changes)  # pyright: ignore[reportArgumentType]
     registry.write(entry)
     return entry
 

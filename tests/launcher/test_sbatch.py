@@ -36,6 +36,13 @@ def test_the_template_is_what_its_own_command_prints(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=printed.stdout, text=True).returncode == 0
 
 
+def test_no_form_of_print_gets_into_the_script() -> None:
+    for form in (["--print"], ["--print", "True"], ["--print=True"]):
+        told = launch(*form, "--nodes", "2", "--", "true")
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.endswith("--nodes 2 -- true\n")
+
+
 def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
     words = ["--nodes", "2", "--slurm-partition", "gpu", "--slurm-exclusive", "--slurm_mail_user=a@b", "--grace", "9"]
     words[4:4] = ["--slurm-comment", "a b"]
@@ -187,6 +194,7 @@ TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
         (Result(code=42, requested=TERM), "RUNNING", 0, True, "requeue 1 of 3"),
         (Result(code=143, requested=TERM), "RUNNING", 2, True, "did not save in time"),
         (Result(code=42, requested=TERM), "RUNNING", 3, False, "--max-requeues is 3"),
+        (Result(code=42, requested=TERM), "SIGNALING", 0, True, "requeue 1 of 3"),
         (Result(code=42, requested=TERM), "COMPLETING", 0, False, "SLURM decides"),
         (Result(code=42, requested=INT), "RUNNING", 0, False, ""),
         (Result(code=1, requested=TERM), "RUNNING", 0, False, ""),

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from roxxel_dist.launcher import ray_cluster
+from roxxel_dist.launcher.backends.near import LEASH_S
 from roxxel_dist.launcher.ray_link import NoNodeError, RayProcess, gone
 
-LEASH_S = 10.0
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
 CLOSE_S = 10.0

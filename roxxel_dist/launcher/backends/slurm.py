@@ -1,14 +1,13 @@
 """Ranks on the nodes of a SLURM job: one agent a node, each in a job step of its own, whose `srun` is the channel."""
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-LEASH_S = 10.0
+from roxxel_dist.launcher.backends.near import LEASH_S, start_near
+
 RUNTIMES = ("pyxis", "apptainer")
 Runtime = Literal["pyxis", "apptainer"]
 OPTIONS = (
@@ -22,7 +21,6 @@ OPTIONS = (
     "--quiet",
 )
 KEPT = ("SLURM_CONF", "SLURM_JWT")
-PR_SET_PDEATHSIG = 1
 
 
 class SlurmBackend:
@@ -98,17 +96,7 @@ class SlurmBackend:
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a node. Call it from the main thread: srun ends with the thread."""
-        libc = ctypes.CDLL(None)
-        # SLURM ends the step when its srun is gone; the leash of the agent is for a link that is cut.
-        return subprocess.Popen(
-            self.argv(host, module, *words),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=step_environment(os.environ),
-            start_new_session=True,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - a system call, no lock
-        )
+        return start_near(self.argv(host, module, *words), step_environment(os.environ))
 
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""

@@ -1,18 +1,17 @@
 """Ranks on hosts that OpenSSH reaches, by the user's own keys, known_hosts and configuration."""
 
-import ctypes
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-LEASH_S = 10.0
+from roxxel_dist.launcher.backends.near import LEASH_S, start_near
+
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
     "ConnectTimeout=10",
@@ -23,7 +22,6 @@ OPTIONS = (
     "LogLevel=ERROR",
 )
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
-PR_SET_PDEATHSIG = 1
 
 
 class SshBackend:
@@ -83,16 +81,7 @@ class SshBackend:
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
-        libc = ctypes.CDLL(None)
-        # A launcher that is killed cannot close what is behind a cut link; ssh would stay until TCP gives up.
-        return subprocess.Popen(
-            self.argv(host, module, *words),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - a system call, no lock
-        )
+        return start_near(self.argv(host, module, *words))
 
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""
