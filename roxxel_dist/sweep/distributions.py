@@ -192,8 +192,10 @@ def _uniform(u: float, n: Numbers) -> float:
 
 
 def _log_uniform_values(u: float, n: Numbers) -> float:
+    if u in (0.0, 1.0):
+        return n["max"] if u else n["min"]  # exactly
     low, high = math.log(n["min"]), math.log(n["max"])
-    return min(max(math.exp(low + u * (high - low)), n["min"]), n["max"])
+    return math.exp(low + u * (high - low))
 
 
 def _inside(u: float) -> float:

@@ -79,10 +79,10 @@ class Expression:
             or _is_call(node)
         )
         if not fine:
-            known = (
-                f"parameters, numbers, texts, lists, + - * / // %, comparisons, and or not if, {', '.join(FUNCTIONS)}"
+            known = "parameters, numbers, texts, lists, + - * / // %, and or not if, < <= == in …"
+            raise ValueError(
+                f"{self.text!r}: {ast.unparse(node)!r} cannot be in a formula; allowed: {known}, {', '.join(FUNCTIONS)}"
             )
-            raise ValueError(f"{self.text!r}: {ast.unparse(node)!r} cannot be in a formula; there are {known}")
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """What it comes to for these parameters.

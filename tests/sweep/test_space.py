@@ -1,0 +1,143 @@
+"""Sweeps from files: W&B's YAML as it is, the rules of a second file, and errors that name file, line and key."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.sweep.space import InfeasibleError, read_sweep, sweep_of
+
+SEED = """\
+program: train_sweep.py
+method: bayes
+metric:
+  name: val_loss
+  goal: minimize
+parameters:
+  n_heads:
+    values: [12, 16, 20, 24]
+  optimizer:
+    values: ["adamw", "adafactor", "lion"]
+  use_moe:
+    values: [true, false]
+  dropout_rate:
+    values: [0.0, 0.1, 0.15]
+  lr:
+    distribution: log_uniform_values
+    min: 0.0001
+    max: 0.005
+  dim:
+    value: 256
+command:
+  - ${env}
+  - ${program}
+  - ${args}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    def write(text: str, name: str = "sweep.yaml") -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def test_a_sweep_of_wandb_is_read_as_it_is(file: Any) -> None:
+    sweep = read_sweep(file(SEED))
+    assert (sweep.method, sweep.metric, sweep.goal, sweep.sign) == ("bayes", "val_loss", "minimize", 1)
+    assert (sweep.program, sweep.command) == ("train_sweep.py", ("${env}", "${program}", "${args}"))
+    names = ["n_heads", "optimizer", "use_moe", "dropout_rate", "lr", "dim"]
+    assert [one.name for one in sweep.space.parameters] == names
+    assert [one.name for one in sweep.space.free] == names[:-1]
+    assert sweep.space.size is None
+    low, high = sweep.space.point([0.0] * 5), sweep.space.point([1.0] * 5)
+    first = {"n_heads": 12, "optimizer": "adamw", "use_moe": True, "dropout_rate": 0.0, "lr": 0.0001, "dim": 256}
+    last = {"n_heads": 24, "optimizer": "lion", "use_moe": False, "dropout_rate": 0.15, "lr": 0.005, "dim": 256}
+    assert (low, high) == (first, last)
+    assert math.isclose(sweep.space.point([0, 0, 0, 0, 0.5])["lr"], math.sqrt(0.0001 * 0.005))
+
+
+def test_a_dictionary_is_a_sweep_too() -> None:
+    sweep = sweep_of({"parameters": {"lr": {"min": 0.0, "max": 1.0}}, "metric": {"name": "acc", "goal": "maximize"}})
+    assert (sweep.method, sweep.metric, sweep.sign) == ("bayes", "acc", -1)
+
+
+def test_nested_parameters_stay_nested() -> None:
+    inner = {"lr": {"values": [1, 2]}, "decay": {"value": 0}}
+    sweep = sweep_of({"parameters": {"optimizer": {"parameters": inner}, "dim": {"values": [8, 16]}}})
+    assert [one.name for one in sweep.space.parameters] == ["optimizer.lr", "optimizer.decay", "dim"]
+    assert sweep.space.point([0.9, 0.1]) == {"optimizer": {"lr": 2, "decay": 0}, "dim": 8}
+
+
+def test_a_grid_has_every_point_once() -> None:
+    sweep = sweep_of({"parameters": {"a": {"values": [2, 1]}, "b": {"value": "x"}, "c": {"min": 0, "max": 2}}})
+    points = list(sweep.space.grid())
+    assert sweep.space.size == len(points) == 6
+    assert points[:3] == [{"a": 1, "b": "x", "c": number} for number in range(3)]
+    endless = sweep_of({"parameters": {"a": {"min": 0.0, "max": 1.0}}})
+    with pytest.raises(ValueError, match=re.escape("parameters.a: a grid needs values")):
+        next(endless.space.grid())
+
+
+EXTRAS = """\
+derived:
+  head_size: dim // n_heads
+constraints:
+  - dim % n_heads == 0
+  - head_size >= 8
+when:
+  expert_count: use_moe
+resources: {CPU: 2}
+"""
+
+
+def test_rules_of_a_second_file(file: Any) -> None:
+    rules = read_sweep(file(SEED), file(EXTRAS, "extras.yaml")).rules
+    assert rules.resources == {"CPU": 2}
+    given = {"dim": 256, "n_heads": 16, "use_moe": False, "expert_count": 4}
+    assert rules.complete(given) == {"dim": 256, "n_heads": 16, "use_moe": False, "head_size": 16}
+    assert rules.complete({**given, "use_moe": True})["expert_count"] == 4
+    with pytest.raises(InfeasibleError, match=re.escape("'dim % n_heads == 0' does not hold for dim 256, n_heads 12")):
+        rules.complete({**given, "n_heads": 12})
+    with pytest.raises(InfeasibleError, match="head_size 4"):
+        rules.complete({**given, "n_heads": 64})
+    with pytest.raises(ValueError, match="no parameter 'dim'"):
+        rules.complete({"n_heads": 4, "use_moe": True})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("method: bayes", "method: bays", "sweep.yaml, line 2: method: 'bays' is none: did you mean 'bayes'?"),
+        ("goal: minimize", "goal: min", "sweep.yaml, line 5: metric.goal: 'min' is none"),
+        ("  name: val_loss", "  nam: val_loss", "line 3: metric: must have a `name`"),
+        ("parameters:", "parameter:", "line 6: parameter: there is no such key: did you mean 'parameters'?"),
+        ("min: 0.0001", "min: 0", "line 15: parameters.lr: min: 0 must be more than 0"),
+        ("min: 0.0001", "min: 1e-4", "write it with a point (1.0e-4)"),
+        ("    value: 256", "    vale: 256", "line 19: parameters.dim: there is no key 'vale'"),
+        ("command:", "run_cap: 0\ncommand:", "run_cap: 0 must be 1 or more"),
+        ("command:", "early_terminate: {type: median}\ncommand:", "type: hyperband"),
+        ("command:", "early_terminate: {type: hyperband}\ncommand:", "needs `min_iter`"),
+        ("command:", "early_terminate: {type: hyperband, min_itr: 3}\ncommand:", "did you mean 'min_iter'?"),
+        ("  dim:\n    value: 256", "  dim: 256", "for one value write `dim: {value: 256}`"),
+        ("metric:", "metric: [", "is no YAML"),
+    ],
+)
+def test_errors_name_file_line_and_key(old: str, new: str, said: str, file: Any) -> None:
+    assert SEED.count(old) == 1
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_sweep(file(SEED.replace(old, new)))
+
+
+def test_errors_in_the_second_file(file: Any, tmp_path: Path) -> None:
+    path = file(SEED)
+    with pytest.raises(ValueError, match=re.escape("extras.yaml, line 2: derived.x: ")):
+        read_sweep(path, file("derived:\n  x: dim.real\n", "extras.yaml"))
+    with pytest.raises(ValueError, match=re.escape("did you mean 'constraints'?")):
+        read_sweep(path, file("constrains: []\n", "extras.yaml"))
+    with pytest.raises(ValueError, match=re.escape("none.yaml: cannot be read (No such file or directory)")):
+        read_sweep(tmp_path / "none.yaml")
