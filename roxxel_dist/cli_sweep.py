@@ -1,0 +1,129 @@
+"""The command that searches for the best configuration."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.config import usage_errors
+from roxxel_dist.flags import Switch, flags_in, parse_config
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepArgs:
+    """Search for the best configuration: many trainings, each a trial of its own in a Ray task.
+
+    With no account and no server the search is made here, in a Ray of its own on this machine. The same command again
+    goes on with the study. The fields below are what every trial begins from.
+    """
+
+    sweep_config: str | None = None
+    """A W&B sweep: YAML with method, metric, parameters …; a study that is there has its own."""
+    extras: str | None = None
+    """A second YAML file for what W&B's has no words for: derived, constraints, when, resources."""
+    config: str | None = None
+    """A YAML file of the fields below; flags win over it."""
+    data_path: str | None = None
+    """A text file, a folder of text, or shards made by `data build`; a study remembers its own."""
+    count: int | None = None
+    """Trials in all, those of earlier starts included; run_cap of the YAML where not given, else until Ctrl-C."""
+    study: str | None = None
+    """Where the study is kept; studies/NAME, after the file, where not given. What is there is gone on with."""
+    workers: int | None = None
+    """Trials that run at once; 1 where not given."""
+    method: str | None = None
+    """bayes, tpe, random, grid, or wandb (the engine of PyPI's `sweeps`); the method of the YAML where not given."""
+    sweep_seed: int = 0
+    """Of the search; the trials' own is `seed`."""
+    ray_address: str | None = None
+    """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
+    not given."""
+    insecure: Switch = False
+    """Use a cluster that lets in everybody who reaches it, without a token."""
+    hosts_per_trial: int = 1
+    """Nodes of each trial."""
+    procs_per_host: int = 1
+    """Processes of each trial on each of its nodes."""
+    cpus_per_trial: float | None = None
+    """CPUs that Ray keeps for a trial on each of its nodes; one a process where not given."""
+    gpus_per_trial: int | None = None
+    """GPUs of each trial, over all its nodes; all that are there where not given."""
+    max_trial_time: str | None = None
+    """End a trial that takes longer, and take its best value so far: seconds, or such as 90m, 2h, 1d."""
+    max_failures: int = 5
+    """Failed trials in a row that end the sweep."""
+    sweep_id: str | None = None
+    """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
+    dry_run: Switch = False
+    """Print trials, devices and hours, and run nothing but some steps of one trial."""
+
+
+def sweep(words: list[str]) -> int:
+    """Search for the best configuration, in trials that are Ray tasks."""
+    with usage_errors():
+        args, config, told = _read(words)
+        from roxxel_dist.sweep.begin import base_file
+        from roxxel_dist.sweep.session import Session
+
+        if "wandb" not in told and config.wandb == "off" and base_file(Path(args.study or "")) is None:
+            config.wandb = "offline"  # uploaded later with `wandb sync`, or never
+        session = Session(_wanted(args), args.sweep_config, args.extras, config, args.data_path)
+    if args.dry_run:
+        print(session.outlook())
+        return 0
+    return session.run()
+
+
+def _wanted(args: SweepArgs) -> Any:
+    """What was asked for, with what follows from it."""
+    from roxxel_dist.sweep.session import Wanted
+
+    gpus, hosts = args.gpus_per_trial, args.hosts_per_trial
+    if gpus is not None and (gpus < 1 or hosts < 1 or gpus % hosts):
+        raise ValueError(f"--gpus_per_trial {gpus}: must be a multiple of --hosts_per_trial {hosts}, at least 1 each")
+    return Wanted(
+        study=Path(args.study or ""), count=args.count, workers=args.workers or 1, method=args.method,
+        seed=args.sweep_seed, ray_address=args.ray_address, insecure=args.insecure, hosts=hosts,
+        procs_per_host=args.procs_per_host, cpus_per_host=args.cpus_per_trial or _cpus(args),
+        gpus_per_host=None if gpus is None else gpus // hosts, max_time_s=seconds(args.max_trial_time),
+        max_failures=args.max_failures,
+    )  # fmt: skip
+
+
+def _cpus(args: SweepArgs) -> float:
+    """A CPU a process; on this machine not more than there are: they are shared, as with `launch local`."""
+    return args.procs_per_host if args.ray_address else min(args.procs_per_host, os.cpu_count() or 1)
+
+
+def _read(words: list[str]) -> tuple[SweepArgs, Any, set[str]]:
+    """(arguments, what trials begin from, the names of the flags that were given)."""
+    from roxxel_dist.sweep.begin import base_file
+
+    told = dict(flags_in(words))
+    study = Path(told["study"]) if "study" in told else default_study(told.get("sweep_config"))
+    args, config = parse_config(SweepArgs, words, "sweep", base_file(study))
+    if args.sweep_config is None and args.study is None and args.sweep_id is None:
+        raise ValueError("what shall be searched? name a file with --sweep_config, or a study with --study")
+    return dataclasses.replace(args, study=str(study)), config, set(told)
+
+
+def default_study(sweep_config: str | None) -> Path:
+    """Where a study is kept whose folder was not named."""
+    return Path("studies") / (Path(sweep_config).stem if sweep_config else "sweep")
+
+
+def seconds(text: str | None) -> float | None:
+    """90m as 5400.0. Raises ValueError for what is no time."""
+    if text is None:
+        return None
+    unit = text[-1:].lower()
+    number = text[:-1] if unit in UNITS else text
+    try:
+        found = float(number) * UNITS.get(unit, 1.0)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ValueError(f"--max_trial_time {text}: write seconds, or such as 90m, 2h or 1d")
+    return found

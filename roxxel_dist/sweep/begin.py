@@ -1,0 +1,87 @@
+"""The folder of a study as it is made, and taken up again."""
+
+import difflib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.sweep.space import Sweep, read_sweep
+from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS, is_study
+
+DATA_PATH = "data_path"
+
+
+def base_file(study: Path) -> str | None:
+    """The config that the trials of a study begin from; None where there is no study yet."""
+    return str(study / BASE) if (study / BASE).is_file() else None
+
+
+def data_path_of(study: Path) -> str | None:
+    """The data that a study was given."""
+    record = load_yaml(study / BASE).get(RECORD) if (study / BASE).is_file() else None
+    return (record or {}).get(DATA_PATH)
+
+
+def take_up(
+    study: Path, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None
+) -> tuple[Sweep, str | None]:
+    """(the sweep, the data) of a study, whose folder is made where there is none.
+
+    Args:
+        study: the folder.
+        sweep_config: W&B's YAML; a study that is there has its own.
+        extras: the second file.
+        config: what trials begin from.
+        data_path: the data; a study that is there remembers its own.
+
+    Raises:
+        ValueError: a file cannot be used, or the study is that of another sweep.
+    """
+    if not (study / DEFINITION).is_file():
+        return _begin(study, sweep_config, extras, config, data_path), data_path
+    if sweep_config is not None:
+        _compare(study / DEFINITION, Path(sweep_config), "--sweep_config")
+    if extras is not None:
+        _compare(study / EXTRAS, Path(extras), "--extras")
+    if before := base_file(study):
+        # The trials of a study are compared with each other: nothing but the parameters may differ.
+        saved = load_yaml(before)
+        if changed := [
+            f"{name} {saved.get(name)} -> {now}" for name, now in config.to_dict().items() if saved.get(name) != now
+        ]:
+            raise ValueError(f"{study} was begun with other settings ({', '.join(changed)}): name another --study")
+    known = data_path_of(study)
+    if data_path is not None and known is not None and Path(data_path).absolute() != Path(known):
+        raise ValueError(f"--data_path {data_path}: {study} was begun with {known}; name another --study")
+    return read_sweep(study / DEFINITION, study / EXTRAS if (study / EXTRAS).exists() else None), known
+
+
+def _begin(study: Path, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None) -> Sweep:
+    if sweep_config is None:
+        raise ValueError(f"{study} is no study yet: name a file with --sweep_config")
+    sweep = read_sweep(sweep_config, extras)
+    if study.exists() and any(study.iterdir()) and not is_study(study):
+        raise ValueError(f"--study {study} is a folder with something else in it: name another")
+    study.mkdir(parents=True, exist_ok=True)
+    config.save_yaml(study / BASE, {DATA_PATH: None if data_path is None else str(Path(data_path).absolute())})
+    if extras is not None:
+        shutil.copyfile(extras, study / EXTRAS)
+    # The last: where it is, all is.
+    temporary = study / f".{DEFINITION}.tmp"
+    shutil.copyfile(sweep_config, temporary)
+    temporary.replace(study / DEFINITION)
+    return sweep
+
+
+def _compare(mine: Path, theirs: Path, flag: str) -> None:
+    """Raises ValueError where two YAML files do not say the same; names a line that differs."""
+    before = load_yaml(mine) if mine.exists() else {}
+    if load_yaml(theirs) == before:
+        return
+    lines = (mine.read_text().splitlines() if mine.exists() else [], theirs.read_text().splitlines())
+    changes = [line for line in difflib.ndiff(*lines) if line[:1] in "+-" and line[1:].strip()]
+    raise ValueError(
+        f"{flag} {theirs} is not what {mine.parent} was begun with ({'; '.join(changes[:4])}): name another --study, "
+        f"or leave {flag} out"
+    )

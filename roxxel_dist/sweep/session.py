@@ -1,0 +1,279 @@
+"""A sweep from its command line: study, engine, trials, and what a person sees of them."""
+
+import dataclasses
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
+from roxxel_dist.config import usage_errors
+from roxxel_dist.reading import absolute_paths
+from roxxel_dist.sweep import estimate
+from roxxel_dist.sweep.begin import take_up
+from roxxel_dist.sweep.corpus import shards_of
+from roxxel_dist.sweep.engine import Engine, UsedUp, make
+from roxxel_dist.sweep.history import History, read_history
+from roxxel_dist.sweep.page import write_report
+from roxxel_dist.sweep.program import command_of
+from roxxel_dist.sweep.report import table
+from roxxel_dist.sweep.screen import Screen, clock
+from roxxel_dist.sweep.space import Params
+from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, flat, is_study, read_study, short
+from roxxel_dist.sweep.trial_config import config_of
+
+LOOKS = 5
+"""Trials that an outlook looks at."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a person asked for, checked."""
+
+    study: Path
+    count: int | None
+    workers: int
+    method: str | None
+    seed: int
+    ray_address: str | None
+    insecure: bool
+    hosts: int
+    procs_per_host: int
+    cpus_per_host: float
+    gpus_per_host: int | None
+    max_time_s: float | None
+    max_failures: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("workers", 1), ("hosts", 1), ("procs_per_host", 1), ("max_failures", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{FLAGS.get(name, name)} {value}: must be at least {least}")
+        if self.cpus_per_host <= 0:
+            raise ValueError(f"--cpus_per_trial {self.cpus_per_host:g}: must be more than 0")
+        if self.hosts > 1 and self.ray_address is None:
+            raise ValueError(
+                f"--hosts_per_trial {self.hosts}: this machine is one host: name a cluster with --ray_address"
+            )
+        if self.gpus_per_host is not None and self.gpus_per_host % self.procs_per_host:
+            raise ValueError(
+                f"--gpus_per_trial gives {self.gpus_per_host} a host, which does not divide by --procs_per_host "
+                f"{self.procs_per_host}: use a multiple"
+            )
+
+
+FLAGS = {"hosts": "hosts_per_trial"}
+
+
+class Session:
+    """A study that is searched.
+
+    Args:
+        wanted: what was asked for.
+        sweep_config: W&B's YAML; None goes on with the study's own.
+        extras: the second YAML file.
+        config: the `Config` that trials begin from.
+        data_path: the data.
+
+    Raises:
+        ValueError: something cannot be; nothing was started then.
+    """
+
+    def __init__(
+        self, wanted: Wanted, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None
+    ) -> None:
+        self._wanted = wanted
+        if config.wandb != "off" and find_spec("wandb") is None:
+            raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
+        config = dataclasses.replace(config, **absolute_paths(config))
+        self._sweep, self._data = take_up(wanted.study, sweep_config, extras, config, data_path)
+        self._base = config.to_dict()
+        self._program = command_of(self._sweep.program, self._sweep.command)
+        self._names = [one.name for one in self._sweep.space.free]
+        self._swept = {one.path[0] for one in self._sweep.space.parameters} | set(self._sweep.rules.derived)
+        self._count = min(
+            (one for one in (wanted.count, self._sweep.run_cap, self._grid()) if one is not None), default=None
+        )
+        self._engine = self._make()
+
+    def _grid(self) -> int | None:
+        return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None
+
+    def _make(self) -> Engine:
+        accept = None if self._program else self._accept
+        return make(self._sweep, self._wanted.seed, self._wanted.method, accept=accept)
+
+    def _accept(self, params: Params) -> None:
+        """Raises ValueError for parameters that are no Config."""
+        config_of(self._base, params, self._swept)
+
+    def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
+        """All that a worker must know of a trial, as plain values."""
+        wanted = self._wanted
+        folder = wanted.study.absolute()
+        corpus, data = None, self._data  # a program of one's own knows its data
+        if self._program is None:
+            config = config_of(self._base, params, self._swept)
+            shards = shards_of(config, self._data, folder / CORPUS)
+            made = shards is not None and shards.is_relative_to(folder)
+            corpus = {"text": self._data, "folder": str(folder / CORPUS)} if made else None
+            data = str(shards) if made else self._data
+        return {
+            "trial": trial,
+            "params": params,
+            "attempt": attempt,
+            "run_dir": str(folder / TRIALS / str(trial)),
+            "log": str(folder / LOGS / f"{trial}.log"),
+            "metric": self._sweep.metric,
+            "goal": self._sweep.goal,
+            "config": self._base,
+            "corpus": corpus,
+            "data_path": data,
+            "program": self._program,
+            "hosts": wanted.hosts,
+            "procs_per_host": wanted.procs_per_host,
+            "gpus_per_host": wanted.gpus_per_host,
+            "max_time_s": wanted.max_time_s,
+            "ray_address": wanted.ray_address,
+            "environment": {},
+            "sweep": {"names": sorted(self._swept), "name": self._sweep.name or folder.name},
+        }
+
+    def run(self) -> int:
+        """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
+
+        Raises:
+            UsageError: something cannot be, or the study is held; nothing was started then.
+        """
+        from roxxel_dist.launcher.ray_cluster import ClusterError
+
+        wanted = self._wanted
+        with Screen(self._count, wanted.workers, self._names, self._sweep.sign) as screen:
+            for line in self._notes():
+                screen.say(line)
+            try:
+                with usage_errors():
+                    ending = self._search(screen)
+            except ClusterError as problem:
+                screen.say(str(problem))
+                return EXIT_PREFLIGHT
+        self._tell(ending.reason)
+        return ending.code
+
+    def _search(self, screen: Screen) -> Any:
+        from roxxel_dist.sweep.controller import Options, run_sweep
+        from roxxel_dist.sweep.trial import run
+
+        wanted = self._wanted
+        options = Options(
+            count=wanted.count, workers=wanted.workers, max_failures=wanted.max_failures,
+            resources=self._resources(), ray_address=wanted.ray_address, insecure=wanted.insecure,
+            method=wanted.method, seed=wanted.seed,
+        )  # fmt: skip
+        return run_sweep(
+            wanted.study, self._sweep, self._engine, run, self.task_of, options,
+            on_change=screen.show, say=screen.say,
+        )  # fmt: skip
+
+    def _resources(self) -> dict[str, float]:
+        """What Ray keeps for a trial. One of several hosts takes its own, through the launcher."""
+        wanted = self._wanted
+        if wanted.hosts > 1:
+            return {"CPU": 0.0}
+        return {"CPU": wanted.cpus_per_host} | ({"GPU": wanted.gpus_per_host} if wanted.gpus_per_host else {})
+
+    def _notes(self) -> list[str]:
+        """What a person should know before it begins."""
+        found = [f"study {self._wanted.study}: {self._what()}, {self._trials()}"]
+        names = {"tokenizer_type", "vocab_size"} & set(self._names)
+        if names and self._program is None and self._sweep.metric == "val_loss":
+            found.append(
+                f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
+                "tokenizers cannot be compared by it"
+            )
+        return found
+
+    def _tell(self, reason: str) -> None:
+        """The last words: why it ended, the best, the page."""
+        study = read_study(self._wanted.study)
+        page, missing = write_report(study, study.path / REPORT)
+        print(f"{table(study)}\n\n{reason}\npage: {page}")
+        if missing:
+            print(missing)
+        if study.done and self._program is None:
+            print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")
+
+    def _what(self) -> str:
+        sweep = self._sweep
+        program = "" if self._program is None else f" of {' '.join(self._program)}"
+        method = self._wanted.method or sweep.method
+        return f"{method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
+
+    def _trials(self) -> str:
+        known = len(read_history(self._wanted.study).trials) if is_study(self._wanted.study) else 0
+        size = self._sweep.space.size
+        whole = "trials until Ctrl-C" if self._count is None else f"{self._count} trials"
+        return (
+            whole
+            + (f", {known} of them begun before" if known else "")
+            + ("" if size is None else f"; the space has {size:,} points")
+            + (f"; {self._wanted.workers} at once" if self._wanted.workers > 1 else "")
+        )
+
+    def outlook(self) -> str:
+        """Trials, devices and hours, before anything runs but some steps of one trial.
+
+        Raises:
+            UsageError: a trial could not run.
+        """
+        wanted = self._wanted
+        procs = wanted.hosts * wanted.procs_per_host
+        gpus = "" if wanted.gpus_per_host is None else f", {wanted.gpus_per_host} GPU(s) on each host"
+        where = f"the Ray cluster at {wanted.ray_address}" if wanted.ray_address else "a Ray of its own on this machine"
+        return "\n".join(
+            [
+                f"study {wanted.study}: {self._what()}",
+                f"trials: {self._trials()}",
+                f"devices: {wanted.hosts} host(s) and {procs} process(es) a trial{gpus}, in {where}",
+                *self._hours(),
+            ]
+        )
+
+    def _hours(self) -> list[str]:
+        wanted = self._wanted
+        trials, asked = [], self._make()
+        with suppress(UsedUp):
+            trials = [asked.ask()[1] for _ in range(min(LOOKS, self._count or LOOKS))]
+        told = [f"  for instance {', '.join(f'{k} {short(v)}' for k, v in flat(one).items())}" for one in trials[:2]]
+        known = [one.seconds for one in self._history().trials.values() if one.seconds is not None]
+        if known:
+            return [*told, self._time(fmean(known), f"as the {len(known)} trial(s) that have ended took")]
+        if self._program is not None or wanted.ray_address or wanted.hosts * wanted.procs_per_host > 1:
+            limit = wanted.max_time_s
+            return [*told, "hours: not known before the first trial has ended" if limit is None
+                    else self._time(limit, "at most: --max_trial_time")]  # fmt: skip
+        configs = [config_of(self._base, one, self._swept) for one in trials]
+        looks = [estimate.look_at(one, config, self._data) for one, config in zip(trials, configs, strict=True)]
+        told += [
+            f"  of {len(looks)} looked at: {min(x.steps for x in looks):,} to {max(x.steps for x in looks):,} steps, "
+            f"{min(x.parameters for x in looks):,} to {max(x.parameters for x in looks):,} parameters"
+        ]
+        tried = estimate.try_out(configs[0], self._data, looks[0]) if looks else None
+        if tried is None:
+            return [*told, "hours: not known: the first of them could not be tried here; see what `train` says of it"]
+        seconds = estimate.trial_seconds(looks, tried)
+        if wanted.max_time_s is not None:
+            seconds = min(seconds, wanted.max_time_s)
+        return [*told, self._time(seconds, f"from {estimate.STEPS} steps of the first of them on this machine")]
+
+    def _history(self) -> History:
+        return read_history(self._wanted.study) if is_study(self._wanted.study) else History()
+
+    def _time(self, seconds: float, why: str) -> str:
+        each = f"{clock(seconds)} a trial"
+        if self._count is None:
+            return f"hours: {each}, {why}; no end: give --count"
+        left = max(0, self._count - sum(one.state != "running" for one in self._history().trials.values()))
+        hours = estimate.hours(seconds, left, self._wanted.workers)
+        return f"hours: about {hours:.2g} for {left} trial(s), {each}, {why}"
