@@ -7,7 +7,9 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -64,7 +66,17 @@ def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         kind = "oom" if isinstance(error, MemoryError) else "error"
-        yield {"fail": {"kind": kind, "reason": reason, "log": traceback.format_exc()}}
+        _keep(traceback.format_exc(), task.get("log"))
+        yield {"fail": {"kind": kind, "reason": reason, "log": task.get("log")}}
+
+
+def _keep(text: str, log: str | None) -> None:
+    """Add a traceback to the trial's log."""
+    if log is not None:
+        with suppress(OSError):  # the reason is told all the same
+            Path(log).parent.mkdir(parents=True, exist_ok=True)
+            with Path(log).open("a", encoding="utf-8") as file:
+                file.write(text)
 
 
 def _imported(name: str) -> Callable[[Item], Iterator[Item]]:
