@@ -5,11 +5,20 @@ and mean the same by it as W&B does. (Source: W&B's sweep configuration referenc
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 Numbers = Mapping[str, float]
+
+
+@lru_cache(maxsize=256)
+def _ends(weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Where each choice ends in u."""
+    return tuple(accumulate(weights))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +29,12 @@ class Distribution:
     """W&B's name of the distribution."""
     quantile: Callable[[float], Any]
     """From u in [0, 1] to a value; never decreasing, where values can be compared."""
-    choices: tuple[Any, ...] | None = None
+    choices: Sequence[Any] | None = None
     """All values, where there are finitely many, in the order of u; numeric ones are sorted."""
     weights: tuple[float, ...] | None = None
     """How likely each choice is; None: all alike."""
+    listed: Sequence[int] | None = None
+    """The numbers of the choices in the order of the file, which is the order of a grid; None: as they are."""
 
     @property
     def is_constant(self) -> bool:
@@ -33,7 +44,18 @@ class Distribution:
     @property
     def is_ordered(self) -> bool:
         """Whether neighbours in u are neighbours in value."""
-        return self.choices is None or all(map(_is_number, self.choices))
+        return self.choices is None or isinstance(self.choices, range) or all(map(_is_number, self.choices))
+
+    def number(self, u: float) -> int:
+        """Which choice is at u in [0, 1], counted from 0."""
+        count = len(self.choices or ())
+        return min(bisect_right(_ends(self.weights), u) if self.weights else int(u * count), count - 1)
+
+    def middle(self, number: int) -> float:
+        """The u in the middle of a choice: the one that stands for it."""
+        if self.weights is None:
+            return (number + 0.5) / len(self.choices or ())
+        return _ends(self.weights)[number] - self.weights[number] / 2
 
 
 CONTINUOUS: dict[str, tuple[dict[str, float | None], str]] = {
@@ -106,17 +128,20 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     values = given["values"]
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ValueError(f"values: {values!r} must be a list with at least one value")
-    weights = _weights(given["probabilities"], len(values)) if weighted else [1 / len(values)] * len(values)
-    pairs = list(zip(values, weights, strict=True))
+    weights = _weights(given["probabilities"], len(values)) if weighted else [1.0] * len(values)
+    order = [number for number, weight in enumerate(weights) if weight > 0]
     if all(map(_is_number, values)):
-        pairs.sort(key=lambda pair: pair[0])
-    choices, chances = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
-    ends = [sum(chances[: number + 1]) for number in range(len(chances))]
-
-    def quantile(u: float) -> Any:
-        return next((choice for choice, end in zip(choices, ends, strict=True) if u < end), choices[-1])
-
-    return Distribution(name=name, quantile=quantile, choices=choices, weights=chances if weighted else None)
+        order.sort(key=lambda number: values[number])
+    choices, chances = tuple(values[number] for number in order), tuple(weights[number] for number in order)
+    place = {number: rank for rank, number in enumerate(order)}
+    found = Distribution(
+        name=name,
+        quantile=lambda u: choices[found.number(u)],
+        choices=choices,
+        weights=chances if weighted else None,
+        listed=tuple(place[number] for number in sorted(order)),
+    )
+    return found
 
 
 def _weights(told: Any, count: int) -> list[float]:
@@ -134,7 +159,7 @@ def _integers(given: Mapping[str, Any]) -> Distribution:
         raise ValueError(f"int_uniform: min {least!r} and max {most!r} must be integers")
     if least > most:
         raise ValueError(f"min {least} is larger than max {most}")
-    choices = tuple(range(least, most + 1))
+    choices = range(least, most + 1)
     return Distribution(
         name="int_uniform", quantile=lambda u: least + min(int(u * len(choices)), len(choices) - 1), choices=choices
     )

@@ -1,14 +1,14 @@
 """A Gaussian process for few, noisy and costly values: what `bayes` believes of the points that it has not seen.
 
-A Matern-5/2 kernel with a length scale a dimension. The scales have a log-normal prior whose centre grows with the root of
-the number of dimensions, so that a space of many dimensions does not look like noise (Hvarfner, Hellsten, Nardi 2024);
-signal and noise are learned too. All three are found together, as the maximum of their posterior.
+A Matern-5/2 kernel with a length scale a dimension. The scales have a log-normal prior whose centre grows with the root
+of the number of dimensions, so that a space of many dimensions does not look like noise (Hvarfner, Hellsten, Nardi
+2024); signal and noise are learned too. All three are found together, as the maximum of their posterior.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_factor, cho_solve, get_lapack_funcs
 from scipy.optimize import minimize
 from scipy.special import erfcx, log_ndtr
 
@@ -20,93 +20,110 @@ SIGNAL = (-3.0, 3.0)
 NOISE = (np.log(1e-5), 0.0)
 USUAL_NOISE, NOISE_SPREAD = np.log(1e-2), 1.5
 STEPS = 60
+CHOLESKY, INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
 
-def _distances(points: np.ndarray, others: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    squares = (((points[:, None] - others[None]) / scales) ** 2).sum(-1)
+def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """float64[n, m], in matrix products: a difference a pair and dimension would be far more memory to walk through."""
+    squares = (points**2).sum(1)[:, None] + (others**2).sum(1)[None] - 2 * points @ others.T
     return np.sqrt(np.maximum(squares, 1e-20))
 
 
-def matern(points: np.ndarray, others: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """How alike points are: float64[n, m] in (0, 1] for float64[n, d] and float64[m, d]."""
-    r = _distances(points, others, scales)
-    return (1 + ROOT5 * r + 5 / 3 * r * r) * np.exp(-ROOT5 * r)
+def _matern(r: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel at these distances, and its slope by r over -r."""
+    decay = np.exp(-ROOT5 * r)
+    slope = 5 / 3 * (1 + ROOT5 * r) * decay
+    return slope + (5 / 3 * r * r - 2 / 3 * (1 + ROOT5 * r)) * decay, slope
 
 
 class _Posterior:
-    """The negative logarithm of what the scales, signal and noise are worth, and its gradient.
+    """The negative logarithm of what scales, signal and noise are worth, and its gradient.
 
     Its argument: d log scales, the log of the signal's variance, the log of the noise's variance.
     """
 
     def __init__(self, points: np.ndarray, values: np.ndarray) -> None:
-        self._values = values
-        self._squares = (points[:, None] - points[None]) ** 2
+        self._points, self._values = points, values
         self._dims = points.shape[1]
-        self.usual = np.log(self._dims) / 2
-        """The centre of the prior of a log scale."""
+        self.centre = np.r_[np.full(self._dims, np.log(self._dims) / 2), 0.0, USUAL_NOISE]
+        self._spread = np.r_[np.ones(self._dims + 1), NOISE_SPREAD]
 
     def __call__(self, theta: np.ndarray) -> tuple[float, np.ndarray]:
         dims, values = self._dims, self._values
-        scales, signal, noise = np.exp(theta[:dims]), np.exp(theta[dims]), np.exp(theta[dims + 1])
-        parts = self._squares / scales**2
-        r = np.sqrt(np.maximum(parts.sum(-1), 1e-20))
-        decay = np.exp(-ROOT5 * r)
-        kernel = signal * (1 + ROOT5 * r + 5 / 3 * r * r) * decay
-        try:
-            factor = np.linalg.cholesky(kernel + (noise + JITTER) * np.eye(len(values)))
-        except np.linalg.LinAlgError:
+        signal, noise = np.exp(theta[dims]), np.exp(theta[dims + 1])
+        scaled = self._points / np.exp(theta[:dims])
+        alike, slope = _matern(_distances(scaled, scaled))
+        whole = signal * alike
+        whole.flat[:: len(values) + 1] += noise + JITTER
+        factor, failed = CHOLESKY(whole, lower=1)
+        if failed:
             return 1e10, np.zeros(dims + 2)
-        weights = cho_solve((factor, True), values)
-        residue = cho_solve((factor, True), np.eye(len(values))) - np.outer(weights, weights)
-        slopes = signal * (5 / 3) * (1 + ROOT5 * r) * decay  # of the kernel by each log scale, over its part
+        inverse, _ = INVERT(factor, lower=1)
+        inverse = np.tril(inverse) + np.tril(inverse, -1).T
+        weights = inverse @ values
+        residue = inverse - np.outer(weights, weights)
+        pull = residue * (signal * slope)
         gradient = np.empty(dims + 2)
-        gradient[:dims] = 0.5 * np.einsum("ij,ijk->k", residue * slopes, parts)
-        gradient[dims] = 0.5 * (residue * kernel).sum()
+        gradient[:dims] = pull.sum(1) @ scaled**2 - ((pull @ scaled) * scaled).sum(0)
+        gradient[dims] = 0.5 * signal * (residue * alike).sum()
         gradient[dims + 1] = 0.5 * noise * np.trace(residue)
         worth = 0.5 * values @ weights + np.log(np.diag(factor)).sum()
-        offsets = theta - self._centre()
-        spread = np.r_[np.ones(dims + 1), NOISE_SPREAD]
-        return worth + 0.5 * ((offsets / spread) ** 2).sum(), gradient + offsets / spread**2
+        offsets = (theta - self.centre) / self._spread
+        return worth + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
 
-    def _centre(self) -> np.ndarray:
-        return np.r_[np.full(self._dims, self.usual), 0.0, USUAL_NOISE]
+
+def learn(points: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The log scales, log signal and log noise that explain values best; see `fit`."""
+    posterior = _Posterior(points, values)
+    start = posterior.centre - np.r_[np.ones(points.shape[1]), 0.0, 0.0]
+    bounds = [SCALES] * points.shape[1] + [SIGNAL, NOISE]
+    return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": STEPS}).x
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianProcess:
     """What is believed after some values; see `fit`."""
 
-    points: np.ndarray
     theta: np.ndarray
-    """Log scales, log signal, log noise: a start for the next fit."""
-    mean: float
-    spread: float
-    """Of the values: inside, they are counted from their mean in units of it."""
-    _factor: tuple[np.ndarray, bool]
-    _weights: np.ndarray
+    """Log scales, log signal, log noise."""
     best: float
     """The least value that is believed of a point that was seen: one lucky measurement does not count for much."""
+    _scaled: np.ndarray
+    _inverse: np.ndarray
+    _weights: np.ndarray
+
+    @property
+    def _signal(self) -> float:
+        return float(np.exp(self.theta[-2]))
 
     def believe(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of what would be measured there without noise, in the units of inside.
+        """Mean and standard deviation of what would be measured there without noise: float64[m] each.
 
         Args:
             points: float64[m, d].
-
-        Returns:
-            float64[m] each.
         """
-        dims = self.points.shape[1]
-        signal = np.exp(self.theta[dims])
-        alike = signal * matern(points, self.points, np.exp(self.theta[:dims]))
-        explained = solve_triangular(self._factor[0], alike.T, lower=True)
-        return alike @ self._weights, np.sqrt(np.maximum(signal - (explained**2).sum(0), 1e-12))
+        alike = self._signal * _matern(_distances(points / np.exp(self.theta[:-2]), self._scaled))[0]
+        left = self._signal - ((alike @ self._inverse) * alike).sum(1)
+        return alike @ self._weights, np.sqrt(np.maximum(left, 1e-12))
 
     def log_improvement(self, points: np.ndarray) -> np.ndarray:
         """The logarithm of the expected improvement over `best`: float64[m] for float64[m, d]."""
         mean, deviation = self.believe(points)
         return np.log(deviation) + _log_h((self.best - mean) / deviation)
+
+    def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
+        """The logarithm of the expected improvement at one point, and its gradient: float64[d]."""
+        scales = np.exp(self.theta[:-2])
+        offsets = point / scales - self._scaled
+        alike, steep = _matern(np.sqrt(np.maximum((offsets**2).sum(1), 1e-20)))
+        alike, steep = self._signal * alike, -self._signal * steep[:, None] * offsets / scales
+        solved = self._inverse @ alike
+        deviation = np.sqrt(max(self._signal - alike @ solved, 1e-12))
+        z = (self.best - alike @ self._weights) / deviation
+        log_h = _log_h(np.array([z]))[0]
+        wider = -(solved @ steep) / deviation
+        closer = (-(self._weights @ steep) - z * wider) / deviation
+        return float(np.log(deviation) + log_h), wider / deviation + np.exp(log_ndtr(z) - log_h) * closer
 
 
 def _log_h(z: np.ndarray) -> np.ndarray:
@@ -119,36 +136,18 @@ def _log_h(z: np.ndarray) -> np.ndarray:
     return np.where(z > -1, plain, -far * far / 2 - 0.5 * np.log(2 * np.pi) + np.log(rest))
 
 
-def fit(points: np.ndarray, values: np.ndarray, start: np.ndarray | None = None) -> GaussianProcess:
-    """Learn from values.
+def fit(points: np.ndarray, values: np.ndarray, theta: np.ndarray) -> GaussianProcess:
+    """What is believed after values, for given scales, signal and noise.
 
     Args:
-        points: float64[n, d], in the unit cube.
-        values: float64[n], finite; less is better.
-        start: `theta` of an earlier fit, from which the search begins too.
+        points: float64[n, d], each column in [0, 1].
+        values: float64[n], finite, of mean 0 and deviation 1 or so; less is better.
+        theta: from `learn`.
     """
-    count, dims = points.shape
-    mean, spread = float(values.mean()), float(values.std()) or 1.0
-    inside = (values - mean) / spread
-    posterior = _Posterior(points, inside)
-    bounds = [SCALES] * dims + [SIGNAL, NOISE]
-    usual = np.r_[np.full(dims, posterior.usual - 1.0), 0.0, USUAL_NOISE]
-    starts = [usual] if start is None else [start, usual]
-    found = [
-        minimize(posterior, one, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": STEPS})
-        for one in starts
-    ]
-    theta = min(found, key=lambda one: one.fun).x
-    scales, signal, noise = np.exp(theta[:dims]), np.exp(theta[dims]), np.exp(theta[dims + 1])
-    kernel = signal * matern(points, points, scales)
-    factor = cho_factor(kernel + (noise + JITTER) * np.eye(count), lower=True)
-    weights = cho_solve(factor, inside)
-    return GaussianProcess(
-        points=points,
-        theta=theta,
-        mean=mean,
-        spread=spread,
-        _factor=factor,
-        _weights=weights,
-        best=float((kernel @ weights).min()),
-    )
+    scaled = points / np.exp(theta[:-2])
+    kernel = np.exp(theta[-2]) * _matern(_distances(scaled, scaled))[0]
+    whole = kernel + (np.exp(theta[-1]) + JITTER) * np.eye(len(values))
+    inverse = cho_solve(cho_factor(whole, lower=True), np.eye(len(values)))
+    weights = inverse @ values
+    best = float((kernel @ weights).min())
+    return GaussianProcess(theta=theta, best=best, _scaled=scaled, _inverse=inverse, _weights=weights)

@@ -73,11 +73,12 @@ def test_nested_parameters_stay_nested() -> None:
     assert sweep.space.point([0.9, 0.1]) == {"optimizer": {"lr": 2, "decay": 0}, "dim": 8}
 
 
-def test_a_grid_has_every_point_once() -> None:
-    sweep = sweep_of({"parameters": {"a": {"values": [2, 1]}, "b": {"value": "x"}, "c": {"min": 0, "max": 2}}})
-    points = list(sweep.space.grid())
-    assert sweep.space.size == len(points) == 6
-    assert points[:3] == [{"a": 1, "b": "x", "c": number} for number in range(3)]
+def test_a_grid_has_every_point_once_in_the_order_of_wandb() -> None:
+    parameters = {"c": {"min": 0, "max": 2}, "b": {"value": "x"}, "a": {"values": [2, 1]}}
+    space = sweep_of({"parameters": parameters}).space
+    points = [space.point(u) for u in space.grid()]
+    assert space.size == len(points) == 6
+    assert points == [{"c": number, "b": "x", "a": first} for first in (2, 1) for number in range(3)]
     endless = sweep_of({"parameters": {"a": {"min": 0.0, "max": 1.0}}})
     with pytest.raises(ValueError, match=re.escape("parameters.a: a grid needs values")):
         next(endless.space.grid())

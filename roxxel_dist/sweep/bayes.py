@@ -1,0 +1,169 @@
+"""Bayesian search with a Gaussian process: where `bayes` looks next."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+from threadpoolctl import ThreadpoolController
+
+from roxxel_dist.sweep.coding import Coding
+from roxxel_dist.sweep.gp import GaussianProcess, fit, learn
+from roxxel_dist.sweep.search import Record
+from roxxel_dist.sweep.space import InfeasibleError, Params, Sweep
+
+LEARN_FROM = 120
+"""Scales are learned from so many trials at most: the cost grows with the cube of it."""
+CANDIDATES = 1500
+BEAM = 8
+ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
+"""How far the local search reaches, round by round, as a share of each range."""
+
+
+class Bayes:
+    """Proposes points for a sweep."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._coding = Coding(sweep.space, sweep.rules)
+        self.start = start_count(self._coding.width)
+
+    def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
+        """Points, best first."""
+        coding = self._coding
+        if not coding.dims:
+            yield []
+            return
+        chance = np.random.default_rng([record.seed, trial])
+        if trial < self.start:
+            cube = start_points(coding.dims, self.start, record.seed)
+            yield coding.point(coding.from_cube(cube)[trial])
+        if record.told < 2:
+            return
+        with one_thread():
+            ranked = self._ranked(record, self._believed(record), chance)
+        for row in ranked:
+            yield coding.point(row)
+
+    def _believed(self, record: Record) -> GaussianProcess:
+        trials = [record.trials[number] for number in sorted(record.trials)]
+        told = [one for one in trials if one.told]
+        points = self._coding.encode(self._coding.rows([one.point for one in told]))
+        values = usual_values([one.value for one in told])
+        picked = informative(values)
+        theta = learn(points[picked], values[picked])
+        process = fit(points, values, theta)
+        running = [one.point for one in trials if not one.told]
+        if running:
+            others = self._coding.encode(self._coding.rows(running))
+            guessed = process.believe(others)[0]
+            process = fit(np.r_[points, others], np.r_[values, guessed], theta)
+        return process
+
+    def _ranked(self, record: Record, process: GaussianProcess, chance: np.random.Generator) -> np.ndarray:
+        """Rows, the one that promises most first: many anywhere and near the best, then a local search."""
+        coding = self._coding
+        done = sorted((one.value, number) for number, one in record.trials.items() if one.value is not None)
+        top = coding.rows([record.trials[number].point for _, number in done[:5]])
+        rows = [coding.from_cube(chance.random((CANDIDATES, coding.dims)))]
+        for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
+            rows.append(coding.mutate(np.repeat(top, 100, 0), chance, times, reach))
+        pool = np.concatenate(rows)
+        worth = process.log_improvement(coding.encode(pool))
+        beam = self._best(pool, worth)
+        for reach in ROUNDS:
+            near = [coding.mutate(np.repeat(beam, 40, 0), chance, 1, reach)]
+            near.append(coding.mutate(np.repeat(beam, 20, 0), chance, 3, reach))
+            fresh = np.concatenate([beam, *near])
+            found = process.log_improvement(coding.encode(fresh))
+            beam = self._best(fresh, found)
+            pool, worth = np.concatenate([pool, fresh]), np.concatenate([worth, found])
+        if coding.smooth:
+            beam = self._climbed(process, beam[:3])
+        return np.concatenate([beam, pool[np.argsort(-worth, kind="stable")]])
+
+    def _climbed(self, process: GaussianProcess, beam: np.ndarray) -> np.ndarray:
+        """Rows after their endless parameters have followed the slope to the top; the best first."""
+        coding, smooth = self._coding, self._coding.smooth
+        columns = [coding.columns[dim].start for dim in smooth]
+        found = []
+        for row in beam:
+            place = coding.encode(row[None])[0]
+
+            def downhill(values: np.ndarray, place: np.ndarray = place) -> tuple[float, np.ndarray]:
+                here = place.copy()
+                here[columns] = values
+                worth, slope = process.slope(here)
+                return -worth, -slope[columns]
+
+            bounds = [(0.0, 1.0)] * len(smooth)
+            top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 20})
+            better = row.copy()
+            better[smooth] = top.x
+            found.append((float(top.fun), better))
+        return np.stack([row for _, row in sorted(found, key=lambda pair: pair[0])])
+
+    def _best(self, rows: np.ndarray, worth: np.ndarray) -> np.ndarray:
+        """The few rows that promise most and keep the rules."""
+        order = np.argsort(-worth, kind="stable")
+        if not self._sweep.rules.constraints:
+            return rows[order[:BEAM]]
+        kept = []
+        for index in order[:400]:
+            if self._keeps(self._sweep.space.point(self._coding.point(rows[index]))):
+                kept.append(index)
+            if len(kept) == BEAM:
+                break
+        return rows[kept or order[:BEAM]]
+
+    def _keeps(self, params: Params) -> bool:
+        try:
+            self._sweep.rules.complete(params)
+        except InfeasibleError:
+            return False
+        return True
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def one_thread() -> AbstractContextManager[Any]:
+    """Matrices this small are faster without the threads of the linear algebra, and those spin while they wait."""
+    return _threads().limit(limits=1, user_api="blas")
+
+
+def start_count(width: int) -> int:
+    """How many trials are spread out before anything is believed."""
+    return 5
+
+
+def start_points(dims: int, count: int, seed: int) -> np.ndarray:
+    """float64[count, dims] in (0, 1): each dimension has one point in each of `count` equal parts."""
+    chance = np.random.default_rng([seed, 7])
+    ranks = np.stack([chance.permutation(count) for _ in range(dims)], 1)
+    return (ranks + chance.random((count, dims))) / count
+
+
+def usual_values(values: list[float | None]) -> np.ndarray:
+    """Values with failures as bad as the worst, of mean 0 and deviation 1."""
+    known = np.array([value for value in values if value is not None])
+    if not len(known):
+        return np.zeros(len(values))
+    worst = known.max()
+    whole = np.array([worst if value is None else value for value in values])
+    spread = whole.std()
+    return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
+
+
+def informative(values: np.ndarray) -> np.ndarray:
+    """Which trials the scales are learned from: the best ones, and others evenly over time."""
+    if len(values) <= LEARN_FROM:
+        return np.arange(len(values))
+    order = np.argsort(values, kind="stable")
+    best, rest = order[: LEARN_FROM // 2], np.sort(order[LEARN_FROM // 2 :])
+    even = rest[np.linspace(0, len(rest) - 1, LEARN_FROM - len(best)).astype(int)]
+    return np.sort(np.r_[best, even])

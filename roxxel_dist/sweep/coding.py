@@ -1,0 +1,124 @@
+"""Spaces as the Gaussian process sees them: rows of numbers, made from points and back.
+
+A *row* has one number a free parameter: u in [0, 1] where values are endless, the number of the choice otherwise. What
+the process is given is the row *encoded*: ordered choices on one axis, other choices on an axis each.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roxxel_dist.sweep.expressions import Expression
+from roxxel_dist.sweep.search import Point
+from roxxel_dist.sweep.space import Rules, Space
+
+MIDDLE = 0.5
+"""Where a parameter stands that does not matter, since its condition does not hold."""
+
+
+class Coding:
+    """How the free parameters of a space become columns."""
+
+    def __init__(self, space: Space, rules: Rules) -> None:
+        kinds = [one.distribution for one in space.free]
+        self._space, self._kinds = space, kinds
+        self.dims = len(kinds)
+        self.counts = [None if kind.choices is None else len(kind.choices) for kind in kinds]
+        self._ordered = [kind.is_ordered or len(kind.choices or ()) == 2 for kind in kinds]
+        widths = [1 if ordered else count or 1 for ordered, count in zip(self._ordered, self.counts, strict=True)]
+        ends = np.cumsum(widths, dtype=int)
+        self.columns = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
+        self.width = int(ends[-1]) if widths else 0
+        self.smooth = [dim for dim, count in enumerate(self.counts) if count is None]
+        """The parameters that the slope of anything can be followed along."""
+        self._conditions = [
+            (dims, _needed(space, formula), formula, {})
+            for name, formula in rules.when.items()
+            if (dims := [dim for dim, one in enumerate(space.free) if one.path[0] == name])
+        ]
+
+    def rows(self, points: Sequence[Point]) -> np.ndarray:
+        """float64[n, dims] of points in the unit cube."""
+        return np.array(
+            [
+                [u if kind.choices is None else kind.number(u) for kind, u in zip(self._kinds, point, strict=True)]
+                for point in points
+            ],
+            dtype=float,
+        ).reshape(len(points), self.dims)
+
+    def point(self, row: np.ndarray) -> list[float]:
+        """The point of the unit cube that a row stands for."""
+        return [
+            float(value) if kind.choices is None else kind.middle(int(value))
+            for kind, value in zip(self._kinds, row, strict=True)
+        ]
+
+    def from_cube(self, cube: np.ndarray) -> np.ndarray:
+        """float64[n, dims] of rows for as many points: choices are as likely as the sweep says."""
+        found = cube.copy()
+        for dim, (kind, count) in enumerate(zip(self._kinds, self.counts, strict=True)):
+            if count is not None:
+                ends = np.arange(1, count) / count if kind.weights is None else np.cumsum(kind.weights)[:-1]
+                found[:, dim] = np.searchsorted(ends, cube[:, dim], side="right")
+        return found
+
+    def encode(self, rows: np.ndarray) -> np.ndarray:
+        """float64[n, width], each column in [0, 1]."""
+        found = np.empty((len(rows), self.width))
+        for dim, (count, ordered, columns) in enumerate(zip(self.counts, self._ordered, self.columns, strict=True)):
+            if count is None:
+                found[:, columns] = rows[:, dim : dim + 1]
+            elif ordered:
+                found[:, columns] = rows[:, dim : dim + 1] / (count - 1)
+            else:
+                found[:, columns] = (rows[:, dim : dim + 1] == np.arange(count)) / np.sqrt(2)
+        for dims, off in self._off(rows):
+            for dim in dims:
+                found[off, self.columns[dim]] = MIDDLE if self._ordered[dim] else 0.0
+        return found
+
+    def _off(self, rows: np.ndarray) -> list[tuple[list[int], np.ndarray]]:
+        """For each condition its parameters, and the rows where they do not matter: bool[n]."""
+        found = []
+        for dims, needed, formula, known in self._conditions:
+            each, places = np.unique(rows[:, needed], axis=0, return_inverse=True)
+            off = []
+            for values in map(tuple, each.tolist()):
+                if values not in known:
+                    known[values] = not self._holds(formula, needed, values)
+                off.append(known[values])
+            found.append((dims, np.array(off)[places.reshape(-1)]))
+        return found
+
+    def _holds(self, formula: Expression, needed: Sequence[int], values: Sequence[float]) -> bool:
+        row = np.zeros(self.dims)
+        row[list(needed)] = values
+        return bool(formula(self._space.point(self.point(row))))
+
+    def mutate(self, rows: np.ndarray, chance: np.random.Generator, times: int, reach: float) -> np.ndarray:
+        """Neighbours: each row with `times` parameters, picked at random, moved by about `reach` of their range."""
+        found = rows.copy()
+        for _ in range(times):
+            picked = chance.integers(self.dims, size=len(rows))
+            steps = reach * chance.normal(size=len(rows))
+            other = chance.random(len(rows))
+            for dim in range(self.dims):
+                here = picked == dim
+                if here.any():
+                    found[here, dim] = self._moved(dim, found[here, dim], steps[here], other[here])
+        return found
+
+    def _moved(self, dim: int, values: np.ndarray, steps: np.ndarray, other: np.ndarray) -> np.ndarray:
+        count = self.counts[dim]
+        if count is None:
+            return np.clip(values + steps, 0.0, 1.0)
+        if self._ordered[dim] and count > 2:
+            whole = np.where(steps < 0, -1, 1) * np.maximum(1, np.round(np.abs(steps) * (count - 1)))
+            return np.clip(values + (whole if count > 12 else np.sign(whole)), 0, count - 1)
+        return np.floor(other * count)
+
+
+def _needed(space: Space, formula: Expression) -> list[int]:
+    """The free parameters that a formula asks for."""
+    return [dim for dim, one in enumerate(space.free) if one.path[0] in formula.names]
