@@ -1,0 +1,110 @@
+"""A Ray of the sweep's own on this machine: as large as its workers, on loopback, gone with its driver."""
+
+import fcntl
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PREFIX = "roxxel-ray-"
+HELD = "held"
+LONGEST = 40
+"""Characters of the temporary directory: Ray makes sockets some 65 characters below it, and 107 are the most."""
+STORE_BYTES = 80_000_000
+"""Ray's least is 75 MB; trials send numbers."""
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+}
+
+
+@contextmanager
+def local_ray(workers: int, cpus: float) -> Iterator[Any]:
+    """The module ray, with a new cluster that has room for so many trials of so many CPUs.
+
+    Its ports are open to whom has the token, which is in its directory, readable for this user alone.
+
+    Raises ValueError where Ray is not installed, is in use by this process, or does not start.
+    """
+    if find_spec("ray") is None:
+        raise ValueError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
+    sweep_leftovers()
+    folder, lock = _make()
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token))
+        import ray
+
+        if ray.is_initialized():
+            raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
+        try:
+            ray.init(
+                address="local",  # also where RAY_ADDRESS names a cluster
+                num_cpus=max(1, math.ceil(workers * cpus)),
+                object_store_memory=STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
+            yield ray
+        finally:
+            ray.shutdown()
+    finally:
+        with suppress(ValueError):  # not in the main thread: Ray has left it alone
+            signal.signal(signal.SIGTERM, handler)
+        _restore(before)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep_leftovers() -> None:
+    """Take away the directories of this user's drivers that were killed."""
+    for parent in {_parent(), Path(tempfile.gettempdir())}:
+        for folder in parent.glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                lock = os.open(folder / HELD, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if folder.lstat().st_uid == os.getuid():
+                        shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
+def _parent() -> Path:
+    """Where to make it."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(str(usual)) + len(PREFIX) + 8 <= LONGEST else Path("/tmp")
+
+
+def _make() -> tuple[Path, int]:
+    """A new directory, and a descriptor that holds it as long as this process lives."""
+    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_parent()))
+    lock = os.open(made / HELD, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name[1:])), lock  # seen by others only now that it is held
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,132 @@
+"""The trials that run as Ray tasks: submitted, heard, cancelled, and made to end."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roxxel_dist.sweep import ray_task
+from roxxel_dist.sweep.ray_task import Item
+
+END_S = 20.0
+"""How long a trial that was told to end has for it; then its process is killed, and after as long again given up."""
+LISTED = 8
+"""Nodes that a message names."""
+Verdict = Literal["stop", "drain", "ended"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Running:
+    """One try of a trial."""
+
+    trial: int
+    attempt: int
+    losses: int
+    """Tries of it that were lost before this one, since the driver started."""
+    stream: Any
+    since: float = field(default_factory=time.monotonic)
+    """When it was submitted or, from `heard` on, when it began."""
+    heard: bool = False
+    verdict: Verdict | None = None
+    """What was decided about it: stopped early, to be run again by the next start, or told its end already."""
+    end: float | None = None
+    """When its process must be gone."""
+    forced: bool = False
+
+
+class Pool:
+    """Trials as streaming Ray tasks, one process each, that Ray never runs again on its own.
+
+    Args:
+        ray: the module, connected.
+        run: the body of a trial.
+        resources: of each, as Ray counts them.
+    """
+
+    def __init__(self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float]) -> None:
+        self._ray = ray
+        self._run = ray_task.name_of(run)
+        self._driver = ray_task.driver()
+        body = ray.remote(max_calls=1, max_retries=0)(ray_task.body)
+        self._body = body.options(num_returns="streaming", **_options(resources))
+        self.running: list[Running] = []
+
+    def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
+        """Start a try; it waits in Ray for room."""
+        stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
+        self.running.append(Running(trial=trial, attempt=attempt, losses=losses, stream=stream))
+
+    def wait(self, seconds: float) -> list[tuple[Running, Item]]:
+        """What trials say, as soon as one does, or nothing after so long.
+
+        Besides what the body yields: {"lost": {"reason"}}, {"broken": {"reason"}}, and {"gone": {}} for a task that
+        has ended, the last of it.
+        """
+        ready, _ = self._ray.wait([one.stream for one in self.running], num_returns=1, timeout=seconds)
+        heard = [one for one in self.running if any(one.stream is stream for stream in ready)]
+        return [(one, item) for one in heard for item in self._next(one)]
+
+    def _next(self, one: Running) -> list[Item]:
+        from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
+
+        try:
+            return [self._ray.get(next(one.stream))]
+        except (StopIteration, TaskCancelledError):
+            return [{"gone": {}}]
+        except (RayTaskError, RuntimeEnvSetupError) as error:
+            why = str(error).strip().splitlines()[-1]
+            return [
+                {"broken": {"reason": f"a Ray worker cannot run a trial ({why}): is roxxel-dist installed on its node?"}},
+                {"gone": {}},
+            ]
+        except RayError as error:
+            why = " ".join(str(error).split()).partition(". ")[0]
+            return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
+
+    def cancel(self, one: Running, verdict: Verdict) -> None:
+        """Tell a try to end: its body sees KeyboardInterrupt."""
+        one.verdict, one.end = verdict, time.monotonic() + END_S
+        self._ray.cancel(one.stream)
+
+    def leave(self, one: Running) -> None:
+        """A try has told its last: it ends by itself."""
+        one.verdict, one.end = "ended", time.monotonic() + END_S
+
+    def force(self, one: Running) -> None:
+        """Kill the process of a try."""
+        one.forced, one.end = True, time.monotonic() + END_S
+        self._ray.cancel(one.stream, force=True)
+
+    def overdue(self) -> list[Running]:
+        """Those that should have ended; they are killed, and returned once that did not help."""
+        now = time.monotonic()
+        late = [one for one in self.running if one.end is not None and now >= one.end]
+        for one in late:
+            if not one.forced:
+                self.force(one)
+        return [one for one in late if one.end is not None and now >= one.end]
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Resources by name as `ray.remote` takes them."""
+    own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    named = {own[name]: amount for name, amount in resources.items() if name in own}
+    return named | {"resources": {name: amount for name, amount in resources.items() if name not in own}}
+
+
+def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> None:
+    """Raises ValueError where no node could ever run a trial, with what there is."""
+    alive = [node for node in nodes if node["Alive"]]
+    if any(all(node["Resources"].get(name, 0) >= wanted for name, wanted in resources.items()) for node in alive):
+        return
+    told = ", ".join(f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive[:LISTED])
+    more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
+    raise ValueError(
+        f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus-per-trial), and no node has "
+        f"that: {told}{more}. Ask for less, or start larger nodes"
+    )
+
+
+def amounts(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
+    """How much there is of each name, for people."""
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names) or "nothing"

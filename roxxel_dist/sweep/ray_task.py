@@ -1,0 +1,135 @@
+"""A trial inside a Ray worker: runs the trial's generator, hears Ray's cancel at once, and dies with the driver."""
+
+import importlib
+import os
+import select
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from roxxel_dist.launcher.registry import Process, is_alive, this_process
+
+Item = dict[str, Any]
+
+
+def name_of(run: Callable[[Item], Iterator[Item]]) -> str:
+    """A function of a module as `module:name`. Raises ValueError for one that a worker could not import."""
+    name = getattr(run, "__qualname__", "<")
+    if "<" in name or run.__module__ == "__main__":
+        raise ValueError(f"{run.__module__}.{name}: a trial must be a function of a module that workers can import")
+    return f"{run.__module__}:{name}"
+
+
+def driver() -> dict[str, Any]:
+    """The process that calls, as its workers know it."""
+    return {"process": asdict(this_process()), "namespace": _namespace()}
+
+
+def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
+    """Run a trial. Yields what `run` yields.
+
+    Besides, {"start"} gets the address of this node, an error of `run` becomes a {"fail"}, and {"broken": {"reason"}}
+    tells that no trial can run here.
+
+    Args:
+        run: a generator function, as `module:name`.
+        task: what it is called with.
+        driver: whom to die with, where that can be seen from here.
+    """
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # Ray blocks it, and what the trial starts inherits that
+    signal.signal(signal.SIGURG, _noted)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reads, driver), daemon=True).start()
+    try:
+        function = _imported(run)
+    except (ImportError, AttributeError) as error:
+        yield {
+            "broken": {"reason": f"{_node()} cannot import {run} ({error}): install the same packages there as here"}
+        }
+        return
+    try:
+        for item in function(task):
+            if "start" in item:
+                yield {"start": {**item["start"], "node": _node()}}
+            else:
+                yield item
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        kind = "oom" if isinstance(error, MemoryError) else "error"
+        _keep(traceback.format_exc(), task.get("log"))
+        yield {"fail": {"kind": kind, "reason": reason, "log": task.get("log")}}
+
+
+def _keep(text: str, log: str | None) -> None:
+    """Add a traceback to the trial's log."""
+    if log is not None:
+        with suppress(OSError):  # the reason is told all the same
+            Path(log).parent.mkdir(parents=True, exist_ok=True)
+            with Path(log).open("a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def _imported(name: str) -> Callable[[Item], Iterator[Item]]:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _node() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def _namespace() -> str:
+    """Which numbers of processes are seen here."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _watch(wakes: int, driver: Mapping[str, Any]) -> None:
+    """Die when the driver has died, and pass on Ray's cancel.
+
+    Ray ends the workers of a driver that was killed after 2 to 7 s; until then the next driver would find them at work.
+    Its cancel only marks that Python shall raise KeyboardInterrupt; a real signal, to the main thread, makes a system
+    call return that it waits in.
+    """
+    poll = select.poll()
+    poll.register(wakes, select.POLLIN)
+    process = Process(**driver["process"])
+    pidfd = _pidfd(process) if (process.boot, driver["namespace"]) == (this_process().boot, _namespace()) else None
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    while True:
+        ready = [fd for fd, _ in poll.poll()]
+        if pidfd in ready:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wakes in ready and signal.SIGINT in os.read(wakes, 64):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+
+
+def _pidfd(process: Process) -> int:
+    """A descriptor that is ready when the driver has died."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        pidfd = None
+    if pidfd is None or not is_alive(process):  # asked after: the number cannot be another process's now
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit
+    return pidfd
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Only the return from a system call was wanted."""
