@@ -25,6 +25,7 @@ LAYERS = [
         "cli_report",
         "cli_runs",
     ],
+    ["sweep"],
     ["launcher"],
     ["trainer"],
     ["experiment", "generator"],
