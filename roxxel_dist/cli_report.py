@@ -41,7 +41,7 @@ def report(words: list[str]) -> int:
         if studies and len(args.runs) > 1:
             raise ValueError(f"{studies[0]} is a study: report it alone")
         if args.best_config is not None and not studies:
-            raise ValueError(f"--best_config {args.best_config}: {args.runs[0]} is no study")
+            raise ValueError(f"--best_config {args.best_config}: {' '.join(args.runs)} is no study")
         missing = _study(args) if studies else _runs(args)
     if missing:
         print(f"roxxel-dist: {missing}", file=sys.stderr, flush=True)

@@ -71,7 +71,7 @@ def sweep(words: list[str]) -> int:
             config.wandb = "offline"  # uploaded later with `wandb sync`, or never
         session = Session(_wanted(args), args.sweep_config, args.extras, config, args.data_path)
     if args.dry_run:
-        print(session.outlook())
+        print(session.forecast())
         return 0
     return session.run()
 

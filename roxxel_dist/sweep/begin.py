@@ -7,9 +7,11 @@ from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.sweep.space import Sweep, read_sweep
-from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS, is_study
+from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
 DATA_PATH = "data_path"
+MINE = {BASE, EXTRAS, f".{DEFINITION}.tmp", f"{BASE}.tmp", ".lock"}
+"""What a start may have left that was killed before the study was there."""
 
 
 def base_file(study: Path) -> str | None:
@@ -23,10 +25,10 @@ def data_path_of(study: Path) -> str | None:
     return (record or {}).get(DATA_PATH)
 
 
-def take_up(
+def look(
     study: Path, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None
 ) -> tuple[Sweep, str | None]:
-    """(the sweep, the data) of a study, whose folder is made where there is none.
+    """(the sweep, the data) of a study, that is there or begins. Nothing is written.
 
     Args:
         study: the folder.
@@ -39,17 +41,20 @@ def take_up(
         ValueError: a file cannot be used, or the study is that of another sweep.
     """
     if not (study / DEFINITION).is_file():
-        return _begin(study, sweep_config, extras, config, data_path), data_path
+        if sweep_config is None:
+            raise ValueError(f"{study} is no study yet: name a file with --sweep_config")
+        if study.is_file() or (study.is_dir() and any(path.name not in MINE for path in study.iterdir())):
+            raise ValueError(f"--study {study} is there, and no study: name another folder")
+        return read_sweep(sweep_config, extras), None if data_path is None else str(Path(data_path).absolute())
     if sweep_config is not None:
         _compare(study / DEFINITION, Path(sweep_config), "--sweep_config")
     if extras is not None:
         _compare(study / EXTRAS, Path(extras), "--extras")
     if before := base_file(study):
         # The trials of a study are compared with each other: nothing but the parameters may differ.
-        saved = load_yaml(before)
-        if changed := [
-            f"{name} {saved.get(name)} -> {now}" for name, now in config.to_dict().items() if saved.get(name) != now
-        ]:
+        saved, now = load_yaml(before), config.to_dict()
+        changed = [f"{name} {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        if changed:
             raise ValueError(f"{study} was begun with other settings ({', '.join(changed)}): name another --study")
     known = data_path_of(study)
     if data_path is not None and known is not None and Path(data_path).absolute() != Path(known):
@@ -57,21 +62,18 @@ def take_up(
     return read_sweep(study / DEFINITION, study / EXTRAS if (study / EXTRAS).exists() else None), known
 
 
-def _begin(study: Path, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None) -> Sweep:
-    if sweep_config is None:
-        raise ValueError(f"{study} is no study yet: name a file with --sweep_config")
-    sweep = read_sweep(sweep_config, extras)
-    if study.exists() and any(study.iterdir()) and not is_study(study):
-        raise ValueError(f"--study {study} is a folder with something else in it: name another")
+def write_down(study: Path, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None) -> None:
+    """Make the folder of a study, if `look` found that it begins. Raises OSError where it cannot be written."""
+    if (study / DEFINITION).is_file() or sweep_config is None:
+        return
     study.mkdir(parents=True, exist_ok=True)
-    config.save_yaml(study / BASE, {DATA_PATH: None if data_path is None else str(Path(data_path).absolute())})
+    config.save_yaml(study / BASE, {DATA_PATH: data_path})
     if extras is not None:
         shutil.copyfile(extras, study / EXTRAS)
     # The last: where it is, all is.
     temporary = study / f".{DEFINITION}.tmp"
     shutil.copyfile(sweep_config, temporary)
     temporary.replace(study / DEFINITION)
-    return sweep
 
 
 def _compare(mine: Path, theirs: Path, flag: str) -> None:

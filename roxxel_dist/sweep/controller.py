@@ -315,12 +315,16 @@ class _Driver:
         self._note("fail", trial, params=params, kind=kind, reason=reason, log=log)
         self._engine.tell(trial, None)
         if self._history.failures_in_row >= self._options.max_failures and self._ending is None:
-            self._drain(Ending(code=1, reason=f"{self._history.failures_in_row} trials in a row failed; the last: {reason}"))
+            self._drain(
+                Ending(code=1, reason=f"{self._history.failures_in_row} trials in a row failed; the last: {reason}")
+            )
 
     def _lost(self, one: Running, reason: str) -> None:
         losses = one.losses + 1
         if losses > self._options.max_retries:
-            self._fail(one, "lost", f"lost {losses} times (--max-retries {self._options.max_retries}); at last: {reason}", None)
+            self._fail(
+                one, "lost", f"lost {losses} times (--max-retries {self._options.max_retries}); at last: {reason}", None
+            )
             return
         self._say(f"trial {one.trial} was lost ({reason}): it is run again, {losses} of {self._options.max_retries}")
         self._again.append((one.trial, one.attempt + 1, losses))

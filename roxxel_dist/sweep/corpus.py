@@ -28,8 +28,8 @@ def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
     return folder / (re.sub(r"[^\w.-]+", "_", str(config.tokenizer_type)) + size)
 
 
-def make_shards(config: Any, data_path: str | None, folder: Path) -> None:
-    """Make them, if nobody has; waits for who does.
+def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
+    """Make them, if nobody has; waits for who does. Returns what the run of this config is to read.
 
     Raises:
         ValueError: the text cannot be used.
@@ -38,12 +38,13 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> None:
 
     into, path = shards_of(config, data_path, folder), primary_path(config, data_path)
     if into is None or path is None or is_tokens(path):
-        return
+        return data_path
     folder.mkdir(parents=True, exist_ok=True)
     with open(into.with_name(f"{into.name}.lock"), "w", encoding="ascii") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_tokens(into):
             build([path], into, tokenizer=config.tokenizer_type, vocab_size=config.vocab_size).close()
+    return str(into)
 
 
 def main(config: str, data_path: str, folder: str) -> int:

@@ -5,28 +5,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.run_directory import METRICS
 from roxxel_dist.train.trackers.table import JsonlReader
 
+if TYPE_CHECKING:
+    from roxxel_dist.outlook.cost import Cost
+
 STEPS = 12
 """Of the trial that is tried; the first two are not counted."""
 TRY_LIMIT_S = 900.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """One trial, before it runs."""
-
-    params: Mapping[str, Any]
-    steps: int
-    tokens: int
-    flops: float
-    parameters: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +30,7 @@ class Tried:
     """Until the first step was done, compilation included."""
 
 
-def look_at(params: Mapping[str, Any], config: Any, data_path: str | None) -> Look:
-    """What a trial would read and compute. Raises UsageError where it could not run."""
-    from roxxel_dist.outlook.cost import cost
-
-    found = cost(config, data_path)
-    return Look(params=params, steps=found.steps, tokens=found.tokens, flops=found.flops, parameters=found.parameters)
-
-
-def try_out(config: Any, data_path: str | None, look: Look) -> Tried | None:
+def try_out(config: Any, data_path: str | None, look: "Cost") -> Tried | None:
     """Train a trial for a few steps in a folder that is gone afterwards; None where it does not get there."""
     with tempfile.TemporaryDirectory(prefix=".sweep-", dir=Path.cwd(), ignore_cleanup_errors=True) as place:
         short = type(config).from_dict(
@@ -75,7 +59,7 @@ def try_out(config: Any, data_path: str | None, look: Look) -> Tried | None:
     return Tried(flops_per_s=look.flops / look.steps / pace, start_s=max(0.0, whole - pace * min(STEPS, look.steps)))
 
 
-def trial_seconds(looks: Sequence[Look], tried: Tried) -> float:
+def trial_seconds(looks: Sequence["Cost"], tried: Tried) -> float:
     """How long the trials that were looked at would take, on average."""
     return statistics.fmean(tried.start_s + look.flops / tried.flops_per_s for look in looks)
 

@@ -22,11 +22,13 @@ def importances(study: Study) -> dict[str, float]:
         import optuna
     except ImportError:
         return {}
-    kinds = {one.name: optuna.distributions.FloatDistribution(0.0, 1.0) for one in free}
+    kinds: dict[str, optuna.distributions.BaseDistribution] = {
+        one.name: optuna.distributions.FloatDistribution(0.0, 1.0) for one in free
+    }
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        told = optuna.create_study(direction=study.sweep.goal)
+        told = optuna.create_study(direction="minimize" if study.sweep.sign > 0 else "maximize")
         told.add_trials(
             [
                 optuna.trial.create_trial(

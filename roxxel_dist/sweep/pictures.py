@@ -11,7 +11,8 @@ from roxxel_dist.sweep.report import STATES, varied
 from roxxel_dist.sweep.study import Study
 
 COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "failed": "#c8423b"}
-MAP = "viridis_r"
+MAP = ("viridis", "viridis_r")
+"""Of colours: where less is better, and where more is; good ones are dark."""
 WIDE = 16
 """Axes that parallel coordinates show at most: the most important ones."""
 
@@ -93,14 +94,14 @@ def _colours(study: Study) -> tuple[Any, list[float]]:
 
 
 def _parallel(study: Study, names: Sequence[str], picture: Path) -> Path:
-    """A line a trial over one axis a parameter, the metric last; good ones are dark and on top."""
+    """A line a trial over one axis a parameter, the metric last; the best are drawn last."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
     norm, values = _colours(study)
-    scale = colormaps[MAP if study.sweep.sign > 0 else MAP.removesuffix("_r")]
+    scale = colormaps[MAP[study.sweep.sign < 0]]
     trials = list(reversed(study.done))
     columns = {name: column([one.params for one in trials], name) for name in names} | {study.sweep.metric: values}
     axes_of = [axis(name, found) for name, found in columns.items()]
@@ -169,5 +170,6 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.25)
     figure.supylabel(study.sweep.metric, fontsize=9)
+    figure.suptitle("a point a trial: the darker, the later", fontsize=9)
     FigureCanvasAgg(figure).print_png(str(picture))
     return picture

@@ -76,7 +76,11 @@ class Pool:
         except (RayTaskError, RuntimeEnvSetupError) as error:
             why = str(error).strip().splitlines()[-1]
             return [
-                {"broken": {"reason": f"a Ray worker cannot run a trial ({why}): is roxxel-dist installed on its node?"}},
+                {
+                    "broken": {
+                        "reason": f"a Ray worker cannot run a trial ({why}): is roxxel-dist installed on its node?"
+                    }
+                },
                 {"gone": {}},
             ]
         except RayError as error:
@@ -119,7 +123,9 @@ def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float
     alive = [node for node in nodes if node["Alive"]]
     if any(all(node["Resources"].get(name, 0) >= wanted for name, wanted in resources.items()) for node in alive):
         return
-    told = ", ".join(f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive[:LISTED])
+    told = ", ".join(
+        f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive[:LISTED]
+    )
     more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
     raise ValueError(
         f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus-per-trial), and no node has "

@@ -102,7 +102,7 @@ class Screen:
         trials = list(history.trials.values())
         running = [one for one in trials if one.state == "running"]
         table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-        for name in ("trial", "running", "step", history.metric, "parameters"):
+        for name in ("trial", "running", "step", history.metric or "", "parameters"):
             table.add_column(name, no_wrap=True, overflow="ellipsis")
         for one in running[:ROWS]:
             step, value = one.reports[-1] if one.reports else ("", "")

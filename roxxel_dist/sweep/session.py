@@ -1,30 +1,28 @@
 """A sweep from its command line: study, engine, trials, and what a person sees of them."""
 
 import dataclasses
-from contextlib import suppress
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
 from roxxel_dist.reading import absolute_paths
-from roxxel_dist.sweep import estimate
-from roxxel_dist.sweep.begin import take_up
+from roxxel_dist.sweep.begin import look, write_down
 from roxxel_dist.sweep.corpus import shards_of
-from roxxel_dist.sweep.engine import Engine, UsedUp, make
+from roxxel_dist.sweep.engine import Engine, make
+from roxxel_dist.sweep.forecast import Plan, forecast, trials
 from roxxel_dist.sweep.history import History, read_history
 from roxxel_dist.sweep.page import write_report
 from roxxel_dist.sweep.program import command_of
 from roxxel_dist.sweep.report import table
-from roxxel_dist.sweep.screen import Screen, clock
+from roxxel_dist.sweep.screen import Screen
 from roxxel_dist.sweep.space import Params
-from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, flat, is_study, read_study, short
+from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, is_study, read_study
 from roxxel_dist.sweep.trial_config import config_of
 
-LOOKS = 5
-"""Trials that an outlook looks at."""
+FLAGS = {"hosts": "hosts_per_trial"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +61,6 @@ class Wanted:
             )
 
 
-FLAGS = {"hosts": "hosts_per_trial"}
-
-
 class Session:
     """A study that is searched.
 
@@ -87,7 +82,8 @@ class Session:
         if config.wandb != "off" and find_spec("wandb") is None:
             raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
         config = dataclasses.replace(config, **absolute_paths(config))
-        self._sweep, self._data = take_up(wanted.study, sweep_config, extras, config, data_path)
+        self._sweep, self._data = look(wanted.study, sweep_config, extras, config, data_path)
+        self._begin = lambda: write_down(wanted.study, sweep_config, extras, config, self._data)
         self._base = config.to_dict()
         self._program = command_of(self._sweep.program, self._sweep.command)
         self._names = [one.name for one in self._sweep.space.free]
@@ -101,12 +97,12 @@ class Session:
         return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None
 
     def _make(self) -> Engine:
-        accept = None if self._program else self._accept
+        accept = None if self._program else self._config
         return make(self._sweep, self._wanted.seed, self._wanted.method, accept=accept)
 
-    def _accept(self, params: Params) -> None:
-        """Raises ValueError for parameters that are no Config."""
-        config_of(self._base, params, self._swept)
+    def _config(self, params: Mapping[str, Any]) -> Any:
+        """The Config of a trial. Raises ValueError for parameters that are none."""
+        return config_of(self._base, params, self._swept)
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
         """All that a worker must know of a trial, as plain values."""
@@ -114,7 +110,7 @@ class Session:
         folder = wanted.study.absolute()
         corpus, data = None, self._data  # a program of one's own knows its data
         if self._program is None:
-            config = config_of(self._base, params, self._swept)
+            config = self._config(params)
             shards = shards_of(config, self._data, folder / CORPUS)
             made = shards is not None and shards.is_relative_to(folder)
             corpus = {"text": self._data, "folder": str(folder / CORPUS)} if made else None
@@ -149,6 +145,8 @@ class Session:
         from roxxel_dist.launcher.ray_cluster import ClusterError
 
         wanted = self._wanted
+        with usage_errors():
+            self._begin()
         with Screen(self._count, wanted.workers, self._names, self._sweep.sign) as screen:
             for line in self._notes():
                 screen.say(line)
@@ -185,7 +183,7 @@ class Session:
 
     def _notes(self) -> list[str]:
         """What a person should know before it begins."""
-        found = [f"study {self._wanted.study}: {self._what()}, {self._trials()}"]
+        found = [f"study {self._wanted.study}: {self._what()}, {trials(self._plan())}"]
         names = {"tokenizer_type", "vocab_size"} & set(self._names)
         if names and self._program is None and self._sweep.metric == "val_loss":
             found.append(
@@ -210,70 +208,16 @@ class Session:
         method = self._wanted.method or sweep.method
         return f"{method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
 
-    def _trials(self) -> str:
-        known = len(read_history(self._wanted.study).trials) if is_study(self._wanted.study) else 0
-        size = self._sweep.space.size
-        whole = "trials until Ctrl-C" if self._count is None else f"{self._count} trials"
-        return (
-            whole
-            + (f", {known} of them begun before" if known else "")
-            + ("" if size is None else f"; the space has {size:,} points")
-            + (f"; {self._wanted.workers} at once" if self._wanted.workers > 1 else "")
-        )
-
-    def outlook(self) -> str:
-        """Trials, devices and hours, before anything runs but some steps of one trial.
-
-        Raises:
-            UsageError: a trial could not run.
-        """
+    def _plan(self) -> Plan:
         wanted = self._wanted
-        procs = wanted.hosts * wanted.procs_per_host
-        gpus = "" if wanted.gpus_per_host is None else f", {wanted.gpus_per_host} GPU(s) on each host"
-        where = f"the Ray cluster at {wanted.ray_address}" if wanted.ray_address else "a Ray of its own on this machine"
-        return "\n".join(
-            [
-                f"study {wanted.study}: {self._what()}",
-                f"trials: {self._trials()}",
-                f"devices: {wanted.hosts} host(s) and {procs} process(es) a trial{gpus}, in {where}",
-                *self._hours(),
-            ]
-        )
+        return Plan(
+            study=wanted.study, what=self._what(), count=self._count, size=self._sweep.space.size,
+            workers=wanted.workers, hosts=wanted.hosts, procs_per_host=wanted.procs_per_host,
+            gpus_per_host=wanted.gpus_per_host, ray_address=wanted.ray_address, max_time_s=wanted.max_time_s,
+            history=read_history(wanted.study) if is_study(wanted.study) else History(),
+        )  # fmt: skip
 
-    def _hours(self) -> list[str]:
-        wanted = self._wanted
-        trials, asked = [], self._make()
-        with suppress(UsedUp):
-            trials = [asked.ask()[1] for _ in range(min(LOOKS, self._count or LOOKS))]
-        told = [f"  for instance {', '.join(f'{k} {short(v)}' for k, v in flat(one).items())}" for one in trials[:2]]
-        known = [one.seconds for one in self._history().trials.values() if one.seconds is not None]
-        if known:
-            return [*told, self._time(fmean(known), f"as the {len(known)} trial(s) that have ended took")]
-        if self._program is not None or wanted.ray_address or wanted.hosts * wanted.procs_per_host > 1:
-            limit = wanted.max_time_s
-            return [*told, "hours: not known before the first trial has ended" if limit is None
-                    else self._time(limit, "at most: --max_trial_time")]  # fmt: skip
-        configs = [config_of(self._base, one, self._swept) for one in trials]
-        looks = [estimate.look_at(one, config, self._data) for one, config in zip(trials, configs, strict=True)]
-        told += [
-            f"  of {len(looks)} looked at: {min(x.steps for x in looks):,} to {max(x.steps for x in looks):,} steps, "
-            f"{min(x.parameters for x in looks):,} to {max(x.parameters for x in looks):,} parameters"
-        ]
-        tried = estimate.try_out(configs[0], self._data, looks[0]) if looks else None
-        if tried is None:
-            return [*told, "hours: not known: the first of them could not be tried here; see what `train` says of it"]
-        seconds = estimate.trial_seconds(looks, tried)
-        if wanted.max_time_s is not None:
-            seconds = min(seconds, wanted.max_time_s)
-        return [*told, self._time(seconds, f"from {estimate.STEPS} steps of the first of them on this machine")]
-
-    def _history(self) -> History:
-        return read_history(self._wanted.study) if is_study(self._wanted.study) else History()
-
-    def _time(self, seconds: float, why: str) -> str:
-        each = f"{clock(seconds)} a trial"
-        if self._count is None:
-            return f"hours: {each}, {why}; no end: give --count"
-        left = max(0, self._count - sum(one.state != "running" for one in self._history().trials.values()))
-        hours = estimate.hours(seconds, left, self._wanted.workers)
-        return f"hours: about {hours:.2g} for {left} trial(s), {each}, {why}"
+    def forecast(self) -> str:
+        """Trials, devices and hours; nothing runs but some steps of one. Raises UsageError where none could run."""
+        config_of = None if self._program else self._config
+        return forecast(self._plan(), self._make(), config_of, self._data)
