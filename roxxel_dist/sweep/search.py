@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -94,6 +95,17 @@ def snapped(space: Space, point: Sequence[float]) -> Point:
 def generator(seed: int, trial: int, purpose: str) -> random.Random:
     """Random numbers that depend on these alone, on every machine."""
     return random.Random(f"{seed}/{trial}/{purpose}")
+
+
+@contextmanager
+def packages(method: str, package: str) -> Iterator[None]:
+    """Says what to install where an import inside fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"method {method} needs a package that is not installed: pip install '{package}' ({error})"
+        ) from error
 
 
 class Search:
