@@ -6,78 +6,26 @@ trial said and the driver did not yet write down is gone. Therefore the body of 
 when it is run again, and tell its result at once.
 """
 
-import math
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED
 from roxxel_dist.launcher.ray_cluster import ClusterError, connected
 from roxxel_dist.launcher.signals import Signals
-from roxxel_dist.sweep.early import bands, poor
-from roxxel_dist.sweep.engine import Engine, UsedUp
+from roxxel_dist.sweep.driver import Driver
+from roxxel_dist.sweep.early import bands
+from roxxel_dist.sweep.engine import Engine
 from roxxel_dist.sweep.history import History
-from roxxel_dist.sweep.journal import Journal, this_driver
+from roxxel_dist.sweep.journal import Journal
 from roxxel_dist.sweep.local_ray import local_ray
-from roxxel_dist.sweep.pool import Pool, Running, amounts, check_room
+from roxxel_dist.sweep.options import Ending, Options
+from roxxel_dist.sweep.pool import Pool, check_room
 from roxxel_dist.sweep.ray_task import Item
 from roxxel_dist.sweep.space import Params, Sweep
 
-LOOK_S = 0.5
-"""How soon a signal is heard."""
-SAY_S = 30.0
-"""How long a trial waits for room before a person is told."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a sweep is run.
-
-    Args:
-        count: trials in all, those of earlier starts included; None: until the engine has no more.
-        workers: trials at once.
-        max_failures: so many failed trials in a row end the sweep.
-        max_retries: how often a trial is run again whose worker or node was lost.
-        resources: of each trial, as Ray counts them (CPU, GPU, memory in bytes, custom ones); more than the sweep's own.
-        ray_address: of a Ray cluster (`auto` or HOST:PORT); None: a Ray of its own on this machine.
-        insecure: use a cluster too that lets in everybody.
-        method: of the engine, for the journal.
-        seed: of the engine, for the journal.
-    """
-
-    count: int | None = None
-    workers: int = 1
-    max_failures: int = 5
-    max_retries: int = 3
-    resources: Mapping[str, float] = field(default_factory=dict)
-    ray_address: str | None = None
-    insecure: bool = False
-    method: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"count": 1, "workers": 1, "max_failures": 1, "max_retries": 0}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if given is not None and given < value:
-                raise ValueError(f"--{name.replace('_', '-')} {given}: must be {value} or more")
-        for name, amount in self.resources.items():
-            if not (math.isfinite(amount) and amount >= 0):
-                raise ValueError(f"resources.{name}: {amount} must be 0 or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a sweep ended."""
-
-    code: int
-    """Of the process: 0, 1 (it cannot go on as it is), 42 (asked to end: start it again to go on)."""
-    reason: str
+__all__ = ["Ending", "Options", "run_sweep"]
 
 
 def run_sweep(
@@ -98,9 +46,9 @@ def run_sweep(
         sweep: what is searched.
         engine: a new one, of the sweep; it is told what the journal has.
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
-            {"report": {"step", "value"}}, and last {"result": {"value", "params", "stopped", "more"}} (all but the value
-            may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} or {"over": {"reason"}} (no more
-            trials are to be had). It ends soon after a KeyboardInterrupt.
+            {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
+            the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again) and
+            {"over": {"reason"}} (no more trials are to be had). It ends soon after a KeyboardInterrupt.
         task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
         options: how.
         on_change: called after every line of the journal.
@@ -119,7 +67,7 @@ def run_sweep(
         with _ray(options, wanted) as ray, Signals(say) as signals:
             check_room(ray.nodes(), wanted)
             pool = Pool(ray, run, wanted)
-            return _Driver(journal, sweep, engine, task_of, options, ray, pool, signals, on_change, say).run()
+            return Driver(journal, sweep, engine, task_of, options, pool, signals, on_change, say).run()
 
 
 def _check_same(study: Path, sweep: Sweep, history: History) -> None:
@@ -149,238 +97,3 @@ def _ray(options: Options, wanted: Mapping[str, float]) -> Iterator[Any]:
         if not str(error).startswith(flag):
             raise
         raise type(error)(f"--ray-address{str(error).removeprefix(flag)}") from error
-
-
-class _Driver:
-    """What `run_sweep` does, once everything is there."""
-
-    def __init__(
-        self,
-        journal: Journal,
-        sweep: Sweep,
-        engine: Engine,
-        task_of: Callable[[int, Params, int], Item],
-        options: Options,
-        ray: Any,
-        pool: Pool,
-        signals: Signals,
-        on_change: Callable[[History], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._journal, self._sweep, self._engine, self._task_of = journal, sweep, engine, task_of
-        self._options, self._ray, self._pool, self._signals = options, ray, pool, signals
-        self._on_change, self._say = on_change, say
-        self._history = journal.history
-        self._again: deque[tuple[int, int, int]] = deque()
-        """(trial, attempt, losses) to be run before any new one."""
-        self._enough: str | None = None
-        """Why no more trials are asked for."""
-        self._ending: Ending | None = None
-        """Why running trials were told to end."""
-
-    def run(self) -> Ending:
-        self._begin()
-        while True:
-            self._heed()
-            self._fill()
-            if not self._pool.running:
-                return self._ended()
-            for one, item in self._pool.wait(LOOK_S):
-                self._hear(one, item)
-            self._look()
-
-    def _note(self, event: str, trial: int | None, **told: Any) -> None:
-        self._journal.append({"event": event, **({} if trial is None else {"trial": trial}), **told})
-        self._on_change(self._history)
-
-    def _begin(self) -> None:
-        """Tell the engine what was, and find what is to be run again."""
-        for trial in sorted(self._history.trials.values(), key=lambda one: one.number):
-            self._engine.recall(trial.number, trial.params, trial.point)
-            if trial.state == "running" and trial.stop is not None:
-                self._again.append((trial.number, -1, 0))
-            elif trial.state == "running":
-                self._again.append((trial.number, trial.attempts, 0))
-        sweep, options = self._sweep, self._options
-        self._note(
-            "study", None, metric=sweep.metric, goal=sweep.goal, method=options.method or sweep.method,
-            seed=options.seed, driver=this_driver(),
-        )  # fmt: skip
-        for trial in list(self._again):
-            if trial[1] < 0:  # a driver before this one stopped it, and was killed before it wrote its result
-                self._again.remove(trial)
-                self._stopped(trial[0], None)
-        for trial in sorted(self._history.trials.values(), key=lambda one: one.number):
-            if trial.state != "running":
-                self._engine.tell(trial.number, trial.value)
-
-    def _fill(self) -> None:
-        """Keep as many trials running as there are workers."""
-        limits = [limit for limit in (self._options.count, self._sweep.run_cap) if limit is not None]
-        while self._ending is None and len(self._pool.running) < self._options.workers:
-            if self._again:
-                number, attempt, losses = self._again.popleft()
-            elif self._enough is None and len(self._history.trials) < min(limits, default=math.inf):
-                try:
-                    number, params = self._engine.ask()
-                except UsedUp as error:
-                    self._enough = str(error)
-                    return
-                attempt, losses = 0, 0
-                self._note("ask", number, params=params, point=list(self._engine.point(number)))
-            else:
-                return
-            task = self._task_of(number, self._history.trials[number].params, attempt)
-            self._pool.submit(number, attempt, losses, task)
-
-    def _hear(self, one: Running, item: Item) -> None:
-        [(name, told)] = item.items()
-        if not one.heard and name != "gone":
-            one.heard, one.since = True, time.monotonic()
-        if name == "gone":
-            self._gone(one)
-        elif one.verdict == "ended":
-            return
-        elif name == "start":
-            self._note("start", one.trial, attempt=one.attempt, node=told.get("node"), pid=told["pid"])
-        elif name == "report":
-            self._report(one, told["step"], told["value"])
-        elif name == "result":
-            self._result(one, told)
-        elif one.verdict is not None:
-            return  # what its end looks like from inside is no failure
-        elif name == "fail":
-            self._fail(one, told["kind"], told["reason"], told.get("log"))
-        elif name == "lost":
-            self._lost(one, told["reason"])
-        elif name == "over":
-            self._enough = told["reason"]
-            self._pool.leave(one)
-        elif name == "broken":
-            self._drain(Ending(code=1, reason=told["reason"]))
-
-    def _report(self, one: Running, step: int, value: Any) -> None:
-        trial = self._history.trials[one.trial]
-        if not _is_number(value):
-            self._nan(one, value, f" at step {step}")
-        elif (step, value) not in trial.reports:  # a trial that is run again tells its earlier ones again
-            self._note("report", one.trial, step=step, value=value)
-            self._stop_poor(step)
-
-    def _stop_poor(self, step: int) -> None:
-        if self._sweep.early_terminate is None:
-            return
-        values = {trial.number: [value for _, value in trial.reports] for trial in self._history.trials.values()}
-        running = {one.trial: one for one in self._pool.running if one.verdict is None}
-        for number, reason in poor(self._sweep.early_terminate, self._sweep.sign, values, list(running)).items():
-            step, value = self._history.trials[number].reports[-1]
-            self._note("stop", number, step=step, value=value, rule="hyperband", reason=reason)
-            self._pool.cancel(running[number], "stop")
-
-    def _result(self, one: Running, told: Mapping[str, Any]) -> None:
-        value = told["value"]
-        if not _is_number(value):
-            self._nan(one, value, "")
-            return
-        params = told.get("params") or self._history.trials[one.trial].params
-        self._write_result(one.trial, params, value, one, told.get("stopped"), told.get("more") or {})
-        self._pool.leave(one)
-
-    def _write_result(
-        self, trial: int, params: Params, value: float, one: Running | None, stopped: str | None, more: Any
-    ) -> None:
-        seconds = None if one is None else round(time.monotonic() - one.since, 3)
-        self._note(
-            "result", trial, params=params, metric=self._sweep.metric, value=value, seconds=seconds, stopped=stopped,
-            more=more,
-        )  # fmt: skip
-        self._engine.tell(trial, value)
-
-    def _stopped(self, trial: int, one: Running | None) -> None:
-        """A trial that was stopped early has ended: its best report is its value."""
-        value = self._history.best_report(trial)
-        assert value is not None, f"trial {trial} was stopped before its first report"
-        self._write_result(trial, self._history.trials[trial].params, value, one, "hyperband", {})
-
-    def _nan(self, one: Running, value: Any, where: str) -> None:
-        self._write_fail(one.trial, "nan", f"{self._sweep.metric} was {value}{where}", None)
-        self._pool.cancel(one, "ended")
-
-    def _fail(self, one: Running, kind: str, reason: str, log: str | None) -> None:
-        self._write_fail(one.trial, kind, reason, log)
-        self._pool.leave(one)
-
-    def _write_fail(self, trial: int, kind: str, reason: str, log: str | None) -> None:
-        params = self._history.trials[trial].params
-        self._note("fail", trial, params=params, kind=kind, reason=reason, log=log)
-        self._engine.tell(trial, None)
-        if self._history.failures_in_row >= self._options.max_failures and self._ending is None:
-            self._drain(
-                Ending(code=1, reason=f"{self._history.failures_in_row} trials in a row failed; the last: {reason}")
-            )
-
-    def _lost(self, one: Running, reason: str) -> None:
-        losses = one.losses + 1
-        if losses > self._options.max_retries:
-            self._fail(
-                one, "lost", f"lost {losses} times (--max-retries {self._options.max_retries}); at last: {reason}", None
-            )
-            return
-        self._say(f"trial {one.trial} was lost ({reason}): it is run again, {losses} of {self._options.max_retries}")
-        self._again.append((one.trial, one.attempt + 1, losses))
-        self._pool.leave(one)
-
-    def _gone(self, one: Running) -> None:
-        """Its task has ended."""
-        self._pool.running.remove(one)
-        if one.verdict == "stop":
-            self._stopped(one.trial, one)
-        elif one.verdict is None:
-            self._write_fail(one.trial, "error", "its body ended without a result", None)
-
-    def _heed(self) -> None:
-        """Follow Ctrl-C and SIGTERM: trials end and save; a second time they are killed."""
-        asked = self._signals.take()
-        if not asked:
-            return
-        if self._ending is None:
-            count = len(self._pool.running)
-            self._say(f"asked to end: {count} running trials save and end (again: kill them)")
-            self._drain(Ending(code=EXIT_DRAINED, reason=f"asked to end; {count} trials go on at the next start"))
-        else:
-            for one in self._pool.running:
-                self._pool.force(one)
-
-    def _drain(self, ending: Ending) -> None:
-        """End: running trials are told to; the next start runs them again."""
-        self._ending = self._ending or ending
-        for one in self._pool.running:
-            if one.verdict is None:
-                self._pool.cancel(one, "drain")
-
-    def _look(self) -> None:
-        """See to what takes too long."""
-        for one in self._pool.overdue():
-            self._say(f"trial {one.trial} does not end, and its process could not be killed: not waited for any more")
-            self._gone(one)
-        for one in self._pool.running:
-            if not one.heard and one.end is None and time.monotonic() - one.since > SAY_S:
-                one.heard = True
-                free = self._ray.available_resources()
-                wanted = {"CPU": 1.0, **self._sweep.rules.resources, **self._options.resources}
-                self._say(
-                    f"trial {one.trial} waits for room in Ray: it needs {amounts(wanted, wanted)} on one node; free "
-                    f"now, together: {amounts(free, wanted)}"
-                )
-
-    def _ended(self) -> Ending:
-        if self._ending is not None:
-            return self._ending
-        trials = self._history.trials
-        if self._history.best is None:
-            return Ending(code=1, reason=f"none of {len(trials)} trials gave a value")
-        return Ending(code=0, reason=self._enough or f"all {len(trials)} trials have ended")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -51,6 +51,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
         if ray.is_initialized():
             raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
+        _forget_token()
         try:
             ray.init(
                 address="local",  # also where RAY_ADDRESS names a cluster
@@ -66,12 +67,21 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
+            _forget_token()
     finally:
         with suppress(ValueError):  # not in the main thread: Ray has left it alone
             signal.signal(signal.SIGTERM, handler)
         _restore(before)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _forget_token() -> None:
+    """Ray keeps the first token that a process has used, and the next cluster has another."""
+    with suppress(ImportError, AttributeError):  # before 2.52 there was none
+        from ray._raylet import AuthenticationTokenLoader
+
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def sweep_leftovers() -> None:

@@ -32,6 +32,8 @@ class Running:
     end: float | None = None
     """When its process must be gone."""
     forced: bool = False
+    told: bool = False
+    """That it waits for room."""
 
 
 class Pool:
@@ -47,8 +49,8 @@ class Pool:
         self._ray = ray
         self._run = ray_task.name_of(run)
         self._driver = ray_task.driver()
-        body = ray.remote(max_calls=1, max_retries=0)(ray_task.body)
-        self._body = body.options(num_returns="streaming", **_options(resources))
+        self._resources = resources
+        self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(ray_task.body)
         self.running: list[Running] = []
 
     def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
@@ -74,15 +76,8 @@ class Pool:
         except (StopIteration, TaskCancelledError):
             return [{"gone": {}}]
         except (RayTaskError, RuntimeEnvSetupError) as error:
-            why = str(error).strip().splitlines()[-1]
-            return [
-                {
-                    "broken": {
-                        "reason": f"a Ray worker cannot run a trial ({why}): is roxxel-dist installed on its node?"
-                    }
-                },
-                {"gone": {}},
-            ]
+            why = f"a Ray worker cannot run a trial ({str(error).strip().splitlines()[-1]})"
+            return [{"broken": {"reason": f"{why}: is roxxel-dist installed on its node?"}}, {"gone": {}}]
         except RayError as error:
             why = " ".join(str(error).split()).partition(". ")[0]
             return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
@@ -110,6 +105,20 @@ class Pool:
                 self.force(one)
         return [one for one in late if one.end is not None and now >= one.end]
 
+    def waiting(self, seconds: float) -> str | None:
+        """What to tell a person about trials that found no room for so long; each is told of once."""
+        late = time.monotonic() - seconds
+        new = [one for one in self.running if not (one.heard or one.told or one.end) and one.since < late]
+        if not new:
+            return None
+        for one in new:
+            one.told = True
+        wanted, free = self._resources, self._ray.available_resources()
+        return (
+            f"trial {', '.join(str(one.trial) for one in new)} waits for room in Ray: needed {amounts(wanted, wanted)} on "
+            f"one node; free now, together: {amounts(free, wanted)}"
+        )
+
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Resources by name as `ray.remote` takes them."""
@@ -123,9 +132,8 @@ def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float
     alive = [node for node in nodes if node["Alive"]]
     if any(all(node["Resources"].get(name, 0) >= wanted for name, wanted in resources.items()) for node in alive):
         return
-    told = ", ".join(
-        f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive[:LISTED]
-    )
+    names = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive]
+    told = ", ".join(names[:LISTED])
     more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
     raise ValueError(
         f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus-per-trial), and no node has "

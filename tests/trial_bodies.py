@@ -1,0 +1,170 @@
+"""Bodies of trials, which Ray's workers import, and what a driver in a process of its own runs.
+
+`python trial_bodies.py STUDY JSON`: a sweep of them; JSON has `sweep`, `options`, `task` and the name of the `body`.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def _start() -> dict[str, Any]:
+    return {"start": {"pid": os.getpid()}}
+
+
+def _once(task: dict[str, Any], name: str) -> bool:
+    """Whether it is the first time, of all processes, that this is asked of the trial."""
+    try:
+        Path(task["folder"], f"{name}.{task['trial']}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def square(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A trial that gives (x - 0.3) ** 2 after two reports."""
+    yield _start()
+    value = (task["params"]["x"] - 0.3) ** 2
+    for step in (1, 2):
+        time.sleep(task.get("sleep", 0.0))
+        yield {"report": {"step": step, "value": value + 1 / step}}
+    yield {"result": {"value": value, "more": {"node": os.uname().nodename, "nan": math.nan}}}
+
+
+def killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker of trial 1 is killed at its first try, after a report; trial 2 says once that it was lost."""
+    yield _start()
+    yield {"report": {"step": 1, "value": 2.0}}
+    if task["trial"] == 1 and _once(task, "killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task["trial"] == 2 and _once(task, "lost"):
+        yield {"lost": {"reason": "its node rebooted"}}
+        return
+    yield {"result": {"value": float(task["attempt"])}}
+
+
+def always_killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Nothing is left of it."""
+    yield _start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mixed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """By trial: NaN, an error, a failure of its own, no end, an infinite result, and good ones."""
+    yield _start()
+    kind = ["nan", "error", "fail", "nothing", "inf"][task["trial"]] if task["trial"] < 5 else "good"
+    if kind == "error":
+        raise ValueError("dim 17 does not divide by 4 heads")
+    if kind == "fail":
+        yield {"fail": {"kind": "oom", "reason": "RESOURCE_EXHAUSTED", "log": "logs/2.log"}}
+    elif kind == "nan":
+        yield {"report": {"step": 1, "value": 1.5}}
+        yield {"report": {"step": 2, "value": math.nan}}
+        time.sleep(600)
+    elif kind in ("inf", "good"):
+        yield {"result": {"value": math.inf if kind == "inf" else float(task["trial"])}}
+
+
+def curve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Trials that are as poor as their number, and stay; it notes how it was ended."""
+    yield _start()
+    folder = Path(task["folder"])
+    try:
+        for step in range(1, 5):
+            yield {"report": {"step": step, "value": float(task["trial"])}}
+        if task["trial"] > 0:
+            time.sleep(600)  # not polled: it is to be ended in a system call
+    except KeyboardInterrupt:
+        (folder / f"ended.{task['trial']}").touch()
+        raise
+    yield {"result": {"value": float(task["trial"])}}
+
+
+def stays(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Stays until it is told to end; the next try ends at once."""
+    yield _start()
+    folder = Path(task["folder"])
+    if task["attempt"] == 0:
+        yield {"report": {"step": 1, "value": 3.0}}
+        (folder / f"up.{task['trial']}").write_text(str(os.getpid()))
+        try:
+            time.sleep(600)
+        finally:
+            (folder / f"saved.{task['trial']}").touch()
+    yield {"report": {"step": 1, "value": 3.0}}
+    yield {"result": {"value": 1.0 + task["trial"]}}
+
+
+def deaf(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Does not end when it is told to."""
+    yield _start()
+    yield {"report": {"step": 1, "value": 3.0}}
+    Path(task["folder"], f"up.{task['trial']}").write_text(str(os.getpid()))
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            continue
+
+
+def served(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Somebody else chooses, and has three trials."""
+    yield _start()
+    if task["trial"] >= 3:
+        yield {"over": {"reason": "the server has no more"}}
+    else:
+        yield {"result": {"value": 1.0, "params": {"x": task["trial"] / 10}}}
+
+
+def devices(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Which GPUs it sees, and when it had them."""
+    yield _start()
+    began = time.time()
+    time.sleep(1.0)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    yield {"result": {"value": 0.0, "more": {"seen": seen, "began": began, "ended": time.time()}}}
+
+
+def kept(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """As a training: a result is kept in its folder, and told at once by a later try; how often it worked is counted."""
+    done = Path(task["folder"], f"result.{task['trial']}")
+    yield _start()
+    if not done.exists():
+        time.sleep(0.05)
+        with Path(task["folder"], "work").open("a") as work:
+            work.write(f"{task['trial']} {json.dumps(task['params'])}\n")
+        yield {"report": {"step": 1, "value": task["params"]["x"]}}
+        time.sleep(0.05)
+        done.write_text(str(task["params"]["x"]))
+    yield {"result": {"value": float(done.read_text())}}
+
+
+def main() -> int:
+    from roxxel_dist.sweep.controller import Options, run_sweep
+    from roxxel_dist.sweep.engine import make
+    from roxxel_dist.sweep.space import sweep_of
+
+    import trial_bodies  # not __main__, which workers cannot import
+
+    study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
+    sweep = sweep_of(told["sweep"])
+
+    def task_of(trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
+        return {"trial": trial, "params": params, "attempt": attempt, "folder": str(study), **told.get("task", {})}
+
+    ending = run_sweep(
+        study, sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of, Options(**told["options"]),
+        on_change=lambda history: None, say=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    print(ending.reason, flush=True)
+    return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
