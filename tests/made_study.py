@@ -1,4 +1,4 @@
-"""A study as a sweep leaves it, made quickly: a real journal and run directories whose numbers follow from a formula."""
+"""A study as a sweep leaves it, made quickly: a real journal, and run directories with numbers from a formula."""
 
 import json
 import math

@@ -78,7 +78,7 @@ def _best_so_far(study: Study, axes: Any) -> None:
 def _importance(weights: dict[str, float], axes: Any) -> None:
     ordered = sorted(weights.items(), key=lambda pair: pair[1])
     axes.barh([name for name, _ in ordered], [100 * share for _, share in ordered], color="#4f86c6")
-    axes.set(xlabel="importance for the best tenth (PED-ANOVA), %")
+    axes.set(xlabel="share of the spread of the metric (total Sobol' index), %")
     axes.grid(axis="x", alpha=0.25)
 
 

@@ -1,4 +1,4 @@
-"""A study as its reports tell it: table, pictures, page, JSON, the winner's config; and what a person sees of it live."""
+"""A study as its reports tell it: table, pictures, page, JSON, the winner's config; and what a person sees live."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_a_study_in_which_nothing_ended_yet(tmp_path):
     page, _ = write_report(study, tmp_path / "report")
     assert "1 running" in page.read_text()
     assert "1 running" in table(study)
-    with pytest.raises(ValueError, match="no trial of .* has given a val_loss yet"):
+    with pytest.raises(ValueError, match=r"no trial of .* has given a val_loss yet"):
         write_best_config(study, tmp_path / "best.yaml")
 
 
