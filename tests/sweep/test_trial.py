@@ -210,9 +210,10 @@ def test_a_killed_rank_of_two_is_started_again_and_counted_once(study):
     assert steps == sorted(set(steps))
     assert steps[-1] == PHASE_SLOW["steps"]
     assert last["result"]["value"] == min(value for _, value in reports)
-    assert "killed by signal 9" in (study / "logs" / "10.log").read_text() or "SIGKILL" in (
-        study / "logs" / "10.log"
-    ).read_text()
+    assert (
+        "killed by signal 9" in (study / "logs" / "10.log").read_text()
+        or "SIGKILL" in (study / "logs" / "10.log").read_text()
+    )
 
 
 PHASE_SLOW = {"steps": 60, "batch_size": 8, "seq_len": 33}
