@@ -2,6 +2,7 @@
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("ab") as file:
-            file.write(f"--- {title}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(command)}\n".encode())
+            file.write(f"--- {title}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(command)}\n".encode())
             file.flush()
             self._begin = file.tell()
             self._process = subprocess.Popen(

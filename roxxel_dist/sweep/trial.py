@@ -18,10 +18,10 @@ from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
 from roxxel_dist.sweep.trial_config import config_of
 from roxxel_dist.sweep.verdict import failure, machines_fault, unreported
 from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.train.one_compilation import SHARE_COMPILATION
 
 Task = Mapping[str, Any]
 Event = dict[str, Any]
-SHARE_COMPILATION = "ROXXEL_SHARE_COMPILATION"
 
 
 class Reader(Protocol):
