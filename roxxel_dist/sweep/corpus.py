@@ -3,12 +3,14 @@
 import fcntl
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import Config, UsageError
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.reading import primary_path
+from roxxel_dist.sweep.child import POLL_S, Child, environment
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
@@ -45,6 +47,34 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
         if not is_tokens(into):
             build([path], into, tokenizer=config.tokenizer_type, vocab_size=config.vocab_size).close()
     return str(into)
+
+
+def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
+    """Have the shards that a trial reads made, in a process that ends with this one; why that failed, if it did.
+
+    Args:
+        task: of the trial; its "corpus" says of which text, and where.
+        config: the file of its Config.
+    """
+    corpus = task.get("corpus")
+    if not corpus or is_tokens(task["data_path"]):
+        return None
+    words = [
+        sys.executable,
+        "-u",
+        "-m",
+        "roxxel_dist.sweep.corpus",
+        str(config),
+        corpus["text"] or "",
+        corpus["folder"],
+    ]
+    child = Child(words, environment({}), Path(task["log"]), "shards of the text")
+    try:
+        while child.wait(POLL_S) is None:
+            pass
+    finally:
+        code = child.end()
+    return None if code == 0 else (child.said().strip().splitlines() or [f"exit code {code}"])[-1]
 
 
 def main(config: str, data_path: str, folder: str) -> int:

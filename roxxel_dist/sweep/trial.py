@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from roxxel_dist.run_directory import LOCK, is_held
 from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder
+from roxxel_dist.sweep.corpus import wait_for_shards
 from roxxel_dist.sweep.follow import Report, RunReader
 from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
@@ -80,6 +81,9 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
         command, env = (prepare if task["program"] else _prepare)(task, folder)
     except ValueError as error:
         yield _fail(task, "error", str(error))
+        return
+    if why := wait_for_shards(task, config_file(task)):
+        yield _fail(task, "error", why)
         return
     score = Score(task, folder, reader)
     limit = time.monotonic() + (task.get("max_time_s") or math.inf)
@@ -159,10 +163,15 @@ def _wait_until_free(folder: Path) -> str | None:
     return None
 
 
+def config_file(task: Task) -> Path:
+    """Where the Config of a trial is written."""
+    return Path(task["log"]).with_suffix(".yaml")
+
+
 def _prepare(task: Task, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The words and the environment that train the Config of a trial; the Config is written beside its log."""
     config = config_of(task["config"], task["params"], (task.get("sweep") or {}).get("names"))
-    written = Path(task["log"]).with_suffix(".yaml")
+    written = config_file(task)
     written.parent.mkdir(parents=True, exist_ok=True)
     config.save_yaml(written)
     words = ["train", "--config", str(written), "--run_dir", str(folder), "--resume"]
