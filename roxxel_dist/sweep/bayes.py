@@ -13,13 +13,19 @@ from roxxel_dist.sweep.coding import Coding
 from roxxel_dist.sweep.gp import GaussianProcess, fit, learn
 from roxxel_dist.sweep.search import Record
 from roxxel_dist.sweep.space import InfeasibleError, Params, Sweep
+from roxxel_dist.sweep.tpe import Tpe
 
 LEARN_FROM = 120
 """Scales are learned from so many trials at most: the cost grows with the cube of it."""
+HAND_OVER = 300
+"""From so many ended trials on, TPE proposes: the process would take too long."""
 CANDIDATES = 1500
 BEAM = 8
 ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
 """How far the local search reaches, round by round, as a share of each range."""
+
+
+CLIMB = {"maxiter": 15, "ftol": 1e-6}
 
 
 class Bayes:
@@ -28,6 +34,7 @@ class Bayes:
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._coding = Coding(sweep.space, sweep.rules)
+        self._late: Tpe | None = None
         self.start = start_count(self._coding.width)
 
     def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
@@ -35,6 +42,10 @@ class Bayes:
         coding = self._coding
         if not coding.dims:
             yield []
+            return
+        if record.told >= HAND_OVER:
+            self._late = self._late or Tpe(self._sweep.space)
+            yield from self._late(record, trial)
             return
         chance = np.random.default_rng([record.seed, trial])
         if trial < self.start:
@@ -54,12 +65,13 @@ class Bayes:
         values = usual_values([one.value for one in told])
         picked = informative(values)
         theta = learn(points[picked], values[picked])
-        process = fit(points, values, theta)
+        failed = np.array([float(one.value is None) for one in told])
+        process = fit(points, values, theta, failed)
         running = [one.point for one in trials if not one.told]
         if running:
             others = self._coding.encode(self._coding.rows(running))
-            guessed = process.believe(others)[0]
-            process = fit(np.r_[points, others], np.r_[values, guessed], theta)
+            guessed, doubted = process.believe(others)[0], process.failing(others)
+            process = fit(np.r_[points, others], np.r_[values, guessed], theta, np.r_[failed, doubted])
         return process
 
     def _ranked(self, record: Record, process: GaussianProcess, chance: np.random.Generator) -> np.ndarray:
@@ -99,7 +111,7 @@ class Bayes:
                 return -worth, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)
-            top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 20})
+            top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options=CLIMB)
             better = row.copy()
             better[smooth] = top.x
             found.append((float(top.fun), better))

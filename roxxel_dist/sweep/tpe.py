@@ -9,6 +9,8 @@ from roxxel_dist.sweep.space import Space
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
+    from optuna.samplers import TPESampler
+    from optuna.trial import FrozenTrial
 
 START = 10
 """Trials at random before TPE has anything to go by."""
@@ -46,7 +48,6 @@ class Tpe:
 
     def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
         """Points, the likeliest to be good first."""
-        from optuna.samplers import TPESampler
         from optuna.trial import TrialState
 
         chance = generator(record.seed, trial, "tpe")
@@ -54,8 +55,7 @@ class Tpe:
             while True:
                 yield [chance.random() for _ in self._kinds]
         self._follow(record)
-        seed = chance.getrandbits(32)
-        self._study.sampler = TPESampler(seed=seed, n_startup_trials=0, multivariate=True, constant_liar=True)
+        self._study.sampler = _sampler(self._dims, chance.getrandbits(32))
         for _ in range(OFFERS):
             offer = self._study.ask(self._dims)
             self._study.tell(offer, state=TrialState.FAIL)  # TPE does not look at it: the record says what was run
@@ -91,3 +91,15 @@ class Tpe:
             params[str(dim)] if kind.choices is None else kind.middle(params[str(dim)])
             for dim, kind in enumerate(self._kinds)
         ]
+
+
+def _sampler(dims: "dict[str, BaseDistribution]", seed: int) -> "TPESampler":
+    from optuna.samplers import TPESampler
+
+    class Sampler(TPESampler):
+        """TPE that is told its dimensions: it would compare those of all trials at each suggestion."""
+
+        def infer_relative_search_space(self, study: "Study", trial: "FrozenTrial") -> "dict[str, BaseDistribution]":
+            return dims
+
+    return Sampler(seed=seed, n_startup_trials=0, multivariate=True, constant_liar=True)
