@@ -42,6 +42,7 @@ def killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield _start()
     yield {"report": {"step": 1, "value": 2.0}}
     if task["trial"] == 1 and _once(task, "killed"):
+        time.sleep(0.3)  # what was said is on its way
         os.kill(os.getpid(), signal.SIGKILL)
     if task["trial"] == 2 and _once(task, "lost"):
         yield {"lost": {"reason": "its node rebooted"}}
@@ -52,6 +53,7 @@ def killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def always_killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Nothing is left of it."""
     yield _start()
+    time.sleep(0.3)  # what was said is on its way
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -132,7 +134,7 @@ def devices(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def kept(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """As a training: a result is kept in its folder, and told at once by a later try; how often it worked is counted."""
+    """As a training: a result is kept in its folder, and told at once by a later try. Its work is counted."""
     done = Path(task["folder"], f"result.{task['trial']}")
     yield _start()
     if not done.exists():
@@ -146,11 +148,11 @@ def kept(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
+    import trial_bodies  # not __main__, which workers cannot import
+
     from roxxel_dist.sweep.controller import Options, run_sweep
     from roxxel_dist.sweep.engine import make
     from roxxel_dist.sweep.space import sweep_of
-
-    import trial_bodies  # not __main__, which workers cannot import
 
     study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     sweep = sweep_of(told["sweep"])

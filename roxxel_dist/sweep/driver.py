@@ -53,7 +53,8 @@ class Driver:
         """Until every trial has ended, or all were told to."""
         self._begin()
         while True:
-            self._heed()
+            if self._heed() and self._ending is not None:
+                return self._ending
             self._fill()
             if not self._pool.running:
                 return self._ended()
@@ -201,18 +202,16 @@ class Driver:
         elif one.verdict is None:
             self._write_fail(one.trial, "error", "its body ended without a result", None)
 
-    def _heed(self) -> None:
-        """Follow Ctrl-C and SIGTERM: trials end and save; a second time they are killed."""
-        asked = self._signals.take()
-        if not asked:
-            return
-        if self._ending is None:
-            count = len(self._pool.running)
-            self._say(f"asked to end: {count} running trials save and end (again: kill them)")
-            self._drain(Ending(code=EXIT_DRAINED, reason=f"asked to end; {count} trials go on at the next start"))
-        else:
-            for one in self._pool.running:
-                self._pool.force(one)
+    def _heed(self) -> bool:
+        """Follow Ctrl-C and SIGTERM: trials end and save. True: asked again; they die with this process."""
+        if not self._signals.take():
+            return False
+        if self._ending is not None:
+            return True
+        count = len(self._pool.running)
+        self._say(f"asked to end: {count} running trials save and end (again: kill them)")
+        self._drain(Ending(code=EXIT_DRAINED, reason=f"asked to end; {count} trials go on at the next start"))
+        return False
 
     def _drain(self, ending: Ending) -> None:
         """End: running trials are told to; the next start runs them again."""

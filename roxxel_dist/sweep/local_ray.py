@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",
+    # What Ray does where it cannot make clusters: it listens on loopback alone, as no option lets it on Linux.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roxxel_dist.sweep import ray_task
-from roxxel_dist.sweep.ray_task import Item
+from roxxel_dist.sweep.ray_task import END_S, Item
 
-END_S = 20.0
-"""How long a trial that was told to end has for it; then its process is killed, and after as long again given up."""
+GIVE_UP_S = END_S + 10.0
+"""After so long a trial should have ended, or its worker have killed it."""
 LISTED = 8
 """Nodes that a message names."""
 Verdict = Literal["stop", "drain", "ended"]
@@ -31,7 +31,7 @@ class Running:
     """What was decided about it: stopped early, to be run again by the next start, or told its end already."""
     end: float | None = None
     """When its process must be gone."""
-    forced: bool = False
+    cancelled: bool = False
     told: bool = False
     """That it waits for room."""
 
@@ -50,7 +50,9 @@ class Pool:
         self._run = ray_task.name_of(run)
         self._driver = ray_task.driver()
         self._resources = resources
-        self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(ray_task.body)
+        self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(
+            ray_task.body
+        )
         self.running: list[Running] = []
 
     def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
@@ -83,27 +85,22 @@ class Pool:
             return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
 
     def cancel(self, one: Running, verdict: Verdict) -> None:
-        """Tell a try to end: its body sees KeyboardInterrupt."""
-        one.verdict, one.end = verdict, time.monotonic() + END_S
+        """Tell a try to end: its body sees KeyboardInterrupt, and is killed where that does not help."""
+        one.verdict, one.end, one.cancelled = verdict, time.monotonic() + GIVE_UP_S, True
         self._ray.cancel(one.stream)
 
     def leave(self, one: Running) -> None:
         """A try has told its last: it ends by itself."""
         one.verdict, one.end = "ended", time.monotonic() + END_S
 
-    def force(self, one: Running) -> None:
-        """Kill the process of a try."""
-        one.forced, one.end = True, time.monotonic() + END_S
-        self._ray.cancel(one.stream, force=True)
-
     def overdue(self) -> list[Running]:
-        """Those that should have ended; they are killed, and returned once that did not help."""
-        now = time.monotonic()
-        late = [one for one in self.running if one.end is not None and now >= one.end]
+        """Those that did not end by any means; those that did not end by themselves are told to."""
+        late = [one for one in self.running if one.end is not None and time.monotonic() >= one.end]
+        lost = [one for one in late if one.cancelled]
         for one in late:
-            if not one.forced:
-                self.force(one)
-        return [one for one in late if one.end is not None and now >= one.end]
+            if not one.cancelled:
+                self.cancel(one, "ended")
+        return lost
 
     def waiting(self, seconds: float) -> str | None:
         """What to tell a person about trials that found no room for so long; each is told of once."""
@@ -115,8 +112,8 @@ class Pool:
             one.told = True
         wanted, free = self._resources, self._ray.available_resources()
         return (
-            f"trial {', '.join(str(one.trial) for one in new)} waits for room in Ray: needed {amounts(wanted, wanted)} on "
-            f"one node; free now, together: {amounts(free, wanted)}"
+            f"trial {', '.join(str(one.trial) for one in new)} waits for room in Ray: needed {amounts(wanted, wanted)} "
+            f"on one node; free now, together: {amounts(free, wanted)}"
         )
 
 

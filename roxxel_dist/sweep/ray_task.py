@@ -1,10 +1,12 @@
 """A trial inside a Ray worker: runs the trial's generator, hears Ray's cancel at once, and dies with the driver."""
 
 import importlib
+import math
 import os
 import select
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +18,8 @@ from typing import Any
 from roxxel_dist.launcher.registry import Process, is_alive, this_process
 
 Item = dict[str, Any]
+END_S = 20.0
+"""How long a trial has that was told to end; then it is killed."""
 
 
 def name_of(run: Callable[[Item], Iterator[Item]]) -> str:
@@ -49,7 +53,15 @@ def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reads, driver), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(reads, driver, over), daemon=True).start()
+    try:
+        yield from _told(run, task)
+    finally:
+        over.set()
+
+
+def _told(run: str, task: Item) -> Iterator[Item]:
     try:
         function = _imported(run)
     except (ImportError, AttributeError) as error:
@@ -98,12 +110,12 @@ def _namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-def _watch(wakes: int, driver: Mapping[str, Any]) -> None:
-    """Die when the driver has died, and pass on Ray's cancel.
+def _watch(wakes: int, driver: Mapping[str, Any], over: threading.Event) -> None:
+    """Die when the driver has died, pass on Ray's cancel, and die where that does not end the trial.
 
     Ray ends the workers of a driver that was killed after 2 to 7 s; until then the next driver would find them at work.
     Its cancel only marks that Python shall raise KeyboardInterrupt; a real signal, to the main thread, makes a system
-    call return that it waits in.
+    call return that it waits in. A cancel by force that follows another one does nothing (Ray 2.60).
     """
     poll = select.poll()
     poll.register(wakes, select.POLLIN)
@@ -111,12 +123,17 @@ def _watch(wakes: int, driver: Mapping[str, Any]) -> None:
     pidfd = _pidfd(process) if (process.boot, driver["namespace"]) == (this_process().boot, _namespace()) else None
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
+    end = math.inf
     while True:
-        ready = [fd for fd, _ in poll.poll()]
-        if pidfd in ready:
+        left = end - time.monotonic()
+        ready = [fd for fd, _ in poll.poll(None if left == math.inf else max(left, 0.0) * 1000)]
+        if pidfd in ready or (time.monotonic() >= end and not over.is_set()):
             os.kill(os.getpid(), signal.SIGKILL)
         if wakes in ready and signal.SIGINT in os.read(wakes, 64):
+            end = min(end, time.monotonic() + END_S)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        if over.is_set():
+            end = math.inf
 
 
 def _pidfd(process: Process) -> int:

@@ -1,0 +1,54 @@
+import pytest
+
+from roxxel_dist.sweep.early import bands, poor
+
+BY_MAX = {"type": "hyperband", "max_iter": 5, "eta": 2, "s": 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "longest", "expected"),
+    [
+        (BY_MAX, 9, [1, 2]),
+        (BY_MAX, 2, [1]),
+        (BY_MAX, 1, []),
+        ({"max_iter": 27, "s": 2}, 99, [3, 9]),
+        ({"max_iter": 27, "s": 9}, 99, [1, 3, 9]),
+        ({"min_iter": 3}, 100, [3, 9, 27, 81]),
+        ({"min_iter": 1, "eta": 1.5}, 6, [1, 1, 2, 3, 5]),
+        ({"min_iter": 3}, 0, []),
+    ],
+)
+def test_bands_are_those_of_wandb(rule, longest, expected):
+    assert bands(rule, longest) == expected
+
+
+def test_a_rule_without_bands_is_an_error():
+    with pytest.raises(ValueError, match="no iteration is left"):
+        bands({"max_iter": 2, "s": 1, "eta": 3}, 9)
+    with pytest.raises(ValueError, match="eta"):
+        bands({"min_iter": 2, "eta": 1}, 9)
+
+
+def test_the_example_of_wandbs_engine():
+    trials = {0: [10, 9], 1: [10, 10], 2: [10, 8, 8], 3: [10, 7, 7], 4: [10, 6, 6]}
+    assert list(poor(BY_MAX, 1.0, trials, [1, 2, 3])) == [1, 2]
+
+
+def test_a_goal_of_more_is_the_same_with_the_sign_turned():
+    trials = {0: [-10, -9], 1: [-10, -10], 2: [-10, -8, -8], 3: [-10, -7, -7], 4: [-10, -6, -6]}
+    found = poor(BY_MAX, -1.0, trials, [1, 2, 3])
+    assert list(found) == [1, 2]
+    assert found[1] == "-10 after 2 reports; the best 1/2 of the trials had -8 or better at report 2"
+
+
+def test_nobody_is_stopped_alone_or_before_the_first_band():
+    assert poor({"min_iter": 3}, 1.0, {0: [9.0] * 20}, [0]) == {}
+    assert poor({"min_iter": 3}, 1.0, {0: [1.0] * 20, 1: [9.0] * 3}, [0, 1]) == {}
+    assert list(poor({"min_iter": 3}, 1.0, {0: [1.0] * 20, 1: [9.0] * 4}, [0, 1])) == [1]
+
+
+def test_the_best_value_so_far_counts_unless_strict():
+    trials = {0: [1.0, 1.0, 1.0], 1: [5.0, 5.0, 0.5]}
+    rule = {"min_iter": 1}
+    assert poor(rule, 1.0, trials, [1]) == {}
+    assert list(poor({**rule, "strict": True}, 1.0, trials, [1])) == [1]

@@ -1,0 +1,115 @@
+"""The Ray that a sweep starts for itself: real ones, each in a process of its own."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from sweep_runs import Study
+
+from roxxel_dist.sweep.local_ray import HELD, PREFIX, sweep_leftovers
+
+LIMIT_S = 60.0
+LISTENS = """
+import psutil
+from roxxel_dist.sweep.local_ray import local_ray
+for _ in range(2):
+    with local_ray(3, 0.5) as ray:
+        assert ray.get(ray.remote(lambda: 3).remote(), timeout=60) == 3
+        assert ray.cluster_resources()["CPU"] == 2
+        mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        found = {link.laddr.ip for one in mine for link in one.net_connections() if link.status == "LISTEN"}
+        print(*sorted(found), flush=True)
+"""
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """A short temporary directory of the test's own."""
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # of a cluster that it must not join
+    return Study(tmp_path, None)
+
+
+def until(condition, what):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.02)
+
+
+def of(folder):
+    """The processes that work in a folder, by their command line or environment."""
+    found = []
+    for one in psutil.process_iter():
+        try:
+            lines = [*one.cmdline(), *one.environ().values()]
+            if one.status() != psutil.STATUS_ZOMBIE and any(str(folder) in line for line in lines):
+                found.append(one)
+        except psutil.Error:
+            continue
+    return [one for one in found if one.pid != os.getpid()]
+
+
+def test_ctrl_c_in_the_terminal_reaches_trials_through_the_driver_alone(study, temporary):
+    driver = study.start("stays", count=2, workers=2)
+    until(lambda: len(study.events if (study.path / "journal.jsonl").exists() else []) >= 7, "two trials")
+    [folder] = temporary.glob(f"{PREFIX}*")
+    assert folder.stat().st_mode & 0o077 == 0
+    os.killpg(driver.pid, signal.SIGINT)
+    said, _ = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 42, said
+    assert "2 running trials save and end" in said
+    assert len(list(study.path.glob("saved.*"))) == 2
+    assert study.ends() == []
+    assert not list(temporary.glob(f"*{PREFIX}*"))
+
+
+def test_nothing_outlives_a_killed_driver(study, temporary):
+    driver = study.start("stays", count=2, workers=2)
+    until(lambda: len(list(study.path.glob("up.*"))) == 2, "two trials")
+    assert len(of(temporary)) > 4
+    driver.kill()
+    began = time.monotonic()
+    driver.communicate()
+    until(lambda: not of(temporary), "all its processes")
+    print(f"all gone after {time.monotonic() - began:.2f} s")
+    [left] = temporary.glob(f"{PREFIX}*")
+    # The next one takes away what the killed one left, and nothing that is somebody's.
+    held = temporary / f"{PREFIX}held"
+    held.mkdir()
+    with (held / HELD).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep_leftovers()
+        assert held.exists()
+        assert not left.exists()
+    sweep_leftovers()
+    assert not held.exists()
+
+
+def test_it_listens_on_loopback_alone_and_can_be_made_again(temporary):
+    env = {**os.environ, "RAY_ADDRESS": "192.0.2.1:6379"}
+    done = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert {address.removeprefix("::ffff:") for line in lines for address in line.split()} == {"127.0.0.1"}
+    assert not list(temporary.iterdir())
+
+
+def test_a_trial_that_no_machine_like_this_could_run(study):
+    with pytest.raises(ValueError, match=r"a trial needs 4096 CPU .*, and this machine has"):
+        study.run(lambda task: iter(()), resources={"CPU": 4096})

@@ -1,0 +1,98 @@
+"""Sweeps for tests: in this process or in one of their own, on a Ray that several tests share."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trial_bodies
+
+from roxxel_dist.sweep.controller import Ending, Options, run_sweep
+from roxxel_dist.sweep.engine import make
+from roxxel_dist.sweep.journal import read_history
+from roxxel_dist.sweep.space import sweep_of
+
+ONE = {"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0}}}
+HOLDER = """
+import os, sys
+from roxxel_dist.sweep.local_ray import local_ray
+with local_ray(int(sys.argv[1]), 1.0) as ray:
+    print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN_PATH"], flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def shared_ray(workers: int) -> Iterator[str]:
+    """The address of a Ray with room for so many trials; this process and those it starts know its token."""
+    here = Path(__file__).parent  # Ray's workers have the environment of who started Ray
+    env = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    with (
+        subprocess.Popen([sys.executable, "-c", HOLDER, str(workers)], **pipes) as holder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        address, token = holder.stdout.readline().split()
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", token)
+        patch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # nobody may follow it
+        yield address
+        holder.stdin.close()
+
+
+class Study:
+    """A study, and how often it was run."""
+
+    def __init__(self, path: Path, address: str | None) -> None:
+        self.path, self.address = path, address
+        self.said: list[str] = []
+        self.changes = 0
+        path.mkdir(exist_ok=True)
+
+    def run(self, body: Callable[..., Any], sweep: dict[str, Any] | None = None, **options: Any) -> Ending:
+        """In this process."""
+
+        def changed(history: Any) -> None:
+            self.changes += 1
+
+        given = sweep_of(sweep or ONE)
+        return run_sweep(
+            self.path, given, make(given, seed=1), body, self._task, Options(ray_address=self.address, **options),
+            on_change=changed, say=self.said.append,
+        )  # fmt: skip
+
+    def start(self, body: str, sweep: dict[str, Any] | None = None, **options: Any) -> "subprocess.Popen[str]":
+        """In a process of its own, in a process group of its own."""
+        told = {"sweep": sweep or ONE, "options": {"ray_address": self.address, **options}, "body": body}
+        return subprocess.Popen(
+            [sys.executable, trial_bodies.__file__, str(self.path), json.dumps(told)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}, process_group=0,
+        )  # fmt: skip
+
+    def _task(self, trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
+        folder, log = str(self.path), str(self.path / "logs" / f"{trial}.log")
+        return {"trial": trial, "params": params, "attempt": attempt, "folder": folder, "log": log}
+
+    @property
+    def history(self) -> Any:
+        return read_history(self.path)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "journal.jsonl").read_text().splitlines()]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def ends(self) -> list[int]:
+        """Which trials have a result or a failure, once for each."""
+        return sorted(event["trial"] for event in self.events if event["event"] in ("result", "fail"))
