@@ -16,6 +16,7 @@ from roxxel_dist.sweep import leash
 STOP_LIMIT_S = 15.0
 """So long a program that was asked to stop may take to save."""
 LOCK_LIMIT_S = 30.0
+IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 POLL_S = 0.1
 
 
@@ -92,8 +93,8 @@ class Child:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables without those by which a launched rank knows its place, and with `more`."""
-    own = {name: value for name, value in os.environ.items() if name not in CONTRACT}
+    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is."""
+    own = {name: value for name, value in os.environ.items() if name not in (*CONTRACT, *IDENTITY)}
     return {**own, "PYTHONUNBUFFERED": "1", **more}
 
 
