@@ -63,12 +63,12 @@ class Child:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
 
-    def end(self, limit_s: float = STOP_LIMIT_S) -> int:
-        """Ask it to stop, which lets it save, and kill it after the limit; returns its exit code."""
+    def end(self) -> int:
+        """Ask it to stop, which lets it save, and kill it after 15 s; returns its exit code."""
         try:
             if self.wait(0) is None:
                 self._signal(signal.SIGTERM)
-                self.wait(limit_s)
+                self.wait(STOP_LIMIT_S)
         finally:  # a second wish to end it does not wait
             if self.wait(0) is None:
                 self.kill()
