@@ -84,7 +84,7 @@ def _wanted(args: SweepArgs) -> Any:
     if gpus is not None and (gpus < 1 or hosts < 1 or gpus % hosts):
         raise ValueError(f"--gpus_per_trial {gpus}: must be a multiple of --hosts_per_trial {hosts}, at least 1 each")
     return Wanted(
-        study=Path(args.study or ""), count=args.count, workers=args.workers or 1, method=args.method,
+        study=Path(args.study or ""), count=args.count, workers=1 if args.workers is None else args.workers, method=args.method,
         seed=args.sweep_seed, ray_address=args.ray_address, insecure=args.insecure, hosts=hosts,
         procs_per_host=args.procs_per_host, cpus_per_host=args.cpus_per_trial or _cpus(args),
         gpus_per_host=None if gpus is None else gpus // hosts, max_time_s=seconds(args.max_trial_time),

@@ -16,6 +16,7 @@ from roxxel_dist.sweep import leash
 STOP_LIMIT_S = 15.0
 """So long a program that was asked to stop may take to save."""
 LOCK_LIMIT_S = 30.0
+IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 POLL_S = 0.1
 
 
@@ -62,12 +63,12 @@ class Child:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
 
-    def end(self, limit_s: float = STOP_LIMIT_S) -> int:
-        """Ask it to stop, which lets it save, and kill it after the limit; returns its exit code."""
+    def end(self) -> int:
+        """Ask it to stop, which lets it save, and kill it after 15 s; returns its exit code."""
         try:
             if self.wait(0) is None:
                 self._signal(signal.SIGTERM)
-                self.wait(limit_s)
+                self.wait(STOP_LIMIT_S)
         finally:  # a second wish to end it does not wait
             if self.wait(0) is None:
                 self.kill()
@@ -92,8 +93,8 @@ class Child:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables without those by which a launched rank knows its place, and with `more`."""
-    own = {name: value for name, value in os.environ.items() if name not in CONTRACT}
+    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is."""
+    own = {name: value for name, value in os.environ.items() if name not in (*CONTRACT, *IDENTITY)}
     return {**own, "PYTHONUNBUFFERED": "1", **more}
 
 

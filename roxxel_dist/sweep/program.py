@@ -181,6 +181,10 @@ class ProgramReader:
                 found.append((step, value))
         return found
 
+    def exit_code(self) -> int | None:
+        """What the client of the last run says that its program ended with; None where it says nothing."""
+        return self._files[max(self._files)][1].exit_code if self._files else None
+
     def more(self) -> dict[str, Any]:
         """What else is worth knowing of a trial, where it was logged."""
         return more_of(self._rows)

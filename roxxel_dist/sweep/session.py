@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
-from roxxel_dist.config import usage_errors
+from roxxel_dist.config import SECTIONS, field_types, unknown, usage_errors
+from roxxel_dist.launcher.ray_cluster import check_address
 from roxxel_dist.reading import absolute_paths
 from roxxel_dist.sweep.begin import look, write_down
 from roxxel_dist.sweep.corpus import shards_of
@@ -48,6 +49,11 @@ class Wanted:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{FLAGS.get(name, name)} {value}: must be at least {least}")
+        if self.ray_address is not None:
+            try:
+                check_address(self.ray_address)
+            except ValueError as error:
+                raise ValueError(str(error).replace("--address", "--ray_address")) from None
         if self.cpus_per_host <= 0:
             raise ValueError(f"--cpus_per_trial {self.cpus_per_host:g}: must be more than 0")
         if self.hosts > 1 and self.ray_address is None:
@@ -91,7 +97,14 @@ class Session:
         self._count = min(
             (one for one in (wanted.count, self._sweep.run_cap, self._grid()) if one is not None), default=None
         )
+        self._check_names()
         self._engine = self._make()
+
+    def _check_names(self) -> None:
+        """Raises ValueError for a parameter that no config has: every trial would fail."""
+        for name in () if self._program else sorted(self._swept):
+            if name not in field_types() and name not in SECTIONS:
+                raise ValueError(f"parameters: {unknown(name, list(field_types()), 'field')}")
 
     def _grid(self) -> int | None:
         return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None

@@ -6,7 +6,7 @@ run as any other: its directory can be looked at, continued, evaluated and expor
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,10 @@ Event = dict[str, Any]
 class Reader(Protocol):
     """Where the reports of a trial are found."""
 
-    names: set[str]
+    @property
+    def names(self) -> set[str]:
+        """All metrics that came."""
+        ...
 
     def read(self, *, last: bool = False) -> list[Report]:
         """(step, value) for each new value of the metric; NaN for one that is not finite."""
@@ -55,7 +58,7 @@ def run(task: Task) -> Iterator[Event]:
         task: what the controller makes of a trial; plain values.
     """
     folder = Path(task["run_dir"])
-    if held := _wait_until_free(folder):
+    if held := wait_until_free(folder):
         yield {"lost": {"reason": held}}
         return
     reader: Reader = ProgramReader(folder, task["metric"]) if task["program"] else RunReader(folder, task["metric"])
@@ -71,7 +74,7 @@ def _is_finished(task: Task, folder: Path) -> bool:
 
 def _finished(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
     """The reports and the result of a run whose end nobody has written down."""
-    score = Score(task, folder, reader)
+    score = Score(task, reader)
     yield from score.new(last=True)
     yield score.result(None)
 
@@ -80,14 +83,23 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
     try:
         command, env = (prepare if task["program"] else _prepare)(task, folder)
     except ValueError as error:
-        yield _fail(task, "error", str(error))
+        yield fail(task, "error", str(error))
         return
     if why := wait_for_shards(task, config_file(task)):
-        yield _fail(task, "error", why)
+        yield fail(task, "error", why)
         return
-    score = Score(task, folder, reader)
-    limit = time.monotonic() + (task.get("max_time_s") or math.inf)
+    score = Score(task, reader)
     child = Child(command, env, Path(task["log"]), f"trial {task['trial']}, attempt {task['attempt']}")
+    code, stopped = yield from follow(task, child, score)
+    yield _verdict(task, folder, score, code, child.said(), stopped)
+
+
+def follow(task: Task, child: Child, score: "Score") -> Generator[Event, None, tuple[int, str | None]]:
+    """Yield the start and the reports of a program; returns its exit code, and "time" where its time was over.
+
+    It is ended when its time is over, when the metric is no number, and when this generator is closed or interrupted.
+    """
+    limit = time.monotonic() + (task.get("max_time_s") or math.inf)
     stopped, code = None, None
     try:
         yield {"start": {"pid": child.pid}}
@@ -98,14 +110,14 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
     finally:
         code = child.end()  # at once where it has ended
     yield from score.new(last=True)
-    yield _verdict(task, folder, score, code, child.said(), stopped)
+    return code, stopped
 
 
 class Score:
     """What a trial has reported, and how good it is."""
 
-    def __init__(self, task: Task, folder: Path, reader: Reader) -> None:
-        self._task, self._folder, self._reader = task, folder, reader
+    def __init__(self, task: Task, reader: Reader) -> None:
+        self._task, self._reader = task, reader
         self._worse = math.inf if task["goal"] == "minimize" else -math.inf
         self._began = time.monotonic()
         self.best: float | None = None
@@ -125,12 +137,12 @@ class Score:
     def result(self, stopped: str | None) -> Event:
         """The result, or a failure where nothing was reported."""
         if self.is_nan:
-            return _fail(self._task, "nan", f"{self._task['metric']} is not a finite number")
-        if self.best is None and stopped:
+            return fail(self._task, "nan", f"{self._task['metric']} is not a finite number")
+        if self.best is None and stopped == "time":
             reason = f"it reported no {self._task['metric']!r} within its {self._task['max_time_s']:g} s"
-            return _fail(self._task, stopped, f"{reason}: evaluate earlier (eval_every), or give it more time")
+            return fail(self._task, stopped, f"{reason}: evaluate earlier (eval_every), or give it more time")
         if self.best is None:
-            return _fail(self._task, "error", unreported(self._task["metric"], self._reader.names))
+            return fail(self._task, "error", unreported(self._task["metric"], self._reader.names))
         more = {**self._reader.more(), "seconds": round(time.monotonic() - self._began, 3)}
         found: Event = {"value": self.best, "more": more}
         return {"result": {**found, "stopped": stopped} if stopped else found}
@@ -144,14 +156,15 @@ def _verdict(task: Task, folder: Path, score: Score, code: int, said: str, stopp
         return score.result(None)
     if reason := machines_fault(code, ours=not task["program"] or count(task) > 1):
         return {"lost": {"reason": reason}}
-    return _fail(task, *failure(code, said))
+    return fail(task, *failure(code, said))
 
 
-def _fail(task: Task, kind: str, reason: str) -> Event:
+def fail(task: Task, kind: str, reason: str) -> Event:
+    """A trial that failed by its own fault."""
     return {"fail": {"kind": kind, "reason": reason, "log": str(task["log"])}}
 
 
-def _wait_until_free(folder: Path) -> str | None:
+def wait_until_free(folder: Path) -> str | None:
     """Wait until nobody trains in a run directory any more; after the limit, who does."""
     end = time.monotonic() + LOCK_LIMIT_S
     while is_held(folder):

@@ -22,12 +22,14 @@ class WandbFile:
 
     Attributes:
         summary: of the run, as it stands.
+        exit_code: of the program, once the client has written it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._position = path, HEAD_SIZE
         self._step = -1
         self.summary: dict[str, Any] = {}
+        self.exit_code: int | None = None
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(step, what was logged) of all that has come since the last call.
@@ -46,6 +48,8 @@ class WandbFile:
                 yield self._step, row
             elif kind == "summary":
                 self.summary |= flattened(record.summary.update)
+            elif kind == "exit":
+                self.exit_code = record.exit.exit_code
 
     def _records(self) -> Iterator[bytes]:
         """The records that are complete; the position is kept behind the last one."""
