@@ -2,7 +2,12 @@
 
 import dataclasses
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from roxxel_dist.config import usage_errors
@@ -62,34 +67,77 @@ class SweepArgs:
 
 def sweep(words: list[str]) -> int:
     """Search for the best configuration, in trials that are Ray tasks."""
-    with usage_errors():
+    with usage_errors(), ExitStack() as held:
         args, config, told = _read(words)
         from roxxel_dist.sweep.begin import base_file
         from roxxel_dist.sweep.session import Session
 
+        server = _server(args, config, told)
         if "wandb" not in told and config.wandb == "off" and base_file(Path(args.study or "")) is None:
             config.wandb = "offline"  # uploaded later with `wandb sync`, or never
-        session = Session(_wanted(args), args.sweep_config, args.extras, config, args.data_path)
-    if args.dry_run:
-        print(session.forecast())
-        return 0
+        definition = args.sweep_config if server in (None, "") else held.enter_context(_defined(str(server)))
+        wanted = _wanted(args, server, config.wandb_project if "wandb_project" in told else None)
+        session = Session(wanted, definition, args.extras, config, args.data_path)
+        if args.dry_run:
+            print(session.forecast())
+            return 0
+        session.begin()
     return session.run()
 
 
-def _wanted(args: SweepArgs) -> Any:
+def _server(args: SweepArgs, config: Any, told: set[str]) -> str | None:
+    """The sweep of a W&B server that shall lead: its id, "" for a new one; None where the search is made here."""
+    from roxxel_dist.sweep.begin import base_file
+    from roxxel_dist.sweep.led import logged_in
+
+    if args.sweep_id is not None:
+        if args.sweep_config is not None:
+            raise ValueError("--sweep_id is a sweep that a server has already: leave --sweep_config out")
+        from roxxel_dist.sweep.wandb_agent import create_or_join
+
+        return create_or_join(args.sweep_id, config.wandb_project if "wandb_project" in told else None)
+    if config.wandb == "online":
+        return ""
+    if "wandb_project" not in told or "wandb" in told or base_file(Path(args.study or "")) is not None:
+        return None
+    if find_spec("wandb") is not None and logged_in():
+        _say("W&B knows you: the sweep is made there, and its server chooses (--wandb offline searches here)")
+        return ""
+    _say("no W&B login: the search is made here, and runs are written offline (`wandb sync` uploads them)")
+    return None
+
+
+@contextmanager
+def _defined(server: str) -> Iterator[str]:
+    """A file with what a W&B server has of a sweep."""
+    import yaml
+
+    from roxxel_dist.sweep.led import definition
+
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(definition(server), file, sort_keys=False)
+        file.flush()
+        yield file.name
+
+
+def _wanted(args: SweepArgs, server: str | None, project: str | None) -> Any:
     """What was asked for, with what follows from it."""
-    from roxxel_dist.sweep.session import Wanted
+    from roxxel_dist.sweep.wanted import Wanted
 
     gpus, hosts = args.gpus_per_trial, args.hosts_per_trial
     if gpus is not None and (gpus < 1 or hosts < 1 or gpus % hosts):
         raise ValueError(f"--gpus_per_trial {gpus}: must be a multiple of --hosts_per_trial {hosts}, at least 1 each")
     return Wanted(
-        study=Path(args.study or ""), count=args.count, workers=1 if args.workers is None else args.workers, method=args.method,
-        seed=args.sweep_seed, ray_address=args.ray_address, insecure=args.insecure, hosts=hosts,
-        procs_per_host=args.procs_per_host, cpus_per_host=args.cpus_per_trial or _cpus(args),
-        gpus_per_host=None if gpus is None else gpus // hosts, max_time_s=seconds(args.max_trial_time),
-        max_failures=args.max_failures,
+        study=Path(args.study or ""), count=args.count, workers=1 if args.workers is None else args.workers,
+        wandb_sweep=server, wandb_project=project, method=args.method, seed=args.sweep_seed,
+        ray_address=args.ray_address, insecure=args.insecure, hosts=hosts, procs_per_host=args.procs_per_host,
+        cpus_per_host=args.cpus_per_trial or _cpus(args), gpus_per_host=None if gpus is None else gpus // hosts,
+        max_time_s=seconds(args.max_trial_time), max_failures=args.max_failures,
     )  # fmt: skip
+
+
+def _say(line: str) -> None:
+    print(f"roxxel-dist: {line}", file=sys.stderr, flush=True)
 
 
 def _cpus(args: SweepArgs) -> float:

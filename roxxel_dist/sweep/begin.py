@@ -2,6 +2,7 @@
 
 import difflib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
-DATA_PATH = "data_path"
+DATA_PATH, SERVER = "data_path", "wandb_sweep"
 MINE = {BASE, EXTRAS, f".{DEFINITION}.tmp", f"{BASE}.tmp", ".lock"}
 """What a start may have left that was killed before the study was there."""
 
@@ -19,10 +20,10 @@ def base_file(study: Path) -> str | None:
     return str(study / BASE) if (study / BASE).is_file() else None
 
 
-def data_path_of(study: Path) -> str | None:
-    """The data that a study was given."""
+def recorded(study: Path, what: str) -> str | None:
+    """What a study was begun with: DATA_PATH, or SERVER, the sweep of a W&B server that leads it."""
     record = load_yaml(study / BASE).get(RECORD) if (study / BASE).is_file() else None
-    return (record or {}).get(DATA_PATH)
+    return (record or {}).get(what)
 
 
 def look(
@@ -56,18 +57,24 @@ def look(
         changed = [f"{name} {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
         if changed:
             raise ValueError(f"{study} was begun with other settings ({', '.join(changed)}): name another --study")
-    known = data_path_of(study)
+    known = recorded(study, DATA_PATH)
     if data_path is not None and known is not None and Path(data_path).absolute() != Path(known):
         raise ValueError(f"--data_path {data_path}: {study} was begun with {known}; name another --study")
     return read_sweep(study / DEFINITION, study / EXTRAS if (study / EXTRAS).exists() else None), known
 
 
-def write_down(study: Path, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None) -> None:
-    """Make the folder of a study, if `look` found that it begins. Raises OSError where it cannot be written."""
+def write_down(
+    study: Path, sweep_config: str | None, extras: str | None, config: Any, told: Mapping[str, str | None]
+) -> None:
+    """Make the folder of a study, if `look` found that it begins. Raises OSError where it cannot be written.
+
+    Args:
+        told: what `recorded` will tell; the others as for `look`.
+    """
     if (study / DEFINITION).is_file() or sweep_config is None:
         return
     study.mkdir(parents=True, exist_ok=True)
-    config.save_yaml(study / BASE, {DATA_PATH: data_path})
+    config.save_yaml(study / BASE, told)
     if extras is not None:
         shutil.copyfile(extras, study / EXTRAS)
     # The last: where it is, all is.

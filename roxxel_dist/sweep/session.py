@@ -3,18 +3,17 @@
 import dataclasses
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
-from roxxel_dist.config import SECTIONS, field_types, unknown, usage_errors
-from roxxel_dist.launcher.ray_cluster import check_address
+from roxxel_dist.config import SECTIONS, field_types, load_yaml, unknown, usage_errors
 from roxxel_dist.reading import absolute_paths
-from roxxel_dist.sweep.begin import look, write_down
+from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, write_down
 from roxxel_dist.sweep.corpus import shards_of
 from roxxel_dist.sweep.engine import Engine, make
 from roxxel_dist.sweep.forecast import Plan, forecast, trials
 from roxxel_dist.sweep.history import History, read_history
+from roxxel_dist.sweep.led import Led
 from roxxel_dist.sweep.page import write_report
 from roxxel_dist.sweep.program import command_of
 from roxxel_dist.sweep.report import table
@@ -22,49 +21,7 @@ from roxxel_dist.sweep.screen import Screen
 from roxxel_dist.sweep.space import Params
 from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, is_study, read_study
 from roxxel_dist.sweep.trial_config import config_of
-
-FLAGS = {"hosts": "hosts_per_trial"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a person asked for, checked."""
-
-    study: Path
-    count: int | None
-    workers: int
-    method: str | None
-    seed: int
-    ray_address: str | None
-    insecure: bool
-    hosts: int
-    procs_per_host: int
-    cpus_per_host: float
-    gpus_per_host: int | None
-    max_time_s: float | None
-    max_failures: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("workers", 1), ("hosts", 1), ("procs_per_host", 1), ("max_failures", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{FLAGS.get(name, name)} {value}: must be at least {least}")
-        if self.ray_address is not None:
-            try:
-                check_address(self.ray_address)
-            except ValueError as error:
-                raise ValueError(str(error).replace("--address", "--ray_address")) from None
-        if self.cpus_per_host <= 0:
-            raise ValueError(f"--cpus_per_trial {self.cpus_per_host:g}: must be more than 0")
-        if self.hosts > 1 and self.ray_address is None:
-            raise ValueError(
-                f"--hosts_per_trial {self.hosts}: this machine is one host: name a cluster with --ray_address"
-            )
-        if self.gpus_per_host is not None and self.gpus_per_host % self.procs_per_host:
-            raise ValueError(
-                f"--gpus_per_trial gives {self.gpus_per_host} a host, which does not divide by --procs_per_host "
-                f"{self.procs_per_host}: use a multiple"
-            )
+from roxxel_dist.sweep.wanted import Wanted
 
 
 class Session:
@@ -89,7 +46,9 @@ class Session:
             raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
         config = dataclasses.replace(config, **absolute_paths(config))
         self._sweep, self._data = look(wanted.study, sweep_config, extras, config, data_path)
-        self._begin = lambda: write_down(wanted.study, sweep_config, extras, config, self._data)
+        self._server = recorded(wanted.study, SERVER) or wanted.wandb_sweep
+        self._definition = {} if sweep_config is None else load_yaml(sweep_config)
+        self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
         self._base = config.to_dict()
         self._program = command_of(self._sweep.program, self._sweep.command)
         self._names = [one.name for one in self._sweep.space.free]
@@ -98,7 +57,7 @@ class Session:
             (one for one in (wanted.count, self._sweep.run_cap, self._grid()) if one is not None), default=None
         )
         self._check_names()
-        self._engine = self._make()
+        self._engine: Engine = Led() if self._server is not None else self._make()
 
     def _check_names(self) -> None:
         """Raises ValueError for a parameter that no config has: every trial would fail."""
@@ -108,6 +67,10 @@ class Session:
 
     def _grid(self) -> int | None:
         return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None
+
+    @property
+    def _method(self) -> str:
+        return f"W&B sweep {self._server}" if self._server else self._wanted.method or self._sweep.method
 
     def _make(self) -> Engine:
         accept = None if self._program else self._config
@@ -122,7 +85,7 @@ class Session:
         wanted = self._wanted
         folder = wanted.study.absolute()
         corpus, data = None, self._data  # a program of one's own knows its data
-        if self._program is None:
+        if self._program is None and self._server is None:
             config = self._config(params)
             shards = shards_of(config, self._data, folder / CORPUS)
             made = shards is not None and shards.is_relative_to(folder)
@@ -146,8 +109,20 @@ class Session:
             "max_time_s": wanted.max_time_s,
             "ray_address": wanted.ray_address,
             "environment": {},
-            "sweep": {"names": sorted(self._swept), "name": self._sweep.name or folder.name},
+            "sweep": {
+                "names": sorted(self._swept),
+                "name": self._sweep.name or folder.name,
+                "wandb": self._server,
+            },
         }
+
+    def begin(self) -> None:
+        """Make the study, and the sweep on a server that shall lead it. Raises ValueError where that cannot be."""
+        if self._server == "":
+            from roxxel_dist.sweep.wandb_agent import create_or_join
+
+            self._server = create_or_join(self._definition, self._wanted.wandb_project)
+        self._write_down({DATA_PATH: self._data, SERVER: self._server})
 
     def run(self) -> int:
         """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
@@ -158,8 +133,6 @@ class Session:
         from roxxel_dist.launcher.ray_cluster import ClusterError
 
         wanted = self._wanted
-        with usage_errors():
-            self._begin()
         with Screen(self._count, wanted.workers, self._names, self._sweep.sign) as screen:
             for line in self._notes():
                 screen.say(line)
@@ -175,15 +148,17 @@ class Session:
     def _search(self, screen: Screen) -> Any:
         from roxxel_dist.sweep.controller import Options, run_sweep
         from roxxel_dist.sweep.trial import run
+        from roxxel_dist.sweep.wandb_agent import agent_trial
 
+        body = run if self._server is None else agent_trial
         wanted = self._wanted
         options = Options(
             count=wanted.count, workers=wanted.workers, max_failures=wanted.max_failures,
             resources=self._resources(), ray_address=wanted.ray_address, insecure=wanted.insecure,
-            method=wanted.method, seed=wanted.seed,
+            method=self._method, seed=wanted.seed,
         )  # fmt: skip
         return run_sweep(
-            wanted.study, self._sweep, self._engine, run, self.task_of, options,
+            wanted.study, self._sweep, self._engine, body, self.task_of, options,
             on_change=screen.show, say=screen.say,
         )  # fmt: skip
 
@@ -218,8 +193,7 @@ class Session:
     def _what(self) -> str:
         sweep = self._sweep
         program = "" if self._program is None else f" of {' '.join(self._program)}"
-        method = self._wanted.method or sweep.method
-        return f"{method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
+        return f"{self._method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
 
     def _plan(self) -> Plan:
         wanted = self._wanted
