@@ -68,7 +68,9 @@ def tasks(surfaces: Iterable[str], engines: Iterable[str]) -> Iterable[Key]:
             yield surface, sweep_peers.OURS, AT_ONCE
 
 
-def compare(found: dict[Key, list[dict[str, Any]]], surfaces: Iterable[str], engines: Iterable[str]) -> Iterable[Result]:
+def compare(
+    found: dict[Key, list[dict[str, Any]]], surfaces: Iterable[str], engines: Iterable[str]
+) -> Iterable[Result]:
     """The rows of the table."""
     ours = sweep_peers.OURS
     for surface in surfaces:
@@ -83,10 +85,16 @@ def compare(found: dict[Key, list[dict[str, Any]]], surfaces: Iterable[str], eng
                 if (surface, name, 1) in found:
                     wasted = statistics.mean(one["failed"] for one in found[surface, name, 1])
                     target = 5.0 if name == ours else None
-                    yield Result(what=f"  {name}", against="trials failed", measured=wasted, target=target, at_most=True)
+                    yield Result(
+                        what=f"  {name}", against="trials failed", measured=wasted, target=target, at_most=True
+                    )
         together = median(found[surface, ours, AT_ONCE], "best")
         yield Result(
-            what=f"  {AT_ONCE} trials at once", against="x one at a time", measured=together / mine, target=1.1, at_most=True
+            what=f"  {AT_ONCE} trials at once",
+            against="x one at a time",
+            measured=together / mine,
+            target=1.1,
+            at_most=True,
         )
 
 

@@ -1,8 +1,8 @@
-"""Functions to search: a written surface over the 22 parameters of a real sweep, the same with failures, and two known ones.
+"""Functions to search: a written surface over the 22 parameters of a real sweep, with failures too, and two known ones.
 
-The surface is made of what people find when they tune language models: the best learning rate depends on optimizer, width
-and batch; depth and width pay until the data is used up, and dropout and fewer epochs then help; experts, windows and
-sinks each have a knob of their own that matters only while they are on.
+The surface is made of what people find when they tune language models: the best learning rate depends on optimizer,
+width and batch; depth and width pay until the data is used up, and dropout and fewer epochs then help; experts, windows
+and sinks each have a knob of their own that matters only while they are on.
 """
 
 import math
@@ -114,7 +114,9 @@ def hartmann6(p: Mapping[str, Any]) -> float:
     """Regret on Hartmann's function of six dimensions."""
     total = 0.0
     for weight, steep, centre in zip(ALPHA, A, P, strict=True):
-        total += weight * math.exp(-sum(a * (p[f"x{i}"] - c) ** 2 for i, (a, c) in enumerate(zip(steep, centre, strict=True))))
+        total += weight * math.exp(
+            -sum(a * (p[f"x{i}"] - c) ** 2 for i, (a, c) in enumerate(zip(steep, centre, strict=True)))
+        )
     return 3.32237 - total
 
 

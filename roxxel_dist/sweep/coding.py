@@ -68,8 +68,9 @@ class Coding:
         found = cube.copy()
         for dim, (kind, count) in enumerate(zip(self._kinds, self.counts, strict=True)):
             if count is not None:
-                ends = np.arange(1, count) / count if kind.weights is None else np.cumsum(kind.weights)[:-1]
-                found[:, dim] = np.searchsorted(ends, cube[:, dim], side="right")
+                ends = None if kind.weights is None else np.cumsum(kind.weights)[:-1]
+                share = cube[:, dim]
+                found[:, dim] = np.floor(share * count) if ends is None else np.searchsorted(ends, share, side="right")
         return found
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
@@ -97,7 +98,7 @@ class Coding:
                 if values not in known:
                     known[values] = not self._holds(formula, needed, values)
                 off.append(known[values])
-            found.append((dims, np.array(off)[places.reshape(-1)]))
+            found.append((dims, np.array(off, dtype=bool)[places.reshape(-1)]))
         return found
 
     def _holds(self, formula: Expression, needed: Sequence[int], values: Sequence[float]) -> bool:

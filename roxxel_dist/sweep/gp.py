@@ -19,8 +19,6 @@ SCALES = (np.log(0.05), np.log(100.0))
 SIGNAL = (-3.0, 3.0)
 NOISE = (np.log(1e-5), 0.0)
 USUAL_NOISE, NOISE_SPREAD = np.log(1e-2), 1.5
-SURE = 0.98
-"""No point is believed to fail more surely than this."""
 OPTIONS = {"maxiter": 60, "ftol": 1e-6, "gtol": 1e-3}
 CHOLESKY, INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
@@ -93,8 +91,6 @@ class GaussianProcess:
     _scaled: np.ndarray
     _inverse: np.ndarray
     _weights: np.ndarray
-    _failing: np.ndarray | None
-    _usual_failing: float
 
     @property
     def _signal(self) -> float:
@@ -106,29 +102,19 @@ class GaussianProcess:
         Args:
             points: float64[m, d].
         """
-        alike = self._alike(points)
-        return alike @ self._weights, self._deviation(alike)
-
-    def failing(self, points: np.ndarray) -> np.ndarray:
-        """About how likely trials are to fail there: float64[m]."""
-        if self._failing is None:
-            return np.zeros(len(points))
-        return np.clip(self._usual_failing + self._alike(points) @ self._failing, 0.0, SURE)
-
-    def _alike(self, points: np.ndarray) -> np.ndarray:
-        return self._signal * _matern(_distances(points / np.exp(self.theta[:-2]), self._scaled))[0]
-
-    def _deviation(self, alike: np.ndarray) -> np.ndarray:
-        return np.sqrt(np.maximum(self._signal - ((alike @ self._inverse) * alike).sum(1), 1e-12))
+        alike = self._signal * _matern(_distances(points / np.exp(self.theta[:-2]), self._scaled))[0]
+        left = self._signal - ((alike @ self._inverse) * alike).sum(1)
+        return alike @ self._weights, np.sqrt(np.maximum(left, 1e-12))
 
     def log_improvement(self, points: np.ndarray) -> np.ndarray:
         """The logarithm of the expected improvement over `best`: float64[m] for float64[m, d]."""
-        alike = self._alike(points)
-        deviation = self._deviation(alike)
-        found = np.log(deviation) + _log_h((self.best - alike @ self._weights) / deviation)
-        if self._failing is not None:
-            found += np.log1p(-np.clip(self._usual_failing + alike @ self._failing, 0.0, SURE))
-        return found
+        mean, deviation = self.believe(points)
+        return np.log(deviation) + _log_h((self.best - mean) / deviation)
+
+    def log_chance_below(self, points: np.ndarray, limit: float) -> np.ndarray:
+        """The logarithm of the chance that the value there is less than `limit`: float64[m] for float64[m, d]."""
+        mean, deviation = self.believe(points)
+        return log_ndtr((limit - mean) / deviation)
 
     def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The logarithm of the expected improvement at one point, and its gradient: float64[d]."""
@@ -142,13 +128,7 @@ class GaussianProcess:
         log_h = _log_h(np.array([z]))[0]
         wider = -(solved @ steep) / deviation
         closer = (-(self._weights @ steep) - z * wider) / deviation
-        worth, gradient = np.log(deviation) + log_h, wider / deviation + np.exp(log_ndtr(z) - log_h) * closer
-        if self._failing is not None:
-            chance = self._usual_failing + alike @ self._failing
-            if 0 < chance < SURE:
-                gradient -= (self._failing @ steep) / (1 - chance)
-            worth += np.log1p(-np.clip(chance, 0.0, SURE))
-        return float(worth), gradient
+        return float(np.log(deviation) + log_h), wider / deviation + np.exp(log_ndtr(z) - log_h) * closer
 
 
 def _log_h(z: np.ndarray) -> np.ndarray:
@@ -161,14 +141,13 @@ def _log_h(z: np.ndarray) -> np.ndarray:
     return np.where(z > -1, plain, -far * far / 2 - 0.5 * np.log(2 * np.pi) + np.log(rest))
 
 
-def fit(points: np.ndarray, values: np.ndarray, theta: np.ndarray, failed: np.ndarray) -> GaussianProcess:
+def fit(points: np.ndarray, values: np.ndarray, theta: np.ndarray) -> GaussianProcess:
     """What is believed after values, for given scales, signal and noise.
 
     Args:
         points: float64[n, d], each column in [0, 1].
         values: float64[n], finite, of mean 0 and deviation 1 or so; less is better.
         theta: from `learn`.
-        failed: float64[n], 1 for a trial that failed, 0 for one that did not; between them where it is guessed.
     """
     scaled = points / np.exp(theta[:-2])
     kernel = np.exp(theta[-2]) * _matern(_distances(scaled, scaled))[0]
@@ -176,13 +155,4 @@ def fit(points: np.ndarray, values: np.ndarray, theta: np.ndarray, failed: np.nd
     inverse = cho_solve(cho_factor(whole, lower=True), np.eye(len(values)))
     weights = inverse @ values
     best = float((kernel @ weights).min())
-    usual = float(failed.mean())
-    return GaussianProcess(
-        theta=theta,
-        best=best,
-        _scaled=scaled,
-        _inverse=inverse,
-        _weights=weights,
-        _failing=inverse @ (failed - usual) if usual else None,
-        _usual_failing=usual,
-    )
+    return GaussianProcess(theta=theta, best=best, _scaled=scaled, _inverse=inverse, _weights=weights)
