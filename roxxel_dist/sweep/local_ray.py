@@ -17,7 +17,7 @@ from typing import Any
 PREFIX = "roxxel-ray-"
 HELD = "held"
 LONGEST = 40
-"""Characters of the temporary directory: Ray makes sockets some 65 characters below it, and 107 are the most."""
+"""Characters of the temporary directory: Ray makes sockets some 63 characters below it, and 107 are the most."""
 STORE_BYTES = 80_000_000
 """Ray's least is 75 MB; trials send numbers."""
 ENVIRONMENT = {
@@ -63,7 +63,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
                 log_to_driver=False,
                 configure_logging=False,
                 logging_level=logging.ERROR,
-                _temp_dir=str(folder),
+                _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
                 _node_ip_address="127.0.0.1",
             )
             yield ray

@@ -68,7 +68,7 @@ def test_ctrl_c_in_the_terminal_reaches_trials_through_the_driver_alone(study, t
     driver = study.start("stays", count=2, workers=2)
     until(lambda: len(study.events if (study.path / "journal.jsonl").exists() else []) >= 7, "two trials")
     [folder] = temporary.glob(f"{PREFIX}*")
-    assert folder.stat().st_mode & 0o077 == 0
+    assert folder.stat().st_mode & 0o077 == 0, "nobody else reads its token or writes to its sockets"
     os.killpg(driver.pid, signal.SIGINT)
     said, _ = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 42, said
