@@ -53,7 +53,7 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         data = DEFAULT_DATA
     if path := env.get("WANDB_SWEEP_PARAM_PATH"):
         given = {name: one["value"] for name, one in load_yaml(path).items() if isinstance(one, Mapping)}
-        told |= {name: value for name, value in given.items() if name not in ("config", "data_path")}
+        told |= {name: value for name, value in given.items() if not name.startswith("_")}  # `_wandb` is the client's
     mode = MODES.get(env.get("WANDB_MODE", ""), "online" if "WANDB_SWEEP_ID" in env else None)
     config = config_of(base, {**told, "wandb": mode} if mode else told)
     folder = _folder(env)
