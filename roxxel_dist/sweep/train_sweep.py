@@ -60,7 +60,9 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     config.save_yaml(folder / WRITTEN)
     train = ["train", "--config", str(folder / WRITTEN), "--run_dir", str(folder), "--resume"]
-    return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train + (["--data_path", data] if data else []), ROXXEL)
+    train += ["--data_path", data] if data else []
+    theirs = [name for name in env if name.startswith("WANDB_")]
+    return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
 
 
 def _told(words: Sequence[str]) -> dict[str, Any]:
