@@ -112,8 +112,9 @@ def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str,
         "WANDB_RUN_GROUP": folder.parent.parent.name,
         "WANDB_ERROR_REPORTING": "false",
         **({"WANDB_PROJECT": config["wandb_project"]} if config.get("wandb_project") else {}),
+        **(task.get("environment") or {}),
     }
-    return with_ranks(task, words), environment({**own, **(task.get("environment") or {})})
+    return with_ranks(task, words, env=own), environment(own)
 
 
 def note_end(folder: Path) -> None:

@@ -53,14 +53,16 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         data = DEFAULT_DATA
     if path := env.get("WANDB_SWEEP_PARAM_PATH"):
         given = {name: one["value"] for name, one in load_yaml(path).items() if isinstance(one, Mapping)}
-        told |= {name: value for name, value in given.items() if name not in ("config", "data_path")}
+        told |= {name: value for name, value in given.items() if not name.startswith("_")}  # `_wandb` is the client's
     mode = MODES.get(env.get("WANDB_MODE", ""), "online" if "WANDB_SWEEP_ID" in env else None)
     config = config_of(base, {**told, "wandb": mode} if mode else told)
     folder = _folder(env)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_yaml(folder / WRITTEN)
     train = ["train", "--config", str(folder / WRITTEN), "--run_dir", str(folder), "--resume"]
-    return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train + (["--data_path", data] if data else []), ROXXEL)
+    train += ["--data_path", data] if data else []
+    theirs = [name for name in env if name.startswith("WANDB_")]
+    return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
 
 
 def _told(words: Sequence[str]) -> dict[str, Any]:

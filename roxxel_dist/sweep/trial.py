@@ -189,5 +189,5 @@ def _prepare(task: Task, folder: Path) -> tuple[list[str], dict[str, str]]:
     config.save_yaml(written)
     words = ["train", "--config", str(written), "--run_dir", str(folder), "--resume"]
     words += ["--data_path", str(task["data_path"])] if task.get("data_path") else []
-    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1"}
-    return with_ranks(task, words, ROXXEL), environment({**own, **(task.get("environment") or {})})
+    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", **(task.get("environment") or {})}
+    return with_ranks(task, words, ROXXEL, env=own), environment(own)

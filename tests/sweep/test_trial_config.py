@@ -96,7 +96,7 @@ def test_wandb_is_offline_unless_the_base_says_otherwise():
     ("params", "message"),
     [
         ({"learning_rat": 1}, "there is no field 'learning_rat': "),
-        ({"dropout": 0.1}, "there is no field 'dropout': did you mean 'dropout_rate'?"),
+        ({"dropout_rat": 0.1}, "there is no field 'dropout_rat': did you mean 'dropout_rate'?"),
         ({"dropout_rate": 1.5}, "dropout_rate is 1.5: it must be at least 0 and below 1"),
         ({"dim": 7}, "dim is 7: no multiple of kv_heads (1) cuts it into heads of an even size"),
         ({"dim": 64, "kv_heads": 3}, "dim is 64: no multiple of kv_heads (3) cuts it"),
@@ -122,7 +122,7 @@ def test_the_words_of_train_sweep(tmp_path, monkeypatch):
         "--lr=1e-05",
         "--use_moe=True",
         "--warmup_steps=None",
-        "--phases=[{'steps': 3}]",
+        "--phases=[{'steps': 3, 'batch_size': 8, 'seq_len': 9}]",
         "--scan_layers",
     ]
     command = _command(["--config", "base.yaml", *words], env)
@@ -132,7 +132,11 @@ def test_the_words_of_train_sweep(tmp_path, monkeypatch):
     ]  # fmt: skip
     written = load_yaml(tmp_path / "runs/sweep_s/r/trial.yaml")
     assert (written["dim"], written["n_heads"], written["lr"], written["use_moe"]) == (32, None, 1e-5, True)
-    assert (written["warmup_steps"], written["phases"], written["scan_layers"]) == (None, [{"steps": 3}], True)
+    assert (written["warmup_steps"], written["phases"], written["scan_layers"]) == (
+        None,
+        [{"steps": 3, "batch_size": 8, "seq_len": 9}],
+        True,
+    )
     assert written["wandb"] == "online"
     env |= {"WANDB_MODE": "offline", "ROXXEL_SWEEP_CONFIG": "base.yaml", "ROXXEL_SWEEP_DATA": "there"}
     ranks = '{"hosts": 1, "procs_per_host": 2}'

@@ -144,12 +144,14 @@ def test_a_trial_of_the_servers(tmp_path, server, env):
     assert (tmp_path / "study" / "trials" / "0-lost-0" / "wandb").exists()
 
 
+@pytest.mark.slow
 def test_a_trial_of_the_servers_that_raises(tmp_path, server, env):
     _, reports, last = split(agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "raise"))))
     assert len(reports) == 3
     assert (last["fail"]["kind"], last["fail"]["reason"]) == ("error", "RuntimeError: a bad day")
 
 
+@pytest.mark.slow
 def test_the_server_stops_a_poor_trial(tmp_path, server, env):
     """As its own hyperband does: the agent is told to, and what came until then counts."""
     events = agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "wait")))
@@ -162,6 +164,7 @@ def test_the_server_stops_a_poor_trial(tmp_path, server, env):
     assert last["result"]["value"] == min(value for _, value in reports)
 
 
+@pytest.mark.slow
 def test_a_cancelled_trial_of_the_servers_leaves_nothing(tmp_path, server, env):
     events = agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "wait")))
     pid = next(events)["start"]["pid"]
