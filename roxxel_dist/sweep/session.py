@@ -10,7 +10,7 @@ from roxxel_dist.config import SECTIONS, field_types, load_yaml, unknown, usage_
 from roxxel_dist.reading import absolute_paths
 from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, write_down
 from roxxel_dist.sweep.corpus import shards_of
-from roxxel_dist.sweep.engine import Engine, make
+from roxxel_dist.sweep.engine import Engine, UsedUp, make
 from roxxel_dist.sweep.forecast import Plan, forecast, trials
 from roxxel_dist.sweep.history import History, read_history
 from roxxel_dist.sweep.led import Led
@@ -118,6 +118,11 @@ class Session:
 
     def begin(self) -> None:
         """Make the study, and the sweep on a server that shall lead it. Raises ValueError where that cannot be."""
+        if self._server is None and not is_study(self._wanted.study):
+            try:
+                self._make().ask()
+            except UsedUp as error:  # before anything was run: no trial can be made
+                raise ValueError(str(error)) from error
         if self._server == "":
             from roxxel_dist.sweep.wandb_agent import create_or_join
 
