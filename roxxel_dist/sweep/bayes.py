@@ -1,19 +1,15 @@
 """Bayesian search with a Gaussian process: where `bayes` looks next."""
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
-from threadpoolctl import ThreadpoolController
 
 from roxxel_dist.sweep.coding import Coding
 from roxxel_dist.sweep.gp import GaussianProcess, fit, learn
-from roxxel_dist.sweep.search import Proposer, Record
+from roxxel_dist.sweep.search import Proposer, Record, one_thread
 from roxxel_dist.sweep.space import InfeasibleError, Params, Sweep
 
 LEARN_FROM = 120
@@ -66,7 +62,7 @@ class Bayes:
         self._late: Proposer | None = None
         self.start = start_count(self._coding.width)
 
-    def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
+    def __call__(self, record: Record, trial: int) -> Iterator[Sequence[float]]:
         """Points, best first."""
         coding = self._coding
         if not coding.dims:
@@ -166,16 +162,6 @@ class Bayes:
         except InfeasibleError:
             return False
         return True
-
-
-@lru_cache(maxsize=1)
-def _threads() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def one_thread() -> AbstractContextManager[Any]:
-    """Matrices this small are faster without the threads of the linear algebra, and those spin while they wait."""
-    return _threads().limit(limits=1, user_api="blas")
 
 
 def start_count(width: int) -> int:

@@ -8,9 +8,11 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
+from typing import Any
 
 from roxxel_dist.sweep.space import InfeasibleError, Params, Space, Sweep
 
@@ -94,6 +96,18 @@ def snapped(space: Space, point: Sequence[float]) -> Point:
 def generator(seed: int, trial: int, purpose: str) -> random.Random:
     """Random numbers that depend on these alone, on every machine."""
     return random.Random(f"{seed}/{trial}/{purpose}")
+
+
+@lru_cache(maxsize=1)
+def _threads() -> Any:
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
+
+
+def one_thread() -> AbstractContextManager[Any]:
+    """Matrices this small are faster without the threads of the linear algebra, and those spin while they wait."""
+    return _threads().limit(limits=1, user_api="blas")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roxxel_dist.sweep.search import Record, generator, packages
+from roxxel_dist.sweep.search import Record, generator, one_thread, packages
 from roxxel_dist.sweep.space import Space
 
 OFFERS = 20
@@ -54,7 +54,7 @@ class Wandb:
             kept = np.random.get_state()
             np.random.seed(chance.getrandbits(32))  # it draws from numpy's own numbers, and can be told no seed
             try:
-                with _quiet():
+                with _quiet(), one_thread():
                     found = next_run(self._config, runs)
             finally:
                 np.random.set_state(kept)
