@@ -8,7 +8,7 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu chaos hf \
+.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep chaos hf \
     docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
@@ -43,6 +43,9 @@ bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model o
 
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py
+
+bench-sweep: $(VENV)/bench-installed ## engines of sweeps against each other, on 2 processes: about half an hour
+	@$(BIN)/python benchmarks/sweep_engines.py
 
 chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: as root
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))

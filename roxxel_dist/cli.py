@@ -24,13 +24,10 @@ from roxxel_dist.cli_ray import launch_ray
 from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cli_slurm import launch_slurm
+from roxxel_dist.cli_sweep import sweep
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
-
-NOT_BUILT = {
-    "sweep": "search for the best configuration",
-}
 
 Command = Callable[[list[str]], int]
 
@@ -60,8 +57,6 @@ def _dispatch(group: str, table: dict[str, Command], words: list[str]) -> int:
     word, full = words[0], f"{group} {words[0]}".strip()
     if word in table:
         return table[word](words[1:])
-    if full in NOT_BUILT:
-        raise UsageError(f"{full} ({NOT_BUILT[full]}) is not built yet")
     near = difflib.get_close_matches(word, table, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(table)}"
     raise UsageError(f"there is no command {full!r}: {hint}")
@@ -187,6 +182,7 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "export": export,
     "report": report,
+    "sweep": sweep,
     "launch": launch,
     "doctor": doctor,
     "ps": ps,

@@ -1,8 +1,9 @@
-"""The command that lays runs side by side."""
+"""The command that lays runs side by side, or the trials of a study."""
 
 import dataclasses
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -13,47 +14,85 @@ from roxxel_dist.flags import Switch, parse
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportArgs:
-    """Compare runs: a table, and pictures of their losses and of where their time went. Runs may still be training."""
+    """Compare runs: a table, and pictures of their losses and of where their time went. Runs may still be training.
+
+    Of a study, the folder of a `sweep`: its trials in a table, pictures of them, and a page that holds all.
+    """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories."""
-    out: str = "report"
-    """The folder for loss.png and goodput.png."""
+    """Run directories, or one study."""
+    out: str | None = None
+    """The folder for the pictures; `report`, or for a study the folder of that name in it, where not given."""
+    best_config: str | None = None
+    """Of a study: write the config of its best trial to this file, for `train --config`."""
     json: Switch = False
     """Print JSON instead of the table."""
 
 
 def report(words: list[str]) -> int:
-    """Compare runs: losses, speed, goodput, configs."""
+    """Compare runs, or the trials of a study: losses, speed, goodput, configs, what matters."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
         if not args.runs:
-            raise ValueError("report needs run directories: name one or more")
-        from pathlib import Path
+            raise ValueError("report needs run directories, or a study: name one or more")
+        from roxxel_dist.sweep.study import is_study
 
-        from roxxel_dist.report.pictures import draw
-        from roxxel_dist.report.runs import differences, read_runs
-        from roxxel_dist.report.table import table
-
-        runs = read_runs(args.runs)
-        pictures, missing = [], ""
-        try:
-            pictures = [str(path) for path in draw(runs, Path(args.out))]
-        except ImportError:
-            missing = "no pictures: pip install 'roxxel-dist[plot]' draws them"
-        if args.json:
-            import json
-
-            told = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
-            whole = {"runs": told, "differences": differences(runs), "pictures": pictures}
-            print(json.dumps(_plain(whole), indent=2))
-        else:
-            print(table(runs))
-            if pictures:
-                print("\npictures: " + ", ".join(pictures))
+        studies = [folder for folder in args.runs if is_study(folder)]
+        if studies and len(args.runs) > 1:
+            raise ValueError(f"{studies[0]} is a study: report it alone")
+        if args.best_config is not None and not studies:
+            raise ValueError(f"--best_config {args.best_config}: {' '.join(args.runs)} is no study")
+        missing = _study(args) if studies else _runs(args)
     if missing:
         print(f"roxxel-dist: {missing}", file=sys.stderr, flush=True)
     return 0
+
+
+def _runs(args: ReportArgs) -> str:
+    """Tell of runs; returns what to say of pictures that could not be drawn."""
+    from roxxel_dist.report.pictures import MISSING, draw
+    from roxxel_dist.report.runs import differences, read_runs
+    from roxxel_dist.report.table import table
+
+    runs = read_runs(args.runs)
+    pictures, missing = [], ""
+    try:
+        pictures = [str(path) for path in draw(runs, Path(args.out or "report"))]
+    except ImportError:
+        missing = MISSING
+    if args.json:
+        told = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
+        _print_json({"runs": told, "differences": differences(runs), "pictures": pictures})
+    else:
+        print(table(runs))
+        if pictures:
+            print("\npictures: " + ", ".join(pictures))
+    return missing
+
+
+def _study(args: ReportArgs) -> str:
+    """Tell of a study; returns what to say of pictures that could not be drawn."""
+    from roxxel_dist.sweep.page import write_report
+    from roxxel_dist.sweep.report import as_json, table, write_best_config
+    from roxxel_dist.sweep.study import REPORT, read_study
+
+    study = read_study(args.runs[0])
+    best = None if args.best_config is None else write_best_config(study, args.best_config)
+    page, missing = write_report(study, Path(args.out) if args.out else study.path / REPORT)
+    if args.json:
+        _print_json(as_json(study) | {"page": str(page)})
+        return missing
+    print(table(study))
+    print(f"\npage: {page}")
+    if best is not None:
+        print(f"config of trial {best.number}: {args.best_config}")
+    return missing
+
+
+def _print_json(whole: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(_plain(whole), indent=2))
 
 
 def _plain(value: Any) -> Any:

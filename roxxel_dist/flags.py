@@ -78,7 +78,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     """
     words = plain_switches(words, TrainArgs)
     own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
-    told = {name: value for name, value in _flags(words) if name in own}
+    told = {name: value for name, value in flags_in(words) if name in own}
     if "amend" in told and "resume" not in told:
         raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in told and "run_dir" not in told:
@@ -111,7 +111,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     import yaml
 
     words, model_args = _without_model_args(plain_switches(words, kind))
-    path = dict(_flags(words)).get("config") or path
+    path = dict(flags_in(words)).get("config") or path
     base = Config.from_yaml(path) if path else Config()
     args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}
@@ -123,7 +123,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
-    if "init_from" not in dict(_flags(words)):
+    if "init_from" not in dict(flags_in(words)):
         config.of_run = base.of_run
     config.validate()
     return args, config
@@ -173,7 +173,7 @@ def steps_to_skip(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _flags(words: list[str]) -> list[tuple[str, str]]:
+def flags_in(words: list[str]) -> list[tuple[str, str]]:
     """(name, value) of every flag, as far as that can be told without knowing which take one."""
     pairs = []
     for word, following in zip(words, [*words, ""][1:], strict=True):

@@ -24,6 +24,7 @@ LAYERS = [
         "cli_plan",
         "cli_report",
         "cli_runs",
+        "cli_sweep",
     ],
     ["sweep"],
     ["launcher"],

@@ -15,6 +15,7 @@ from roxxel_dist import Config, Experiment
 from roxxel_dist.assemble import recipe
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
+from roxxel_dist.outlook.cost import Cost, cost
 from roxxel_dist.outlook.look import Asked, outlook
 from roxxel_dist.outlook.phase import size
 from roxxel_dist.outlook.table import table
@@ -202,3 +203,12 @@ def test_what_cannot_be_asked(corpus):
 
 def corpus_path(corpus):
     return str(corpus.shards[0].path.parent)
+
+
+@pytest.mark.parametrize("more", [{}, {"use_moe": True, "n_experts": 4, "top_k_mlp": 1}])
+def test_the_cost_alone_is_that_of_the_outlook(corpus, more):
+    config = Config(**ONE, **more)
+    path = corpus_path(corpus)
+    found, whole = cost(config, path), outlook(config, path, SIMULATED)
+    assert found == Cost(steps=4, tokens=whole.tokens, flops=whole.flops, parameters=whole.parameters)
+    assert found.flops > 0

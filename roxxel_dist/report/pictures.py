@@ -7,6 +7,7 @@ from roxxel_dist.report.runs import Run
 from roxxel_dist.report.table import duration
 from roxxel_dist.train.goodput import SPENT
 
+MISSING = "no pictures: pip install 'roxxel-dist[plot]' draws them"
 LOSS, GOODPUT = "loss.png", "goodput.png"
 COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d98cb3", "#c8423b")
 """Of what time is spent on, in the order of `SPENT`."""

@@ -1,7 +1,9 @@
 """Bayesian search with a Gaussian process: where `bayes` looks next."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,15 +13,48 @@ from threadpoolctl import ThreadpoolController
 
 from roxxel_dist.sweep.coding import Coding
 from roxxel_dist.sweep.gp import GaussianProcess, fit, learn
-from roxxel_dist.sweep.search import Record
+from roxxel_dist.sweep.search import Proposer, Record
 from roxxel_dist.sweep.space import InfeasibleError, Params, Sweep
 
 LEARN_FROM = 120
 """Scales are learned from so many trials at most: the cost grows with the cube of it."""
+HAND_OVER = 300
+"""From so many ended trials on, TPE proposes: the process would take too long."""
 CANDIDATES = 1500
 BEAM = 8
+OUTLIER = 3.0
+"""A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
+says no more than that, and would make all others look alike."""
 ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
 """How far the local search reaches, round by round, as a share of each range."""
+
+
+CLIMB = {"maxiter": 15, "ftol": 1e-6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Belief:
+    """What a search believes."""
+
+    value: GaussianProcess
+    failure: GaussianProcess | None = None
+    """None: no trial has failed yet, or all have."""
+    limit: float = 0.0
+    """What `failure` says of a point that is as likely to fail as not."""
+
+    def promise(self, points: np.ndarray) -> np.ndarray:
+        """The log of the expected improvement times the chance of a trial that does not fail: float64[m]."""
+        found = self.value.log_improvement(points)
+        return found if self.failure is None else found + self.failure.log_chance_below(points, self.limit)
+
+
+def _expecting(points: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
+    picked = informative(values)
+    theta = learn(points[picked], values[picked])
+    process = fit(points, values, theta)
+    if not len(running):
+        return process
+    return fit(np.r_[points, running], np.r_[values, process.believe(running)[0]], theta)
 
 
 class Bayes:
@@ -28,6 +63,7 @@ class Bayes:
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._coding = Coding(sweep.space, sweep.rules)
+        self._late: Proposer | None = None
         self.start = start_count(self._coding.width)
 
     def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
@@ -35,6 +71,12 @@ class Bayes:
         coding = self._coding
         if not coding.dims:
             yield []
+            return
+        if record.told >= HAND_OVER:
+            from roxxel_dist.sweep.tpe import Tpe
+
+            self._late = self._late or Tpe(self._sweep.space)
+            yield from self._late(record, trial)
             return
         chance = np.random.default_rng([record.seed, trial])
         if trial < self.start:
@@ -47,22 +89,21 @@ class Bayes:
         for row in ranked:
             yield coding.point(row)
 
-    def _believed(self, record: Record) -> GaussianProcess:
+    def _believed(self, record: Record) -> "Belief":
+        """What is believed of values and failures; a trial that runs is taken to give what is expected of it."""
         trials = [record.trials[number] for number in sorted(record.trials)]
         told = [one for one in trials if one.told]
         points = self._coding.encode(self._coding.rows([one.point for one in told]))
+        others = self._coding.encode(self._coding.rows([one.point for one in trials if not one.told]))
         values = usual_values([one.value for one in told])
-        picked = informative(values)
-        theta = learn(points[picked], values[picked])
-        process = fit(points, values, theta)
-        running = [one.point for one in trials if not one.told]
-        if running:
-            others = self._coding.encode(self._coding.rows(running))
-            guessed = process.believe(others)[0]
-            process = fit(np.r_[points, others], np.r_[values, guessed], theta)
-        return process
+        failed = np.array([float(one.value is None) for one in told])
+        if not 0 < failed.mean() < 1:
+            return Belief(value=_expecting(points, values, others))
+        usual, spread = failed.mean(), failed.std()
+        failure = _expecting(points, (failed - usual) / spread, others)
+        return Belief(value=_expecting(points, values, others), failure=failure, limit=(0.5 - usual) / spread)
 
-    def _ranked(self, record: Record, process: GaussianProcess, chance: np.random.Generator) -> np.ndarray:
+    def _ranked(self, record: Record, belief: Belief, chance: np.random.Generator) -> np.ndarray:
         """Rows, the one that promises most first: many anywhere and near the best, then a local search."""
         coding = self._coding
         done = sorted((one.value, number) for number, one in record.trials.items() if one.value is not None)
@@ -71,20 +112,20 @@ class Bayes:
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
             rows.append(coding.mutate(np.repeat(top, 100, 0), chance, times, reach))
         pool = np.concatenate(rows)
-        worth = process.log_improvement(coding.encode(pool))
+        worth = belief.promise(coding.encode(pool))
         beam = self._best(pool, worth)
         for reach in ROUNDS:
             near = [coding.mutate(np.repeat(beam, 40, 0), chance, 1, reach)]
             near.append(coding.mutate(np.repeat(beam, 20, 0), chance, 3, reach))
             fresh = np.concatenate([beam, *near])
-            found = process.log_improvement(coding.encode(fresh))
+            found = belief.promise(coding.encode(fresh))
             beam = self._best(fresh, found)
             pool, worth = np.concatenate([pool, fresh]), np.concatenate([worth, found])
         if coding.smooth:
-            beam = self._climbed(process, beam[:3])
+            beam = self._climbed(belief, beam[:3])
         return np.concatenate([beam, pool[np.argsort(-worth, kind="stable")]])
 
-    def _climbed(self, process: GaussianProcess, beam: np.ndarray) -> np.ndarray:
+    def _climbed(self, belief: Belief, beam: np.ndarray) -> np.ndarray:
         """Rows after their endless parameters have followed the slope to the top; the best first."""
         coding, smooth = self._coding, self._coding.smooth
         columns = [coding.columns[dim].start for dim in smooth]
@@ -95,15 +136,16 @@ class Bayes:
             def downhill(values: np.ndarray, place: np.ndarray = place) -> tuple[float, np.ndarray]:
                 here = place.copy()
                 here[columns] = values
-                worth, slope = process.slope(here)
+                worth, slope = belief.value.slope(here)
                 return -worth, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)
-            top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 20})
+            top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options=CLIMB)
             better = row.copy()
             better[smooth] = top.x
-            found.append((float(top.fun), better))
-        return np.stack([row for _, row in sorted(found, key=lambda pair: pair[0])])
+            found += [row, better]  # what promises more without failures may promise less with them
+        rows = np.stack(found)
+        return rows[np.argsort(-belief.promise(coding.encode(rows)), kind="stable")]
 
     def _best(self, rows: np.ndarray, worth: np.ndarray) -> np.ndarray:
         """The few rows that promise most and keep the rules."""
@@ -138,7 +180,7 @@ def one_thread() -> AbstractContextManager[Any]:
 
 def start_count(width: int) -> int:
     """How many trials are spread out before anything is believed."""
-    return 5
+    return 4 + math.ceil(math.sqrt(width))
 
 
 def start_points(dims: int, count: int, seed: int) -> np.ndarray:
@@ -153,8 +195,11 @@ def usual_values(values: list[float | None]) -> np.ndarray:
     known = np.array([value for value in values if value is not None])
     if not len(known):
         return np.zeros(len(values))
-    worst = known.max()
-    whole = np.array([worst if value is None else value for value in values])
+    middle, least = np.median(known), known.min()
+    if middle > least:
+        known = np.minimum(known, middle + OUTLIER * (middle - least))
+    worst, rest = known.max(), iter(known)
+    whole = np.array([worst if value is None else next(rest) for value in values])
     spread = whole.std()
     return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
 

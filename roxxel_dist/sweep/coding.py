@@ -16,6 +16,10 @@ MIDDLE = 0.5
 """Where a parameter stands that does not matter, since its condition does not hold."""
 
 
+STEPWISE = 12
+"""Ordered choices up to so many are walked one by one; more of them, by a share of their range."""
+
+
 class Coding:
     """How the free parameters of a space become columns."""
 
@@ -31,6 +35,11 @@ class Coding:
         self.width = int(ends[-1]) if widths else 0
         self.smooth = [dim for dim, count in enumerate(self.counts) if count is None]
         """The parameters that the slope of anything can be followed along."""
+        counts = np.array([count or 0 for count in self.counts])
+        self._endless, self._last = counts == 0, np.maximum(counts - 1.0, 1.0)
+        self._steps = np.array(self._ordered, dtype=bool) & (counts > 2)
+        """Which parameters move from a choice to the next one; others take any."""
+        self._many = counts > STEPWISE
         self._conditions = [
             (dims, _needed(space, formula), formula, {})
             for name, formula in rules.when.items()
@@ -59,8 +68,9 @@ class Coding:
         found = cube.copy()
         for dim, (kind, count) in enumerate(zip(self._kinds, self.counts, strict=True)):
             if count is not None:
-                ends = np.arange(1, count) / count if kind.weights is None else np.cumsum(kind.weights)[:-1]
-                found[:, dim] = np.searchsorted(ends, cube[:, dim], side="right")
+                ends = None if kind.weights is None else np.cumsum(kind.weights)[:-1]
+                share = cube[:, dim]
+                found[:, dim] = np.floor(share * count) if ends is None else np.searchsorted(ends, share, side="right")
         return found
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
@@ -88,7 +98,7 @@ class Coding:
                 if values not in known:
                     known[values] = not self._holds(formula, needed, values)
                 off.append(known[values])
-            found.append((dims, np.array(off)[places.reshape(-1)]))
+            found.append((dims, np.array(off, dtype=bool)[places.reshape(-1)]))
         return found
 
     def _holds(self, formula: Expression, needed: Sequence[int], values: Sequence[float]) -> bool:
@@ -98,25 +108,17 @@ class Coding:
 
     def mutate(self, rows: np.ndarray, chance: np.random.Generator, times: int, reach: float) -> np.ndarray:
         """Neighbours: each row with `times` parameters, picked at random, moved by about `reach` of their range."""
-        found = rows.copy()
+        found, every = rows.copy(), np.arange(len(rows))
         for _ in range(times):
             picked = chance.integers(self.dims, size=len(rows))
-            steps = reach * chance.normal(size=len(rows))
-            other = chance.random(len(rows))
-            for dim in range(self.dims):
-                here = picked == dim
-                if here.any():
-                    found[here, dim] = self._moved(dim, found[here, dim], steps[here], other[here])
+            steps, other = reach * chance.normal(size=len(rows)), chance.random(len(rows))
+            values, last = found[every, picked], self._last[picked]
+            near = np.round(np.where(self._many[picked], np.abs(steps) * last, 1.0))
+            moved = np.clip(values + np.copysign(np.maximum(near, 1.0), steps), 0.0, last)
+            any_choice = np.minimum(np.floor(other * (last + 1)), last)
+            slid = np.clip(values + steps, 0.0, 1.0)
+            found[every, picked] = np.select([self._endless[picked], self._steps[picked]], [slid, moved], any_choice)
         return found
-
-    def _moved(self, dim: int, values: np.ndarray, steps: np.ndarray, other: np.ndarray) -> np.ndarray:
-        count = self.counts[dim]
-        if count is None:
-            return np.clip(values + steps, 0.0, 1.0)
-        if self._ordered[dim] and count > 2:
-            whole = np.where(steps < 0, -1, 1) * np.maximum(1, np.round(np.abs(steps) * (count - 1)))
-            return np.clip(values + (whole if count > 12 else np.sign(whole)), 0, count - 1)
-        return np.floor(other * count)
 
 
 def _needed(space: Space, formula: Expression) -> list[int]:

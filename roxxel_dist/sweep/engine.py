@@ -68,4 +68,12 @@ def make(
         from roxxel_dist.sweep.bayes import Bayes
 
         return Search(sweep, seed, Bayes(sweep), accept)
+    if method == "tpe":
+        from roxxel_dist.sweep.tpe import Tpe
+
+        return Search(sweep, seed, Tpe(sweep.space), accept)
+    if method == "wandb":
+        from roxxel_dist.sweep.wandb_engine import Wandb
+
+        return Search(sweep, seed, Wandb(sweep.space), accept)
     raise ValueError(f"method: {method!r} is none: there are {', '.join(METHODS)}")

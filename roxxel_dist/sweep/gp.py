@@ -19,7 +19,7 @@ SCALES = (np.log(0.05), np.log(100.0))
 SIGNAL = (-3.0, 3.0)
 NOISE = (np.log(1e-5), 0.0)
 USUAL_NOISE, NOISE_SPREAD = np.log(1e-2), 1.5
-STEPS = 60
+OPTIONS = {"maxiter": 60, "ftol": 1e-6, "gtol": 1e-3}
 CHOLESKY, INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
 
@@ -77,7 +77,7 @@ def learn(points: np.ndarray, values: np.ndarray) -> np.ndarray:
     posterior = _Posterior(points, values)
     start = posterior.centre - np.r_[np.ones(points.shape[1]), 0.0, 0.0]
     bounds = [SCALES] * points.shape[1] + [SIGNAL, NOISE]
-    return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": STEPS}).x
+    return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=bounds, options=OPTIONS).x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,11 @@ class GaussianProcess:
         """The logarithm of the expected improvement over `best`: float64[m] for float64[m, d]."""
         mean, deviation = self.believe(points)
         return np.log(deviation) + _log_h((self.best - mean) / deviation)
+
+    def log_chance_below(self, points: np.ndarray, limit: float) -> np.ndarray:
+        """The logarithm of the chance that the value there is less than `limit`: float64[m] for float64[m, d]."""
+        mean, deviation = self.believe(points)
+        return log_ndtr((limit - mean) / deviation)
 
     def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The logarithm of the expected improvement at one point, and its gradient: float64[d]."""

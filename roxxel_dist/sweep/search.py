@@ -8,9 +8,9 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
 
 from roxxel_dist.sweep.space import InfeasibleError, Params, Space, Sweep
 
@@ -96,6 +96,17 @@ def generator(seed: int, trial: int, purpose: str) -> random.Random:
     return random.Random(f"{seed}/{trial}/{purpose}")
 
 
+@contextmanager
+def packages(method: str, package: str) -> Iterator[None]:
+    """Says what to install where an import inside fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"method {method} needs a package that is not installed: pip install '{package}' ({error})"
+        ) from error
+
+
 class Search:
     """An engine: see `roxxel_dist.sweep.engine.Engine`.
 
@@ -119,6 +130,7 @@ class Search:
         self._record = Record(sweep, seed)
         self._propose, self._accept, self._fill = propose, accept, fill
         self._refused: dict[str, str] = {}
+        self._refusal = ""
 
     def ask(self) -> tuple[int, Params]:
         """The next trial and its parameters: derived ones in, those whose condition does not hold out.
@@ -127,7 +139,6 @@ class Search:
             UsedUp: no configuration is left that was not run and keeps the rules.
         """
         trial = max(self._record.trials, default=-1) + 1
-        refusal = ""
         for point in self._points(trial):
             place = snapped(self._record.space, point)
             try:
@@ -137,8 +148,8 @@ class Search:
                     self._record.add(trial, params, place)
                     return trial, params
             except (InfeasibleError, RefusedError) as error:
-                refusal = str(error)
-        raise UsedUp(self._ending(refusal))
+                self._refusal = str(error)
+        raise UsedUp(self._ending())
 
     def tell(self, trial: int, value: float | None) -> None:
         """What a trial gave; None, or a value that is no finite number: it failed."""
@@ -173,24 +184,24 @@ class Search:
 
     def _points(self, trial: int) -> Iterator[Sequence[float]]:
         """Where to look: where the engine says, then anywhere, then everywhere."""
-        if not self._fill:
-            yield from self._propose(self._record, trial)
-            return
-        yield from islice(self._propose(self._record, trial), PROPOSED)
+        proposed = iter(self._propose(self._record, trial))
+        return chain(islice(proposed, PROPOSED), self._others(trial)) if self._fill else proposed
+
+    def _others(self, trial: int) -> Iterator[Sequence[float]]:
         space, chance = self._record.space, generator(self._record.seed, trial, "fill")
         small = space.size is not None and space.size <= COUNTABLE
         for _ in range(min(space.size or 0, 100) if small else TRIES):
             yield [chance.random() for _ in space.free]
         if small:
-            everything: list[Any] = list(space.grid())
+            everything = list(space.grid())
             chance.shuffle(everything)
             yield from everything
 
-    def _ending(self, refusal: str) -> str:
+    def _ending(self) -> str:
         size, count = self._record.space.size, len(self._record.trials)
         if not count:
-            return f"there is no configuration that can be run: {refusal}"
+            return f"there is no configuration that can be run: {self._refusal}"
         if size is not None and (size <= COUNTABLE or not self._fill):
-            kept = f" that can be run, of {size} in all" if refusal else ""
+            kept = f" that can be run, of {size} in all" if self._refusal else ""
             return f"the space is used up: all {count} configurations{kept} were run"
         return f"the space looks used up: {count} configurations were run, and {TRIES:,} random tries found no other"

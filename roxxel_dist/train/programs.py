@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster.process import barrier
+from roxxel_dist.train.one_compilation import one_compilation
 
 COMPILE_LIMIT_S = 3600.0
 
@@ -66,7 +67,9 @@ class Programs:
     def _compile(self, key: Hashable, jitted: Any, args: Any) -> Any:
         start = time.perf_counter()
         with jax.set_mesh(self.mesh):
-            program = jitted.lower(*args).compile(compiler_options=self._options)
+            lowered = jitted.lower(*args)
+            with one_compilation(lowered, self._options):
+                program = lowered.compile(compiler_options=self._options)
         self.seconds[key] = time.perf_counter() - start
         return program
 

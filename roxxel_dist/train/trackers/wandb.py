@@ -143,10 +143,11 @@ class WandbTracker:
         for name, value in limits.items():  # what the user says in the environment wins; older clients know fewer
             if f"WANDB_{name.upper()}" not in os.environ and name in wandb.Settings.model_fields:
                 settings[name] = value
+        by_agent = bool(os.environ.get("WANDB_SWEEP_ID"))  # an agent of W&B has said which run of which project this is
         return wandb.init(
-            project=self._project,
+            project=None if by_agent else self._project,
             name=self._name,
-            id=self._record["id"],
+            id=None if by_agent else self._record["id"],
             dir=self._folder,
             config=self._config,
             mode=self._mode,
@@ -191,7 +192,7 @@ def _load(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         return {"id": str(record["id"]), "closed": dict(record["closed"])}
     except (OSError, ValueError, KeyError, TypeError):
-        return {"id": secrets.token_hex(4), "closed": {}}
+        return {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), "closed": {}}
 
 
 def _save(path: Path, record: Mapping[str, Any]) -> None:

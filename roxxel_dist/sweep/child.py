@@ -1,0 +1,107 @@
+"""The process of a trial, seen from the task that started it."""
+
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from roxxel_dist.launcher.job import CONTRACT
+from roxxel_dist.sweep import leash
+
+STOP_LIMIT_S = 15.0
+"""So long a program that was asked to stop may take to save."""
+LOCK_LIMIT_S = 30.0
+IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+POLL_S = 0.1
+
+
+class Child:
+    """A program with a process group of its own, that dies with this process.
+
+    Args:
+        command: the words of the program.
+        environment: all of it, as `environment` makes it.
+        log: what it writes is appended here.
+        title: a line that goes before it.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, title: str) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        with log.open("ab") as file:
+            file.write(f"--- {title}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(command)}\n".encode())
+            file.flush()
+            self._begin = file.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-S", leash.__file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        """Of its process group too."""
+        self._ended = os.pidfd_open(self.pid)
+
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit code, 128 + N for signal N; None while it runs."""
+        if self._process.returncode is None and select.select([self._ended], [], [], limit_s)[0]:
+            code = self._process.wait()
+            self._process.returncode = code if code >= 0 else 128 - code  # somebody killed the leash
+            self._close()
+        return self._process.returncode
+
+    def said(self) -> str:
+        """What it has written until now."""
+        with self._log.open("rb") as file:
+            file.seek(self._begin)
+            return file.read().decode(errors="replace")
+
+    def end(self) -> int:
+        """Ask it to stop, which lets it save, and kill it after 15 s; returns its exit code."""
+        try:
+            if self.wait(0) is None:
+                self._signal(signal.SIGTERM)
+                self.wait(STOP_LIMIT_S)
+        finally:  # a second wish to end it does not wait
+            if self.wait(0) is None:
+                self.kill()
+        code = self.wait(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        """End it now, and all that it has started."""
+        if stdin := self._process.stdin:
+            stdin.close()  # the leash takes this for the death of its parent
+        while self.wait(STOP_LIMIT_S) is None:  # stopped itself, perhaps
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self.pid, number)  # not reaped yet: the number is its own
+
+    def _close(self) -> None:
+        os.close(self._ended)
+        if stdin := self._process.stdin:
+            stdin.close()
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is."""
+    own = {name: value for name, value in os.environ.items() if name not in (*CONTRACT, *IDENTITY)}
+    return {**own, "PYTHONUNBUFFERED": "1", **more}
+
+
+def holder(lock: Path) -> int | None:
+    """Who holds the lock (flock) of a file, where the kernel tells: a process of this machine."""
+    mark = f":{lock.stat().st_ino} "
+    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+        if " FLOCK " in line and " -> " not in line and mark in line:
+            return int(line.partition(mark)[0].split()[-2])
+    return None

@@ -1,0 +1,115 @@
+"""What a sweep would be, before it is run: trials, devices, hours."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from roxxel_dist.sweep import estimate
+from roxxel_dist.sweep.corpus import make_shards
+from roxxel_dist.sweep.engine import Engine, UsedUp
+from roxxel_dist.sweep.history import History
+from roxxel_dist.sweep.screen import clock
+from roxxel_dist.sweep.study import flat, short
+
+LOOKS = 5
+"""Trials that are looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known of a sweep before its trials run."""
+
+    study: Path
+    what: str
+    count: int | None
+    size: int | None
+    """Points of the space; None: endless."""
+    workers: int
+    hosts: int
+    procs_per_host: int
+    gpus_per_host: int | None
+    ray_address: str | None
+    max_time_s: float | None
+    history: History
+
+
+def trials(plan: Plan) -> str:
+    """How many, in a line."""
+    known = len(plan.history.trials)
+    return (
+        ("trials until Ctrl-C" if plan.count is None else f"{plan.count} trials")
+        + (f", {known} of them begun before" if known else "")
+        + ("" if plan.size is None else f"; the space has {plan.size:,} points")
+        + (f"; {plan.workers} at once" if plan.workers > 1 else "")
+    )
+
+
+def forecast(plan: Plan, engine: Engine, config_of: Callable[[Mapping[str, Any]], Any] | None, data: str | None) -> str:
+    """All of it, as text.
+
+    Args:
+        plan: what is known.
+        engine: a new one, that gives some trials to look at.
+        config_of: from parameters to a Config; None where trials are a program of the user's own.
+        data: the data path.
+
+    Raises:
+        UsageError: a trial could not run.
+    """
+    asked: list[Mapping[str, Any]] = []
+    with suppress(UsedUp):
+        for _ in range(min(LOOKS, plan.count or LOOKS)):
+            asked.append(engine.ask()[1])
+    procs = plan.hosts * plan.procs_per_host
+    gpus = "" if plan.gpus_per_host is None else f", {plan.gpus_per_host} GPU(s) on each host"
+    where = f"the Ray cluster at {plan.ray_address}" if plan.ray_address else "a Ray of its own on this machine"
+    lines = [
+        f"study {plan.study}: {plan.what}",
+        f"trials: {trials(plan)}",
+        *(f"  for instance {', '.join(f'{k} {short(v)}' for k, v in flat(one).items())}" for one in asked[:2]),
+        f"devices: {plan.hosts} host(s) and {procs} process(es) a trial{gpus}, in {where}",
+    ]
+    return "\n".join([*lines, *_hours(plan, asked, config_of, data)])
+
+
+def _hours(
+    plan: Plan,
+    asked: Sequence[Mapping[str, Any]],
+    config_of: Callable[[Mapping[str, Any]], Any] | None,
+    data: str | None,
+) -> list[str]:
+    known = [one.seconds for one in plan.history.trials.values() if one.seconds is not None]
+    if known:
+        return [_time(plan, fmean(known), f"as the {len(known)} trial(s) that have ended took")]
+    if config_of is None or plan.ray_address or plan.hosts * plan.procs_per_host > 1 or not asked:
+        if plan.max_time_s is not None:
+            return [_time(plan, plan.max_time_s, "at most: --max_trial_time")]
+        return ["hours: not known before the first trial has ended (--max_trial_time would bound them)"]
+    from roxxel_dist.outlook.cost import cost  # jax
+
+    configs = [config_of(one) for one in asked]
+    with TemporaryDirectory(prefix=".sweep-", dir=Path.cwd()) as folder:  # text is made into shards for all of them
+        shards = [make_shards(config, data, Path(folder)) for config in configs]
+        looks = [cost(config, path) for config, path in zip(configs, shards, strict=True)]
+        tried = estimate.try_out(configs[0], shards[0], looks[0])
+    steps, sizes = [one.steps for one in looks], [one.parameters for one in looks]
+    told = (
+        f"  the first {len(looks)}: {min(steps):,} to {max(steps):,} steps, {min(sizes):,} to {max(sizes):,} parameters"
+    )
+    if tried is None:
+        return [told, "hours: not known: the first trial could not be tried here; see what `train` says of it"]
+    seconds = min(estimate.trial_seconds(looks, tried), plan.max_time_s or float("inf"))
+    return [told, _time(plan, seconds, f"from {estimate.STEPS} steps of the first of them on this machine")]
+
+
+def _time(plan: Plan, seconds: float, why: str) -> str:
+    each = f"{clock(seconds)} a trial"
+    if plan.count is None:
+        return f"hours: {each}, {why}; no end: give --count"
+    left = max(0, plan.count - sum(one.state != "running" for one in plan.history.trials.values()))
+    whole = estimate.hours(seconds, left, plan.workers)
+    return f"hours: about {whole:.2g} ({clock(3600 * whole)}) for {left} trial(s), {each}, {why}"

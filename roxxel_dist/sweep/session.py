@@ -1,0 +1,210 @@
+"""A sweep from its command line: study, engine, trials, and what a person sees of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
+from roxxel_dist.config import SECTIONS, field_types, load_yaml, unknown, usage_errors
+from roxxel_dist.reading import absolute_paths
+from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, write_down
+from roxxel_dist.sweep.corpus import shards_of
+from roxxel_dist.sweep.engine import Engine, make
+from roxxel_dist.sweep.forecast import Plan, forecast, trials
+from roxxel_dist.sweep.history import History, read_history
+from roxxel_dist.sweep.led import Led
+from roxxel_dist.sweep.page import write_report
+from roxxel_dist.sweep.program import command_of
+from roxxel_dist.sweep.report import table
+from roxxel_dist.sweep.screen import Screen
+from roxxel_dist.sweep.space import Params
+from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, is_study, read_study
+from roxxel_dist.sweep.trial_config import config_of
+from roxxel_dist.sweep.wanted import Wanted
+
+
+class Session:
+    """A study that is searched.
+
+    Args:
+        wanted: what was asked for.
+        sweep_config: W&B's YAML; None goes on with the study's own.
+        extras: the second YAML file.
+        config: the `Config` that trials begin from.
+        data_path: the data.
+
+    Raises:
+        ValueError: something cannot be; nothing was started then.
+    """
+
+    def __init__(
+        self, wanted: Wanted, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None
+    ) -> None:
+        self._wanted = wanted
+        if config.wandb != "off" and find_spec("wandb") is None:
+            raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
+        config = dataclasses.replace(config, **absolute_paths(config))
+        self._sweep, self._data = look(wanted.study, sweep_config, extras, config, data_path)
+        self._server = recorded(wanted.study, SERVER) or wanted.wandb_sweep
+        self._definition = {} if sweep_config is None else load_yaml(sweep_config)
+        self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
+        self._base = config.to_dict()
+        self._program = command_of(self._sweep.program, self._sweep.command)
+        self._names = [one.name for one in self._sweep.space.free]
+        self._swept = {one.path[0] for one in self._sweep.space.parameters} | set(self._sweep.rules.derived)
+        self._count = min(
+            (one for one in (wanted.count, self._sweep.run_cap, self._grid()) if one is not None), default=None
+        )
+        self._check_names()
+        self._engine: Engine = Led() if self._server is not None else self._make()
+
+    def _check_names(self) -> None:
+        """Raises ValueError for a parameter that no config has: every trial would fail."""
+        for name in () if self._program else sorted(self._swept):
+            if name not in field_types() and name not in SECTIONS:
+                raise ValueError(f"parameters: {unknown(name, list(field_types()), 'field')}")
+
+    def _grid(self) -> int | None:
+        return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None
+
+    @property
+    def _method(self) -> str:
+        return f"W&B sweep {self._server}" if self._server else self._wanted.method or self._sweep.method
+
+    def _make(self) -> Engine:
+        accept = None if self._program else self._config
+        return make(self._sweep, self._wanted.seed, self._wanted.method, accept=accept)
+
+    def _config(self, params: Mapping[str, Any]) -> Any:
+        """The Config of a trial. Raises ValueError for parameters that are none."""
+        return config_of(self._base, params, self._swept)
+
+    def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
+        """All that a worker must know of a trial, as plain values."""
+        wanted = self._wanted
+        folder = wanted.study.absolute()
+        corpus, data = None, self._data  # a program of one's own knows its data
+        if self._program is None and self._server is None:
+            config = self._config(params)
+            shards = shards_of(config, self._data, folder / CORPUS)
+            made = shards is not None and shards.is_relative_to(folder)
+            corpus = {"text": self._data, "folder": str(folder / CORPUS)} if made else None
+            data = str(shards) if made else self._data
+        return {
+            "trial": trial,
+            "params": params,
+            "attempt": attempt,
+            "run_dir": str(folder / TRIALS / str(trial)),
+            "log": str(folder / LOGS / f"{trial}.log"),
+            "metric": self._sweep.metric,
+            "goal": self._sweep.goal,
+            "config": self._base,
+            "corpus": corpus,
+            "data_path": data,
+            "program": self._program,
+            "hosts": wanted.hosts,
+            "procs_per_host": wanted.procs_per_host,
+            "gpus_per_host": wanted.gpus_per_host,
+            "max_time_s": wanted.max_time_s,
+            "ray_address": wanted.ray_address,
+            "environment": {},
+            "sweep": {
+                "names": sorted(self._swept),
+                "name": self._sweep.name or folder.name,
+                "wandb": self._server,
+            },
+        }
+
+    def begin(self) -> None:
+        """Make the study, and the sweep on a server that shall lead it. Raises ValueError where that cannot be."""
+        if self._server == "":
+            from roxxel_dist.sweep.wandb_agent import create_or_join
+
+            self._server = create_or_join(self._definition, self._wanted.wandb_project)
+        self._write_down({DATA_PATH: self._data, SERVER: self._server})
+
+    def run(self) -> int:
+        """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
+
+        Raises:
+            UsageError: something cannot be, or the study is held; nothing was started then.
+        """
+        from roxxel_dist.launcher.ray_cluster import ClusterError
+
+        wanted = self._wanted
+        with Screen(self._count, wanted.workers, self._names, self._sweep.sign) as screen:
+            for line in self._notes():
+                screen.say(line)
+            try:
+                with usage_errors():
+                    ending = self._search(screen)
+            except ClusterError as problem:
+                screen.say(str(problem))
+                return EXIT_PREFLIGHT
+        self._tell(ending.reason)
+        return ending.code
+
+    def _search(self, screen: Screen) -> Any:
+        from roxxel_dist.sweep.controller import Options, run_sweep
+        from roxxel_dist.sweep.trial import run
+        from roxxel_dist.sweep.wandb_agent import agent_trial
+
+        body = run if self._server is None else agent_trial
+        wanted = self._wanted
+        options = Options(
+            count=wanted.count, workers=wanted.workers, max_failures=wanted.max_failures,
+            resources=self._resources(), ray_address=wanted.ray_address, insecure=wanted.insecure,
+            method=self._method, seed=wanted.seed,
+        )  # fmt: skip
+        return run_sweep(
+            wanted.study, self._sweep, self._engine, body, self.task_of, options,
+            on_change=screen.show, say=screen.say,
+        )  # fmt: skip
+
+    def _resources(self) -> dict[str, float]:
+        """What Ray keeps for a trial. One of several hosts takes its own, through the launcher."""
+        wanted = self._wanted
+        if wanted.hosts > 1:
+            return {"CPU": 0.0}
+        return {"CPU": wanted.cpus_per_host} | ({"GPU": wanted.gpus_per_host} if wanted.gpus_per_host else {})
+
+    def _notes(self) -> list[str]:
+        """What a person should know before it begins."""
+        found = [f"study {self._wanted.study}: {self._what()}, {trials(self._plan())}"]
+        names = {"tokenizer_type", "vocab_size"} & set(self._names)
+        if names and self._program is None and self._sweep.metric == "val_loss":
+            found.append(
+                f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
+                "tokenizers cannot be compared by it"
+            )
+        return found
+
+    def _tell(self, reason: str) -> None:
+        """The last words: why it ended, the best, the page."""
+        study = read_study(self._wanted.study)
+        page, missing = write_report(study, study.path / REPORT)
+        print(f"{table(study)}\n\n{reason}\npage: {page}")
+        if missing:
+            print(missing)
+        if study.done and self._program is None:
+            print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")
+
+    def _what(self) -> str:
+        sweep = self._sweep
+        program = "" if self._program is None else f" of {' '.join(self._program)}"
+        return f"{self._method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
+
+    def _plan(self) -> Plan:
+        wanted = self._wanted
+        return Plan(
+            study=wanted.study, what=self._what(), count=self._count, size=self._sweep.space.size,
+            workers=wanted.workers, hosts=wanted.hosts, procs_per_host=wanted.procs_per_host,
+            gpus_per_host=wanted.gpus_per_host, ray_address=wanted.ray_address, max_time_s=wanted.max_time_s,
+            history=read_history(wanted.study) if is_study(wanted.study) else History(),
+        )  # fmt: skip
+
+    def forecast(self) -> str:
+        """Trials, devices and hours; nothing runs but some steps of one. Raises UsageError where none could run."""
+        config_of = None if self._program else self._config
+        return forecast(self._plan(), self._make(), config_of, self._data)

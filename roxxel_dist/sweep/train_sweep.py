@@ -1,0 +1,100 @@
+"""One trial of a sweep as a program of its own, for `wandb agent` and for who has no controller.
+
+    train_sweep.py [--config FILE] [--data_path PATH] --NAME=VALUE …
+
+The parameters are fields of the config. They come as words, or in the file that W&B's agent names (what `wandb.config`
+has), whose values win because they have their types. The training is `roxxel-dist train`, with the agent's W&B run.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from roxxel_dist.cluster.contract import EXIT_USAGE
+from roxxel_dist.config import load_yaml, usage_errors
+from roxxel_dist.run_directory import default_run_dir
+from roxxel_dist.sweep.ranks import ROXXEL, with_ranks
+from roxxel_dist.sweep.trial_config import config_of
+
+CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"
+"""The base config and the data, where no words name them."""
+RUN_DIR_ENV = "ROXXEL_SWEEP_RUN_DIR"
+"""The run directory; `runs/sweep_ID/RUN` where it is not given."""
+RANKS_ENV = "ROXXEL_SWEEP_RANKS"
+"""How many processes a trial has, as JSON: hosts, procs_per_host, gpus_per_host, ray_address."""
+DEFAULT_CONFIG, DEFAULT_DATA = "configs/default_config.yaml", "data/corpus.txt"
+WRITTEN = "trial.yaml"
+MODES = {"offline": "offline", "dryrun": "offline", "disabled": "off", "online": "online"}
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """Become the training of a trial; its exit code is that of `train`."""
+    try:
+        with usage_errors():
+            command = _command(words, os.environ)
+    except ValueError as error:
+        print(f"roxxel-dist: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
+    os.execv(command[0], command)
+
+
+def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The words of the training, whose config is written into its run directory."""
+    told = _told(words)
+    config_file = told.pop("config", None) or env.get(CONFIG_ENV)
+    if config_file is None and Path(DEFAULT_CONFIG).exists():
+        config_file = DEFAULT_CONFIG
+    base = load_yaml(config_file) if config_file else {}
+    data = told.pop("data_path", None) or env.get(DATA_ENV)
+    if data is None and not (base.get("datasets") or (base.get("data") or {}).get("datasets")):
+        data = DEFAULT_DATA
+    if path := env.get("WANDB_SWEEP_PARAM_PATH"):
+        given = {name: one["value"] for name, one in load_yaml(path).items() if isinstance(one, Mapping)}
+        told |= {name: value for name, value in given.items() if not name.startswith("_")}  # `_wandb` is the client's
+    mode = MODES.get(env.get("WANDB_MODE", ""), "online" if "WANDB_SWEEP_ID" in env else None)
+    config = config_of(base, {**told, "wandb": mode} if mode else told)
+    folder = _folder(env)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_yaml(folder / WRITTEN)
+    train = ["train", "--config", str(folder / WRITTEN), "--run_dir", str(folder), "--resume"]
+    train += ["--data_path", data] if data else []
+    theirs = [name for name in env if name.startswith("WANDB_")]
+    return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
+
+
+def _told(words: Sequence[str]) -> dict[str, Any]:
+    """Names and values of `--name=value`, `--name value`, `name=value`, and `--name` for true; values as in YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    waiting: str | None = None
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if waiting is not None and not word.startswith("--") and not equals:
+            found[waiting], waiting = _value(yaml.safe_load, word), None
+        elif equals:
+            found[name], waiting = _value(yaml.safe_load, value), None
+        elif word.startswith("--"):
+            found[name], waiting = True, name
+        else:
+            raise ValueError(f"{word!r} is no parameter: write --name=value")
+    return found
+
+
+def _value(read: Any, text: str) -> Any:
+    return None if text == "None" else read(text)
+
+
+def _folder(env: Mapping[str, str]) -> Path:
+    if given := env.get(RUN_DIR_ENV):
+        return Path(given)
+    if "WANDB_SWEEP_ID" in env and "WANDB_RUN_ID" in env:
+        return Path("runs", f"sweep_{env['WANDB_SWEEP_ID']}", env["WANDB_RUN_ID"])
+    return default_run_dir()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,193 @@
+"""One trial: a training of its own in a process of its own, whose reports come as they are made.
+
+`run` is what a Ray task executes. The training is the command `train`, alone or through the launcher, so a trial is a
+run as any other: its directory can be looked at, continued, evaluated and exported.
+"""
+
+import math
+import time
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from roxxel_dist.run_directory import LOCK, is_held
+from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder
+from roxxel_dist.sweep.corpus import wait_for_shards
+from roxxel_dist.sweep.follow import Report, RunReader
+from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
+from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
+from roxxel_dist.sweep.trial_config import config_of
+from roxxel_dist.sweep.verdict import failure, machines_fault, unreported
+from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.train.one_compilation import SHARE_COMPILATION
+
+Task = Mapping[str, Any]
+Event = dict[str, Any]
+
+
+class Reader(Protocol):
+    """Where the reports of a trial are found."""
+
+    @property
+    def names(self) -> set[str]:
+        """All metrics that came."""
+        ...
+
+    def read(self, *, last: bool = False) -> list[Report]:
+        """(step, value) for each new value of the metric; NaN for one that is not finite."""
+        ...
+
+    def more(self) -> dict[str, Any]:
+        """What is kept with a result."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        ...
+
+
+def run(task: Task) -> Iterator[Event]:
+    """Run a trial to its end, in a process group that dies with this process.
+
+    Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
+    last one of `result`, `fail` (its own fault: kind, reason, log) and `lost` (a machine's: it can go on from its
+    checkpoint). A run that is finished already yields what it reported, and its result, at once. When it is closed, or
+    interrupted, the training is asked to stop, saves, and is killed after 15 s.
+
+    Args:
+        task: what the controller makes of a trial; plain values.
+    """
+    folder = Path(task["run_dir"])
+    if held := wait_until_free(folder):
+        yield {"lost": {"reason": held}}
+        return
+    reader: Reader = ProgramReader(folder, task["metric"]) if task["program"] else RunReader(folder, task["metric"])
+    try:
+        yield from _finished(task, folder, reader) if _is_finished(task, folder) else _train(task, folder, reader)
+    finally:
+        reader.close()
+
+
+def _is_finished(task: Task, folder: Path) -> bool:
+    return has_ended(folder) if task["program"] else bool(read_cursor(folder).get("finished"))
+
+
+def _finished(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
+    """The reports and the result of a run whose end nobody has written down."""
+    score = Score(task, reader)
+    yield from score.new(last=True)
+    yield score.result(None)
+
+
+def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
+    try:
+        command, env = (prepare if task["program"] else _prepare)(task, folder)
+    except ValueError as error:
+        yield fail(task, "error", str(error))
+        return
+    if why := wait_for_shards(task, config_file(task)):
+        yield fail(task, "error", why)
+        return
+    score = Score(task, reader)
+    child = Child(command, env, Path(task["log"]), f"trial {task['trial']}, attempt {task['attempt']}")
+    code, stopped = yield from follow(task, child, score)
+    yield _verdict(task, folder, score, code, child.said(), stopped)
+
+
+def follow(task: Task, child: Child, score: "Score") -> Generator[Event, None, tuple[int, str | None]]:
+    """Yield the start and the reports of a program; returns its exit code, and "time" where its time was over.
+
+    It is ended when its time is over, when the metric is no number, and when this generator is closed or interrupted.
+    """
+    limit = time.monotonic() + (task.get("max_time_s") or math.inf)
+    stopped, code = None, None
+    try:
+        yield {"start": {"pid": child.pid}}
+        while code is None and stopped is None and not score.is_nan:
+            code = child.wait(POLL_S)
+            yield from score.new()
+            stopped = "time" if code is None and time.monotonic() >= limit else None
+    finally:
+        code = child.end()  # at once where it has ended
+    yield from score.new(last=True)
+    return code, stopped
+
+
+class Score:
+    """What a trial has reported, and how good it is."""
+
+    def __init__(self, task: Task, reader: Reader) -> None:
+        self._task, self._reader = task, reader
+        self._worse = math.inf if task["goal"] == "minimize" else -math.inf
+        self._began = time.monotonic()
+        self.best: float | None = None
+        self.is_nan = False
+        """Whether the metric came as no finite number."""
+
+    def new(self, *, last: bool = False) -> Iterator[Event]:
+        """What was reported since the last call."""
+        better = min if self._task["goal"] == "minimize" else max
+        for step, value in self._reader.read(last=last):
+            if not math.isfinite(value):
+                self.is_nan = True
+                return
+            self.best = value if self.best is None else better(self.best, value)
+            yield {"report": {"step": step, "value": value}}
+
+    def result(self, stopped: str | None) -> Event:
+        """The result, or a failure where nothing was reported."""
+        if self.is_nan:
+            return fail(self._task, "nan", f"{self._task['metric']} is not a finite number")
+        if self.best is None and stopped == "time":
+            reason = f"it reported no {self._task['metric']!r} within its {self._task['max_time_s']:g} s"
+            return fail(self._task, stopped, f"{reason}: evaluate earlier (eval_every), or give it more time")
+        if self.best is None:
+            return fail(self._task, "error", unreported(self._task["metric"], self._reader.names))
+        more = {**self._reader.more(), "seconds": round(time.monotonic() - self._began, 3)}
+        found: Event = {"value": self.best, "more": more}
+        return {"result": {**found, "stopped": stopped} if stopped else found}
+
+
+def _verdict(task: Task, folder: Path, score: Score, code: int, said: str, stopped: str | None) -> Event:
+    if stopped or score.is_nan:
+        return score.result(stopped)
+    if code == 0:
+        note_end(folder) if task["program"] else None
+        return score.result(None)
+    if reason := machines_fault(code, ours=not task["program"] or count(task) > 1):
+        return {"lost": {"reason": reason}}
+    return fail(task, *failure(code, said))
+
+
+def fail(task: Task, kind: str, reason: str) -> Event:
+    """A trial that failed by its own fault."""
+    return {"fail": {"kind": kind, "reason": reason, "log": str(task["log"])}}
+
+
+def wait_until_free(folder: Path) -> str | None:
+    """Wait until nobody trains in a run directory any more; after the limit, who does."""
+    end = time.monotonic() + LOCK_LIMIT_S
+    while is_held(folder):
+        if time.monotonic() >= end:
+            pid = holder(folder / LOCK)
+            who = f"process {pid}" if pid else "a process, perhaps of another machine,"
+            return f"{who} holds {folder} for more than {LOCK_LIMIT_S:g} s: wait for its end, or end it"
+        time.sleep(POLL_S)
+    return None
+
+
+def config_file(task: Task) -> Path:
+    """Where the Config of a trial is written."""
+    return Path(task["log"]).with_suffix(".yaml")
+
+
+def _prepare(task: Task, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The words and the environment that train the Config of a trial; the Config is written beside its log."""
+    config = config_of(task["config"], task["params"], (task.get("sweep") or {}).get("names"))
+    written = config_file(task)
+    written.parent.mkdir(parents=True, exist_ok=True)
+    config.save_yaml(written)
+    words = ["train", "--config", str(written), "--run_dir", str(folder), "--resume"]
+    words += ["--data_path", str(task["data_path"])] if task.get("data_path") else []
+    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", **(task.get("environment") or {})}
+    return with_ranks(task, words, ROXXEL, env=own), environment(own)

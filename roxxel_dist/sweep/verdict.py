@@ -1,0 +1,60 @@
+"""How a trial's program ended: whose fault it was, and the line that says why."""
+
+import re
+from collections.abc import Collection
+
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_PREFLIGHT
+
+NAN = re.compile(r"went wrong: its loss is|\bBadStep\b|\bFloatingPointError\b")
+OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
+SHAPE = re.compile(r"^(TypeError|ValueError)\b.*(shape|dot_general|broadcast|dimension|incompatible)", re.IGNORECASE)
+BEGIN = "Traceback (most recent call last):"
+MACHINES_FAULT = {
+    EXIT_DRAINED: "it was asked to stop by somebody else; its checkpoint is saved",
+    EXIT_PREFLIGHT: "the checks before its start failed",
+    EXIT_HANG: "it hung",
+    75: "its launcher started it again as often as it may",
+}
+KILLED = {128 + 9: "SIGKILL", 128 + 15: "SIGTERM"}
+
+
+def machines_fault(code: int, *, ours: bool) -> str | None:
+    """Why a trial was lost that would have gone on elsewhere; None where it failed by itself, or did not fail.
+
+    Args:
+        code: its exit code, 128 + N for signal N.
+        ours: the program is one of this package, whose exit codes mean what they say.
+    """
+    if code in KILLED:
+        return f"its process was killed by {KILLED[code]}"
+    return MACHINES_FAULT.get(code) if ours else None
+
+
+def failure(code: int, said: str) -> tuple[str, str]:
+    """(kind, reason) of a program that ended with such a code, having written this."""
+    reason = last_words(said) or f"it ended with exit code {code} and wrote nothing"
+    if NAN.search(reason):
+        return "nan", reason
+    if OUT_OF_MEMORY.search(reason) or (code > 128 and OUT_OF_MEMORY.search(said)):
+        return "oom", reason
+    return "shape" if SHAPE.search(reason) else "error", reason
+
+
+def last_words(said: str) -> str:
+    """The line of the last exception, or else the last line."""
+    lines = [line.rstrip() for line in said.splitlines()]
+    begins = [i for i, line in enumerate(lines) if line.endswith(BEGIN)]
+    if begins:
+        prefix = lines[begins[-1]].removesuffix(BEGIN)
+        after = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :] if line.startswith(prefix)]
+        told = [line for line in after if line and not line[0].isspace()]
+        if told:
+            return told[0]
+    told = [line for line in lines if line.strip()]
+    return told[-1].removeprefix("roxxel-dist: ") if told else ""
+
+
+def unreported(metric: str, names: Collection[str]) -> str:
+    """The reason of a trial that ended well and never logged the metric."""
+    told = f"it logged {', '.join(sorted(names))}" if names else "it logged nothing"
+    return f"the trial ended and never reported {metric!r}: {told}; name one of those under `metric`, or log {metric!r}"

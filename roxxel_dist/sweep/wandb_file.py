@@ -1,0 +1,98 @@
+"""What a W&B client writes beside a run, offline or online (`run-ID.wandb`), read while it is written.
+
+The file is a log as LevelDB has it: blocks of 32 KiB, in them pieces with a header of 7 bytes (checksum, length, kind),
+where a record may be several pieces. A record is a protocol buffer of the client's own schema. The client writes what
+it has every 15 s, and at the end.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HEAD = b":W&B"
+HEAD_SIZE, BLOCK = 7, 1 << 15
+PIECE = struct.Struct("<IHB")
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+class WandbFile:
+    """Follows one file.
+
+    Attributes:
+        summary: of the run, as it stands.
+        exit_code: of the program, once the client has written it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, HEAD_SIZE
+        self._step = -1
+        self.summary: dict[str, Any] = {}
+        self.exit_code: int | None = None
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(step, what was logged) of all that has come since the last call.
+
+        Raises:
+            ValueError: this is no such file, or a damaged one.
+        """
+        from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+        for data in self._records():
+            record = Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                row = flattened(record.history.item)
+                self._step = int(row.get("_step", max(record.history.step.num, self._step)))
+                yield self._step, row
+            elif kind == "summary":
+                self.summary |= flattened(record.summary.update)
+            elif kind == "exit":
+                self.exit_code = record.exit.exit_code
+
+    def _records(self) -> Iterator[bytes]:
+        """The records that are complete; the position is kept behind the last one."""
+        with self._path.open("rb") as file:
+            head = file.read(HEAD_SIZE)
+            if not HEAD.startswith(head[:4]):
+                raise ValueError(f"{self._path} is no file of a W&B client")
+            file.seek(self._position)
+            data = file.read()
+        whole, place, end = b"", 0, 0
+        while True:
+            left = BLOCK - (self._position + place) % BLOCK
+            if left < PIECE.size:
+                place += left
+            if len(data) < place + PIECE.size:
+                break
+            _, length, kind = PIECE.unpack_from(data, place)
+            piece = data[place + PIECE.size : place + PIECE.size + length]
+            if len(piece) < length:
+                break
+            if kind not in (FULL, FIRST, MIDDLE, LAST):
+                raise ValueError(f"{self._path} is damaged at byte {self._position + place:,}")
+            place += PIECE.size + length
+            whole = piece if kind in (FULL, FIRST) else whole + piece
+            if kind in (FULL, LAST):
+                end = place
+                yield whole
+        self._position += end
+
+
+def flattened(items: Any) -> dict[str, Any]:
+    """Names and values of a record's items; what is nested has names with points between, and its own name too."""
+    found: dict[str, Any] = {}
+    for item in items:
+        try:
+            value = json.loads(item.value_json)  # NaN and Infinity as Python has them
+        except ValueError:
+            continue  # a picture, a table
+        _put(found, item.key or ".".join(item.nested_key), value)
+    return found
+
+
+def _put(found: dict[str, Any], name: str, value: Any) -> None:
+    found[name] = value
+    for key, one in value.items() if isinstance(value, dict) else ():
+        _put(found, f"{name}.{key}", one)

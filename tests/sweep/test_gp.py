@@ -1,0 +1,79 @@
+"""The Gaussian process: its gradients are the slopes of what it says, and what it says is what it was told."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import approx_fprime
+from scipy.stats import norm
+
+from roxxel_dist.sweep import gp
+
+
+def told(dims: int = 3, count: int = 40, noise: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
+    """A function of the first dimension alone."""
+    chance = np.random.default_rng(5)
+    points = chance.random((count, dims))
+    values = np.sin(5 * points[:, 0]) + noise * chance.normal(size=count)
+    return points, (values - values.mean()) / values.std()
+
+
+def test_the_gradient_that_learning_follows_is_the_slope() -> None:
+    posterior = gp._Posterior(*told())
+    for theta in (posterior.centre, np.array([-1.0, 0.5, 2.0, 0.7, -3.0])):
+        slope = approx_fprime(theta, lambda at: posterior(at)[0], 1e-6)
+        assert np.allclose(posterior(theta)[1], slope, rtol=1e-3, atol=1e-3)
+
+
+def test_what_matters_is_learned() -> None:
+    points, values = told()
+    scales = np.exp(gp.learn(points, values)[:-2])
+    assert scales[0] < 0.5 * min(scales[1:])
+
+
+def test_it_believes_what_it_was_told_and_doubts_what_is_far() -> None:
+    points, values = told()
+    process = gp.fit(points, values, gp.learn(points, values))
+    mean, deviation = process.believe(points)
+    assert np.abs(mean - values).max() < 0.2
+    assert process.best == pytest.approx(mean.min())
+    fresh = np.random.default_rng(6).random((200, 3))
+    truth = np.sin(5 * fresh[:, 0])
+    guess, doubt = process.believe(fresh)
+    assert np.corrcoef(truth, guess)[0, 1] > 0.99
+    assert deviation.mean() < doubt.mean()
+    assert process.believe(np.full((1, 3), 9.0))[1][0] == pytest.approx(math.exp(process.theta[-2] / 2), rel=1e-3)
+
+
+def test_the_slope_of_the_expected_improvement() -> None:
+    points, values = told(noise=0.3)
+    process = gp.fit(points, values, gp.learn(points, values))
+    for point in np.random.default_rng(7).random((5, 3)):
+        worth, slope = process.slope(point)
+        assert worth == pytest.approx(process.log_improvement(point[None])[0], rel=1e-5, abs=1e-4)
+        there = approx_fprime(point, lambda at: process.log_improvement(at[None])[0], 1e-6)
+        assert np.allclose(slope, there, rtol=2e-2, atol=2e-2)
+
+
+def test_the_expected_improvement_is_exact_far_below_zero() -> None:
+    z = np.array([-0.5, 0.0, 2.0])
+    assert np.allclose(gp._log_h(z), np.log(norm.pdf(z) + z * norm.cdf(z)))
+    far = gp._log_h(np.array([-5.0, -30.0, -300.0]))
+    assert far[0] == pytest.approx(math.log(norm.pdf(-5) - 5 * norm.cdf(-5)), abs=1e-6)
+    assert far[1] == pytest.approx(-450 - 0.5 * math.log(2 * math.pi) - 2 * math.log(30), abs=0.01)
+    assert np.isfinite(far).all()
+
+
+def test_the_chance_of_a_value_below_a_limit() -> None:
+    points, _ = told()
+    failed = np.where(points[:, 0] > 0.7, 1.0, -1.0)
+    process = gp.fit(points, failed, gp.learn(points, failed))
+    sure, safe = process.log_chance_below(np.array([[0.9, 0.5, 0.5], [0.2, 0.5, 0.5]]), 0.0)
+    assert sure < math.log(0.2)
+    assert safe > math.log(0.9)
+
+
+def test_values_that_are_all_alike_teach_nothing_and_break_nothing() -> None:
+    points = np.full((4, 2), 0.5)
+    process = gp.fit(points, np.zeros(4), gp.learn(points, np.zeros(4)))
+    assert np.isfinite(process.log_improvement(np.array([[0.5, 0.5], [0.0, 1.0]]))).all()

@@ -1,0 +1,171 @@
+"""A study as its reports tell it: table, pictures, page, JSON, the winner's config; and what a person sees live."""
+
+import json
+import re
+
+import pytest
+from commands import run
+from made_study import made_study
+
+from roxxel_dist.config import Config
+from roxxel_dist.sweep.ablations import middle
+from roxxel_dist.sweep.axes import axis
+from roxxel_dist.sweep.importance import importances
+from roxxel_dist.sweep.page import write_report
+from roxxel_dist.sweep.report import as_json, table, varied, write_best_config
+from roxxel_dist.sweep.screen import Screen
+from roxxel_dist.sweep.study import flat, read_study
+
+NAMES = ["dim", "use_moe", "optimizer", "lr"]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return read_study(made_study(tmp_path_factory.mktemp("made")))
+
+
+def test_the_table_has_the_best_first_and_every_failure(study):
+    text = table(study)
+    values = [float(found) for found in re.findall(r"^\d+ +(\d\.\d+)", text, re.MULTILINE)]
+    assert values == sorted(values)
+    assert len(values) == 20  # of 21: 24 without two that failed and one that runs
+    assert "24 trial(s): 18 done, 3 stopped early, 2 failed, 1 running; random, minimize val_loss" in text
+    assert text.count("failed: <no> number") == 2
+    assert f"best val_loss: {values[0]:.6g}, trial {study.done[0].number}: dim " in text
+
+
+def test_more_is_better_where_the_goal_says_so(tmp_path):
+    study = read_study(made_study(tmp_path, 6, metric={"name": "val_loss", "goal": "maximize"}))
+    values = [one.value for one in study.done]
+    assert values == sorted(values, reverse=True)
+    assert study.history.best == study.done[0]
+
+
+def test_what_matters_is_found(study):
+    shares = importances(study)
+    assert set(shares) == set(NAMES)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert min(shares, key=shares.__getitem__) == "optimizer"
+
+
+def test_few_trials_show_no_importance(tmp_path):
+    assert importances(read_study(made_study(tmp_path, 5))) == {}
+
+
+def test_pictures_and_a_page_that_needs_no_other_file(study, tmp_path):
+    page, missing = write_report(study, tmp_path / "report")
+    assert not missing
+    pictures = {path.name for path in (tmp_path / "report").glob("*.png")}
+    assert pictures == {
+        "best_so_far.png", "parallel.png", "slices.png", "importance.png", "by_dim.png", "by_use_moe.png",
+        "by_optimizer.png", "memory.png",
+    }  # fmt: skip
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == len(pictures)
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+    assert text.count("<tr>") == 1 + 24
+    assert "&lt;no&gt; number" in text
+    assert "<no> number" not in text
+
+
+def test_a_study_in_which_nothing_ended_yet(tmp_path):
+    study = read_study(made_study(tmp_path, 1))
+    page, _ = write_report(study, tmp_path / "report")
+    assert "1 running" in page.read_text()
+    assert "1 running" in table(study)
+    with pytest.raises(ValueError, match=r"no trial of .* has given a val_loss yet"):
+        write_best_config(study, tmp_path / "best.yaml")
+
+
+def test_the_best_config_is_one_that_train_reads(study, tmp_path):
+    best = write_best_config(study, tmp_path / "best.yaml")
+    config = Config.from_yaml(tmp_path / "best.yaml")
+    assert {name: getattr(config, name) for name in NAMES} == {name: best.params[name] for name in NAMES}
+    assert "record" not in (tmp_path / "best.yaml").read_text()
+
+
+def test_a_program_of_ones_own_has_no_config(tmp_path):
+    study = read_study(made_study(tmp_path, 3))
+    (study.run_dir(study.done[0]) / "config.yaml").unlink()
+    with pytest.raises(ValueError, match="its parameters are"):
+        write_best_config(study, tmp_path / "best.yaml")
+
+
+def test_the_command(study, tmp_path):
+    done = run("report", study.path, "--out", tmp_path / "out", "--best_config", tmp_path / "best.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert (tmp_path / "best.yaml").is_file()
+    told = json.loads(run("report", study.path, "--json", "--out", tmp_path / "out", cwd=tmp_path).stdout)
+    assert told["best"] == study.done[0].number
+    assert len(told["trials"]) == 24
+    refused = run("report", study.path, study.path / "trials" / "0", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "is a study: report it alone" in refused.stderr
+    assert run("report", study.path / "trials" / "0", "--best_config", "x", cwd=tmp_path).returncode == 2
+
+
+def test_parameters_that_all_share_are_not_shown(tmp_path):
+    params = {"lr": {"min": 1e-4, "max": 1e-2}, "dim": {"value": 32}, "use_moe": {"value": True}}
+    study = read_study(made_study(tmp_path, 4, parameters=params))
+    assert varied(study) == ["lr"]
+
+
+def test_json_has_every_report(study):
+    first = as_json(study)["trials"][0]
+    assert [step for step, _ in first["reports"]] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "is_log"),
+    [
+        ([64, 32, 256], ("32", "64", "256"), False),
+        (["b", "a"], ("a", "b"), False),
+        ([True, False], ("False", "True"), False),
+        ([1e-5 * 2**i for i in range(13)], None, True),
+        ([1 + i / 10 for i in range(13)], None, False),
+        ([1, None, 2], ("1", "2"), False),
+    ],
+)
+def test_axes(values, names, is_log):
+    found = axis("x", values)
+    assert (found.names, found.is_log) == (names, is_log)
+    assert found.place(None) is None
+    assert all(found.place(value) is not None for value in values if value is not None)
+
+
+def test_the_middle_of_lines_that_end_early():
+    line = middle([[(0, 4.0), (10, 2.0)], [(0, 4.0), (5, 3.0)], [(0, 4.0), (10, 2.0)]])
+    assert line[0] == (0, 4.0)
+    assert line[-1] == (10, 2.0)
+    assert middle([[(0, 1.0), (4, 1.0)], [(2, 3.0), (4, 3.0)]])[0] == (2, 2.0)
+
+
+def test_nested_parameters_have_points_between():
+    assert flat({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a.b": 1, "a.c.d": 2, "e": 3}
+
+
+def test_lines_where_there_is_no_terminal(study, capsys):
+    end = max(one.began for one in study.history.trials.values())
+    with Screen(30, 2, NAMES, 1.0, clock=lambda: end + 10) as screen:
+        screen.show(study.history)
+    said = capsys.readouterr().err
+    assert said.startswith("roxxel-dist: trial 23 runs: dim ")
+    assert said.count("\n") == 1  # what ended before this start is no news
+    counted = screen.counts(study.history)
+    assert counted.startswith("23 of 30 trials: 1 running, 18 done, 2 failed, 3 stopped early; 0:00 so far, ")
+    assert counted.endswith(" left")
+
+
+def test_the_live_table(study):
+    from rich.console import Console
+
+    screen = Screen(30, 2, NAMES, 1.0)
+    screen.show(study.history)
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen.render())
+    text = console.export_text()
+    console.file.close()
+    assert "23 of 30 trials" in text
+    assert f"best val_loss {study.done[0].value:.6g}: trial {study.done[0].number}" in text
+    assert re.search(r"^23 .* 5 ", text, re.MULTILINE)  # the running one, at its last step

@@ -1,0 +1,204 @@
+"""The command `sweep`, as a person types it: a search in its own Ray, taken up again, looked at before, refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import command, environment, on_terminal, run, wait_for
+
+from roxxel_dist.sweep.study import read_study
+
+BASE = """
+dim: 16
+num_blocks: 1
+max_context: 32
+dropout_rate: 0.0
+tokenizer_type: byte
+phases: [{steps: 6, batch_size: 8, seq_len: 33}]
+log_every: 3
+eval_every: 3
+eval_iters: 1
+"""
+SWEEP = {
+    "method": "bayes",
+    "metric": {"name": "val_loss", "goal": "minimize"},
+    "parameters": {
+        "dim": {"values": [16, 32]},
+        "lr": {"distribution": "log_uniform_values", "min": 1e-3, "max": 1e-1},
+    },
+}
+WORDS = ("sweep", "--sweep_config", "small.yaml", "--config", "base.yaml", "--data_path", "text")
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """A folder as somebody has it who begins: text, a base, a sweep."""
+    (tmp_path / "text").mkdir()
+    source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
+    (tmp_path / "text" / "argparse.txt").write_text(source.read_text())
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SWEEP))
+    return tmp_path
+
+
+def events(study, kind):
+    lines = (study / "journal.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def test_a_sweep_and_its_continuation(desk):
+    first = run(*WORDS, "--count", 2, "--workers", 2, cwd=desk)
+    assert first.returncode == 0, first.stdout + first.stderr
+    study = desk / "studies" / "small"
+    assert {path.name for path in study.iterdir()} >= {"study.yaml", "config.yaml", "journal.jsonl", "trials", "report"}
+    assert (study / "report" / "report.html").is_file()
+    done = read_study(study).done
+    assert len(done) == 2
+    for trial in done:
+        folder = study.joinpath("trials", str(trial.number))
+        assert [step for step, _ in trial.reports] == [1, 3, 6]
+        assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
+        assert not (folder / "data").exists()  # the shards are the study's
+    assert re.search(r"best val_loss: [\d.]+, trial [01]: dim (16|32), lr 0\.\d+", first.stdout)
+
+    again = run("sweep", "--study", "studies/small", "--count", 3, cwd=desk)  # it remembers all else
+    assert again.returncode == 0, again.stdout + again.stderr
+    history = read_study(study).history
+    assert [trial.number for trial in history.trials.values()] == [0, 1, 2]
+    assert history.trials[0].attempts == history.trials[1].attempts == 1
+    assert len({json.dumps(trial.params) for trial in history.trials.values()}) == 3
+
+    made = run("report", "studies/small", "--best_config", "best.yaml", cwd=desk)
+    assert made.returncode == 0, made.stderr
+    trained = run(
+        "train", "--config", "best.yaml", "--data_path", "studies/small/data/byte", "--run_dir", "r", cwd=desk
+    )
+    assert trained.returncode == 0, trained.stderr
+    lines = (desk / "r" / "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line)["val_loss"] for line in lines if "val_loss" in line]
+    assert min(values) == history.best.value  # the trial again, to the bit
+
+
+def test_ctrl_c_and_on(desk):
+    endless = BASE.replace("steps: 6", "steps: 100000")
+    (desk / "base.yaml").write_text(endless)
+    with subprocess.Popen(
+        command(*WORDS, "--count", 1), cwd=desk, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        study = desk / "studies" / "small"
+        wait_for(lambda: (study / "journal.jsonl").exists() and len(events(study, "report")) >= 2, what="a report")
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=90)[1]
+    assert process.returncode == 42, said
+    reported = events(study, "report")[-1]["step"]
+    history = read_study(study).history
+    assert history.trials[0].state == "running"  # it waits to be taken up
+    with subprocess.Popen(
+        command(*WORDS, "--count", 1), cwd=desk, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: events(study, "report")[-1]["step"] > reported, what="a report of the second start")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=90)
+    assert process.returncode == 42
+    assert events(study, "ask")[-1]["trial"] == 0
+    assert [event["attempt"] for event in events(study, "start")] == [0, 1]
+    assert (
+        "resumed at step" in (study / "logs" / "0.log").read_text()
+        or "goes on" in (study / "logs" / "0.log").read_text()
+    )
+
+
+def test_what_it_would_take(desk):
+    before = sorted(desk.rglob("*"))
+    done = run(*WORDS, "--count", 8, "--workers", 2, "--dry_run", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    assert "bayes search over 2 parameters, minimize val_loss" in done.stdout
+    assert "trials: 8 trials; 2 at once" in done.stdout
+    assert "devices: 1 host(s) and 1 process(es) a trial, in a Ray of its own on this machine" in done.stdout
+    assert re.search(r"6 to 6 steps, [\d,]+ to [\d,]+ parameters", done.stdout)
+    assert re.search(r"hours: about [\d.e-]+ \(\d+:\d\d\) for 8 trial\(s\), \d+:\d\d a trial, from", done.stdout)
+    assert sorted(desk.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sweep_config", "none.yaml"], "none.yaml: cannot be read"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--count", "0"], "--count 0: must be at least 1"),
+        (["--hosts_per_trial", "2"], "this machine is one host: name a cluster with --ray_address"),
+        (["--gpus_per_trial", "3", "--procs_per_host", "2"], "does not divide by --procs_per_host"),
+        (["--max_trial_time", "soon"], "--max_trial_time soon: write seconds"),
+        (["--method", "guess"], "guess"),
+        (["--lr", "-1"], "lr"),
+        (["--study", "text"], "--study text is there, and no study"),
+        (["--ray_address", "nowhere"], "write `auto`, or HOST:PORT"),
+    ],
+)
+def test_slips_leave_nothing_behind(desk, options, said):
+    before = sorted(desk.rglob("*"))
+    done = run(*WORDS, *options, cwd=desk)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(desk.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"parameters": {"lrr": {"min": 0.1, "max": 0.2}}}, "did you mean 'lr'?"),
+        ({"parameters": {"dim": {"values": [15]}, "lr": {"min": 0.1, "max": 0.2}}}, "dim"),
+        ({"parameters": {"lr": {"min": 0.2, "max": 0.1}}}, "small.yaml, line "),
+        ({"method": "grid"}, "a grid needs values that can be counted"),
+        ({"program": "mine.py"}, "program: mine.py is not there"),
+    ],
+)
+def test_slips_in_the_file(desk, change, said):
+    (desk / "small.yaml").write_text(yaml.safe_dump(SWEEP | change))
+    done = run(*WORDS, "--count", 1, cwd=desk)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not (desk / "studies").exists()
+
+
+def test_a_study_is_of_one_sweep_and_one_base(desk):
+    small = BASE.replace("steps: 6", "steps: 1")
+    (desk / "base.yaml").write_text(small)
+    assert run(*WORDS, "--count", 1, "--wandb", "off", cwd=desk).returncode == 0
+    for more, said in (
+        (["--seed", "7"], "begun with other settings (seed 42 -> 7)"),
+        (["--wandb", "offline"], "begun with other settings (wandb off -> offline)"),
+        (["--data_path", "base.yaml"], "was begun with"),
+    ):
+        refused = run(*WORDS, "--count", 1, *more, cwd=desk)
+        assert refused.returncode == 2
+        assert said in refused.stderr
+    other = {**SWEEP, "parameters": {"dim": {"values": [16, 64]}}}
+    (desk / "small.yaml").write_text(yaml.safe_dump(other))
+    refused = run(*WORDS, "--count", 1, "--wandb", "off", cwd=desk)
+    assert refused.returncode == 2
+    assert "is not what studies/small was begun with" in refused.stderr
+
+
+def test_a_terminal_shows_a_table(desk):
+    (desk / "base.yaml").write_text(BASE.replace("steps: 6", "steps: 3"))
+    words = [sys.executable, "-m", "roxxel_dist", *WORDS, "--count", "1", "--wandb", "off"]
+    env = environment(TERM="xterm", COLUMNS="140", LINES="40")
+
+    def start(theirs):
+        process = subprocess.Popen(words, cwd=desk, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        return process
+
+    process, text = on_terminal(lambda theirs: start(os.dup(theirs)))
+    assert process.wait(60) == 0
+    assert "0 of 1 trials: 1 running" in text
+    assert "1 of 1 trials: 0 running, 1 done" in text

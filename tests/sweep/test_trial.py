@@ -1,0 +1,233 @@
+"""Trials as real processes: what they report, how they fail, and that nothing of them outlives who started them."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import gone, make_corpus, rows, wait_for
+from trials import BASE, program, split, task
+
+from roxxel_dist.run_directory import is_held
+from roxxel_dist.sweep import child as child_module
+from roxxel_dist.sweep import trial as trial_module
+from roxxel_dist.sweep.trial import run
+from roxxel_dist.train.cursor import read_cursor
+
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+RUNNER = """
+import json, sys
+from roxxel_dist.sweep.trial import run
+for event in run(json.loads(sys.argv[1])):
+    print(json.dumps(event), flush=True)
+"""
+NO_SHAPES = """
+import jax.numpy as jnp
+def loss(model, batch):
+    return (jnp.ones((3, 4)) @ jnp.ones((5, 6))).sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A study beside its data."""
+    folder = tmp_path_factory.mktemp("sweep")
+    make_corpus(folder)
+    return folder / "study"
+
+
+def endless(study, trial, **more):
+    """A trial that has far to go."""
+    long = {**BASE, "phases": [{"steps": 100_000, "batch_size": 8, "seq_len": 33}]}
+    return task(study, trial, config=long, **more)
+
+
+def children(pid):
+    """What a process has started."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def done(study):
+    """The events of a trial that went to its end."""
+    return list(run(task(study)))
+
+
+def test_a_trial_reports_every_validation_and_then_its_best(study, done):
+    pid, reports, last = split(done)
+    assert pid is not None
+    logged = {step: row["val_loss"] for step, row in rows(study / "trials" / "0").items() if "val_loss" in row}
+    assert dict(reports) == logged
+    assert list(logged) == [1, 6, 12]
+    result = last["result"]
+    assert result["value"] == min(logged.values())
+    assert "stopped" not in result
+    more = result["more"]
+    assert (more["steps"], more["tokens"], more["parameters"]) == (12, 12 * 8 * 33, 38_560)
+    assert more["train_loss"] == rows(study / "trials" / "0")[12]["train_loss"]
+    assert more["ram_gb"] > 0
+    assert more["tokens_per_s"] > 0
+    assert json.dumps(last)
+    log = (study / "logs" / "0.log").read_text()
+    assert log.startswith("--- trial 0, attempt 0, ")
+    assert "Step 12/12" in log
+    assert gone(pid)
+
+
+def test_its_wandb_run_is_offline_and_in_the_studys_group(study, done):
+    (file,) = (study / "trials" / "0" / "wandb").glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    assert b"study" in data  # the group
+    assert data.count(b"val_loss") >= 3
+
+
+def test_a_finished_trial_gives_its_result_again_at_once(study, done):
+    before = (study / "logs" / "0.log").read_text()
+    pid, reports, last = split(run(task(study, attempt=1)))
+    _, first_reports, first = split(done)
+    assert pid is None
+    assert reports == first_reports
+    assert last["result"]["value"] == first["result"]["value"]
+    assert (study / "logs" / "0.log").read_text() == before
+
+
+def test_the_metric_is_named_where_it_was_never_logged(study, done):
+    *reports, last = run(task(study, metric="val_los", attempt=1))
+    assert reports == []
+    assert last["fail"]["kind"] == "error"
+    assert "never reported 'val_los': it logged grad_norm, lr, " in last["fail"]["reason"]
+
+
+def test_a_loss_that_is_no_number_fails_it(study):
+    _, reports, last = split(run(task(study, 1, params={"lr": 1e30})))
+    assert [step for step, _ in reports] == [1]
+    assert (last["fail"]["kind"], last["fail"]["log"]) == ("nan", str(study / "logs" / "1.log"))
+    assert last["fail"]["reason"].startswith("step 2 went wrong: its loss is ")
+
+
+def test_shapes_that_do_not_fit_fail_it(study, tmp_path):
+    (tmp_path / "noshapes.py").write_text(NO_SHAPES)
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    asked = task(study, 2, config={**BASE, "loss": "noshapes:loss"}, environment={"PYTHONPATH": path})
+    _, reports, last = split(run(asked))
+    assert reports == []
+    assert last["fail"]["kind"] == "shape", last
+    assert "\n" not in last["fail"]["reason"]
+    assert "Traceback" in (study / "logs" / "2.log").read_text()
+
+
+def test_what_is_wrong_with_its_parameters_is_told_without_a_process(study):
+    (event,) = run(task(study, 3, params={"lrr": 1}))
+    assert event["fail"]["reason"] == "parameters: there is no field 'lrr': did you mean 'lr'?"
+
+
+def test_one_that_is_stopped_saves_and_goes_on(study):
+    events = run(endless(study, 4))
+    pid = next(events)["start"]["pid"]
+    assert [next(events)["report"]["step"] for _ in range(2)] == [1, 6]
+    (training,) = children(pid)
+    events.close()
+    assert gone(training)
+    folder = study / "trials" / "4"
+    saved = read_cursor(folder)["step"]
+    assert saved >= 6
+    assert not is_held(folder)
+    events, steps = run(endless(study, 4, attempt=1)), []
+    while not steps or steps[-1] <= saved:
+        steps += [event["report"]["step"] for event in [next(events)] if "report" in event]
+    events.close()
+    assert steps == sorted(set(steps))
+    assert steps[0] == 1
+    log = (study / "logs" / "4.log").read_text()
+    assert "attempt 1" in log
+    assert f"resuming after step {saved} of 100000" in log.replace(",", "")
+
+
+def test_too_little_time_to_report_anything(study):
+    asked = task(study, 5, program=program(SLEEP), max_time_s=0.5)
+    _, _, last = split(run(asked))
+    assert last["fail"]["kind"] == "time"
+    assert "it reported no 'val_loss' within its 0.5 s" in last["fail"]["reason"]
+
+
+def test_one_that_does_not_want_to_stop_is_killed(study, monkeypatch):
+    monkeypatch.setattr(child_module, "STOP_LIMIT_S", 1.0)
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP
+    events = run(task(study, 6, program=program(stubborn)))
+    pid = next(events)["start"]["pid"]
+    wait_for(lambda: "\nup\n" in (study / "logs" / "6.log").read_text())
+    (started,) = children(pid)
+    began = time.monotonic()
+    events.close()
+    assert time.monotonic() - began < 60
+    assert gone(started)
+
+
+def test_a_killed_one_is_lost_and_not_failed(study):
+    events = run(task(study, 7, program=program(SLEEP)))
+    pid = next(events)["start"]["pid"]
+    wait_for(lambda: children(pid))
+    os.kill(children(pid)[0], signal.SIGKILL)
+    assert list(events) == [{"lost": {"reason": "its process was killed by SIGKILL"}}]
+
+
+def test_nothing_of_it_outlives_a_killed_task(study):
+    """Its shell, what that has started, and what has left its session: all go with the process that called `run`."""
+    text = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True);"
+    words = json.dumps(task(study, 8, program=["/bin/sh", "-c", 'exec "$0" "$@"', *program(text + SLEEP)]))
+    with subprocess.Popen([sys.executable, "-c", RUNNER, words], stdout=subprocess.PIPE, text=True) as runner:
+        pid = json.loads(runner.stdout.readline())["start"]["pid"]
+        wait_for(lambda: (study / "logs" / "8.log").read_text().count("up\n") == 2)
+        (first,) = children(pid)
+        (second,) = children(first)
+        runner.kill()
+    wait_for(lambda: gone(pid) and gone(first) and gone(second), 30, "the end of all")
+
+
+def test_a_held_run_directory_names_who_holds_it(study, monkeypatch):
+    monkeypatch.setattr(trial_module, "LOCK_LIMIT_S", 0.3)
+    folder = study / "trials" / "9"
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (event,) = run(task(study, 9))
+    assert f"process {os.getpid()} holds {folder}" in event["lost"]["reason"]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_two_is_started_again_and_counted_once(study):
+    asked = task(
+        study, 10, procs_per_host=2, config={**BASE, "phases": [{"steps": 60, "batch_size": 8, "seq_len": 33}]}
+    )
+    events = run(asked)
+    found = [next(events), next(events), next(events)]
+    ranks = [int(line) for line in _ranks(study / "trials" / "10")]
+    os.kill(ranks[1], signal.SIGKILL)
+    found += list(events)
+    _, reports, last = split(found)
+    steps = [step for step, _ in reports]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 60
+    assert last["result"]["value"] == min(value for _, value in reports)
+    log = (study / "logs" / "10.log").read_text()
+    assert log.count("--- trial 10") == 1
+    assert "rank 1 failed first" in log
+
+
+def _ranks(folder):
+    """The pids of the ranks of a run, in their order."""
+    found = {}
+    for name in os.listdir("/proc"):
+        try:
+            environ = Path(f"/proc/{name}/environ").read_bytes() if name.isdigit() else b""
+            words = Path(f"/proc/{name}/cmdline").read_bytes() if environ else b""
+        except OSError:
+            continue
+        if b"ROXXEL_PROCESS_ID=" in environ and str(folder).encode() in words and b"launcher.worker" in words:
+            found[environ.split(b"ROXXEL_PROCESS_ID=")[1].split(b"\0")[0]] = name
+    return [found[rank] for rank in sorted(found)]
