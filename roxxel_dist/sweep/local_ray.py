@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,9 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
 def _forget_token() -> None:
     """Ray keeps the first token that a process has used, and the next cluster has another."""
-    with suppress(ImportError, AttributeError):  # before 2.52 there was none
-        from ray._raylet import AuthenticationTokenLoader
-
-        AuthenticationTokenLoader.instance().reset_cache()
+    loader = getattr(import_module("ray._raylet"), "AuthenticationTokenLoader", None)  # Ray has it since tokens
+    if loader is not None:
+        loader.instance().reset_cache()
 
 
 def sweep_leftovers() -> None:
