@@ -2,8 +2,10 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +21,16 @@ from roxxel_dist.sweep.space import sweep_of
 
 ONE = {"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0}}}
 HOLDER = """
-import os, sys
-from roxxel_dist.sweep.local_ray import local_ray
-with local_ray(int(sys.argv[1]), 1.0) as ray:
-    print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN_PATH"], flush=True)
+import os, sys, tempfile
+import ray
+with tempfile.TemporaryDirectory(prefix="r") as folder:
+    ray.init(
+        address="local", num_cpus=int(sys.argv[1]), object_store_memory=80_000_000, include_dashboard=False,
+        log_to_driver=False, configure_logging=False, _temp_dir=folder,
+    )
+    print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
+    ray.shutdown()
 """
 
 
@@ -31,20 +38,22 @@ with local_ray(int(sys.argv[1]), 1.0) as ray:
 def shared_ray(workers: int) -> Iterator[str]:
     """The address of a Ray with room for so many trials; this process and those it starts know its token."""
     here = Path(__file__).parent  # Ray's workers have the environment of who started Ray
-    env = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
-    with (
-        subprocess.Popen([sys.executable, "-c", HOLDER, str(workers)], **pipes) as holder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        address, token = holder.stdout.readline().split()
+    with tempfile.TemporaryDirectory(prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
+        token = Path(folder, "token")
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
         patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN_PATH", token)
-        patch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # nobody may follow it
-        yield address
-        holder.stdin.close()
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        env = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+        with subprocess.Popen([sys.executable, "-c", HOLDER, str(workers)], **pipes) as holder:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            address = holder.stdout.readline().strip()
+            patch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # nobody may follow it
+            yield address
+            holder.stdin.close()
 
 
 class Study:

@@ -103,6 +103,17 @@ def stays(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"result": {"value": 1.0 + task["trial"]}}
 
 
+def leaves(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Ends once it may."""
+    yield _start()
+    folder = Path(task["folder"])
+    (folder / f"up.{task['trial']}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    yield {"result": {"value": float(task["trial"])}}
+
+
 def deaf(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Does not end when it is told to."""
     yield _start()

@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",
+    # Nobody looks at them, and the driver would pay for them.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
     # What Ray does where it cannot make clusters: it listens on loopback alone, as no option lets it on Linux.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
@@ -80,10 +84,9 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
 def _forget_token() -> None:
     """Ray keeps the first token that a process has used, and the next cluster has another."""
-    with suppress(ImportError, AttributeError):  # before 2.52 there was none
-        from ray._raylet import AuthenticationTokenLoader
-
-        AuthenticationTokenLoader.instance().reset_cache()
+    loader = getattr(import_module("ray._raylet"), "AuthenticationTokenLoader", None)  # Ray has it since tokens
+    if loader is not None:
+        loader.instance().reset_cache()
 
 
 def sweep_leftovers() -> None:

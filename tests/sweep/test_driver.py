@@ -46,7 +46,7 @@ def ups(study):
     return {int(path.suffix[1:]): int(path.read_text() or 0) for path in study.path.glob("up.*")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_driver_that_is_asked_to_end_lets_trials_save_and_goes_on_later(study, number):
     driver = study.start("stays", count=2, workers=2)
     until(lambda: len(ups(study)) == 2 and len(study.of("report")) == 2, "two trials")
@@ -64,6 +64,7 @@ def test_a_driver_that_is_asked_to_end_lets_trials_save_and_goes_on_later(study,
     assert len(study.of("report")) == 2
 
 
+@pytest.mark.slow
 def test_a_trial_that_does_not_end_is_killed_when_asked_again(study):
     driver = study.start("deaf", count=1)
     until(lambda: ups(study) and study.of("report"), "the trial")
