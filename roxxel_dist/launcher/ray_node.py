@@ -29,7 +29,7 @@ class RayNode:
 
     def __init__(self, given: Sequence[str] = (), dealt: bool = False) -> None:
         self._programs: dict[int, subprocess.Popen[bytes]] = {}
-        self._environment = environment(os.environ, _of_node(), given, dealt)
+        self._environment = environment(os.environ, of_node(), given, dealt)
 
     def ready(self) -> None:
         """Answers when the actor is up."""
@@ -107,7 +107,7 @@ def environment(own: Mapping[str, str], node: Mapping[str, str], given: Sequence
     return kept
 
 
-def _of_node() -> dict[str, str]:
+def of_node() -> dict[str, str]:
     """The variables with which Ray was started on this node; none where they cannot be read."""
     try:
         with open(f"/proc/{os.environ['RAY_RAYLET_PID']}/environ", encoding="utf-8", errors="surrogateescape") as file:

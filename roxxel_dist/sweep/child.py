@@ -1,5 +1,6 @@
 """The process of a trial, seen from the task that started it."""
 
+import fcntl
 import os
 import select
 import shlex
@@ -10,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from roxxel_dist.launcher import ray_node
 from roxxel_dist.launcher.job import CONTRACT
 from roxxel_dist.sweep import leash
 
@@ -28,9 +30,17 @@ class Child:
         environment: all of it, as `environment` makes it.
         log: what it writes is appended here.
         title: a line that goes before it.
+        directory: where it runs; that of this process if None.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, title: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        title: str,
+        directory: str | None = None,
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("ab") as file:
@@ -43,6 +53,7 @@ class Child:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
+                cwd=directory,
                 start_new_session=True,
             )
         self.pid = self._process.pid
@@ -93,9 +104,27 @@ class Child:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is."""
+    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is.
+
+    Of a worker of Ray: without what Ray sets for its workers alone (one thread each), but with its devices and its key.
+    """
     own = {name: value for name, value in os.environ.items() if name not in (*CONTRACT, *IDENTITY)}
+    if "RAY_RAYLET_PID" in own:
+        ray = {name: value for name, value in own.items() if name.startswith("RAY_")}
+        own = {**ray_node.environment(own, ray_node.of_node(), (), dealt=True), **ray}
     return {**own, "PYTHONUNBUFFERED": "1", **more}
+
+
+def is_locked(lock: Path) -> bool:
+    """Whether somebody has the lock (flock) of a file; false where the file system has no locks to tell."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def holder(lock: Path) -> int | None:

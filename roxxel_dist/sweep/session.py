@@ -1,6 +1,7 @@
 """A sweep from its command line: study, engine, trials, and what a person sees of them."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -108,6 +109,7 @@ class Session:
             "gpus_per_host": wanted.gpus_per_host,
             "max_time_s": wanted.max_time_s,
             "ray_address": wanted.ray_address,
+            "directory": os.getcwd(),
             "environment": {},
             "sweep": {
                 "names": sorted(self._swept),

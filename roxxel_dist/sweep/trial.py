@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from roxxel_dist.run_directory import LOCK, is_held
-from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder
+from roxxel_dist.run_directory import LOCK
+from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder, is_locked
 from roxxel_dist.sweep.corpus import wait_for_shards
 from roxxel_dist.sweep.follow import Report, RunReader
 from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
@@ -55,7 +55,8 @@ def run(task: Task) -> Iterator[Event]:
     interrupted, the training is asked to stop, saves, and is killed after 15 s.
 
     Args:
-        task: what the controller makes of a trial; plain values.
+        task: what the controller makes of a trial; plain values. run_dir and log are absolute, other paths count from
+            "directory", where it has one, or else from the working directory of this process.
     """
     folder = Path(task["run_dir"])
     if held := wait_until_free(folder):
@@ -89,7 +90,8 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
         yield fail(task, "error", why)
         return
     score = Score(task, reader)
-    child = Child(command, env, Path(task["log"]), f"trial {task['trial']}, attempt {task['attempt']}")
+    title = f"trial {task['trial']}, attempt {task['attempt']}"
+    child = Child(command, env, Path(task["log"]), title, task.get("directory"))
     code, stopped = yield from follow(task, child, score)
     yield _verdict(task, folder, score, code, child.said(), stopped)
 
@@ -167,7 +169,7 @@ def fail(task: Task, kind: str, reason: str) -> Event:
 def wait_until_free(folder: Path) -> str | None:
     """Wait until nobody trains in a run directory any more; after the limit, who does."""
     end = time.monotonic() + LOCK_LIMIT_S
-    while is_held(folder):
+    while is_locked(folder / LOCK):
         if time.monotonic() >= end:
             pid = holder(folder / LOCK)
             who = f"process {pid}" if pid else "a process, perhaps of another machine,"

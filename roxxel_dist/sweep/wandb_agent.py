@@ -80,7 +80,8 @@ def agent_trial(task: Task) -> Iterator[Event]:
     _put_aside(folder)  # the server gives a trial that was lost to nobody again
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", task["sweep"]["wandb"]]
-    child = Child(words, _environment(task, folder), Path(task["log"]), f"trial {task['trial']}")
+    title = f"trial {task['trial']}, attempt {task['attempt']}"
+    child = Child(words, _environment(task, folder), Path(task["log"]), title, task.get("directory"))
     reader = _AgentReader(folder, task["metric"])
     score = Score(task, reader)
     try:
