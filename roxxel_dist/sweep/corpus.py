@@ -68,7 +68,7 @@ def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
         corpus["text"] or "",
         corpus["folder"],
     ]
-    child = Child(words, environment({}), Path(task["log"]), "shards of the text")
+    child = Child(words, environment({}), Path(task["log"]), "shards of the text", task.get("directory"))
     try:
         while child.wait(POLL_S) is None:
             pass
