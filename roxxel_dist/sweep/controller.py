@@ -66,7 +66,7 @@ def run_sweep(
         _check_same(study, sweep, journal.history)
         with _ray(options, wanted) as ray, Signals(say) as signals:
             check_room(ray.nodes(), wanted)
-            pool = Pool(ray, run, wanted)
+            pool = Pool(ray, run, wanted, own=options.ray_address is None)
             return Driver(journal, sweep, engine, task_of, options, pool, signals, on_change, say).run()
 
 

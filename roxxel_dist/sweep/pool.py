@@ -43,10 +43,13 @@ class Pool:
         ray: the module, connected.
         run: the body of a trial.
         resources: of each, as Ray counts them.
+        own: whether Ray has this machine alone, so that nothing can run once it has gone.
     """
 
-    def __init__(self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float]) -> None:
-        self._ray = ray
+    def __init__(
+        self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float], *, own: bool
+    ) -> None:
+        self._ray, self._own = ray, own
         self._run = ray_task.name_of(run)
         self._driver = ray_task.driver()
         self._resources = resources
@@ -71,7 +74,13 @@ class Pool:
         return [(one, item) for one in heard for item in self._next(one)]
 
     def _next(self, one: Running) -> list[Item]:
-        from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
+        from ray.exceptions import (
+            LocalRayletDiedError,
+            RayError,
+            RayTaskError,
+            RuntimeEnvSetupError,
+            TaskCancelledError,
+        )
 
         try:
             return [self._ray.get(next(one.stream))]
@@ -82,6 +91,8 @@ class Pool:
             return [{"broken": {"reason": f"{why}: is roxxel-dist installed on its node?"}}, {"gone": {}}]
         except RayError as error:
             why = " ".join(str(error).split()).partition(". ")[0]
+            if self._own and isinstance(error, LocalRayletDiedError):
+                return [{"broken": {"reason": f"Ray has ended on this machine ({why})"}}, {"gone": {}}]
             return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
 
     def cancel(self, one: Running, verdict: Verdict) -> None:

@@ -31,9 +31,9 @@ def until(condition, what):
         time.sleep(0.02)
 
 
-def ended(process):
+def ended(process, limit_s=LIMIT_S):
     """Its exit code and what it said."""
-    said, _ = process.communicate(timeout=LIMIT_S)
+    said, _ = process.communicate(timeout=limit_s)
     return process.returncode, said
 
 
@@ -136,7 +136,7 @@ def kill_and_go_on(study, chance, kills, count):
         _check(study, whole=False)
         if len(study.ends()) == count:
             break
-    code, said = ended(study.start("kept", count=count, workers=2))
+    code, said = ended(study.start("kept", count=count, workers=2), limit_s=5 * LIMIT_S)
     assert code == 0, said
     _check(study, whole=True)
     assert study.ends() == list(range(count))
@@ -176,4 +176,4 @@ def test_nothing_is_lost_or_repeated_when_a_driver_is_killed(study):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_or_repeated_when_drivers_are_killed_at_20_moments(study):
-    assert kill_and_go_on(study, random.Random(11), 20, 200) == 20
+    assert kill_and_go_on(study, random.Random(11), 20, 60) == 20
