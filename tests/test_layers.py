@@ -48,7 +48,13 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
 NO_JAX = ["roxxel_dist.reading", "roxxel_dist.report.pictures", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
-LIGHT = ["roxxel_dist", "roxxel_dist.cli", "roxxel_dist.config", "roxxel_dist.launcher.supervisor"]
+LIGHT = [
+    "roxxel_dist",
+    "roxxel_dist.cli",
+    "roxxel_dist.config",
+    "roxxel_dist.launcher.supervisor",
+    "roxxel_dist.sweep.wandb_agent",
+]
 HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "ray", "wandb", "tokenizers", "matplotlib"}
 
 
