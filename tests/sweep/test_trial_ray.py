@@ -39,7 +39,7 @@ def nodes():
 def events_of(nodes, folder, asked):
     env = nodes.environment | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-c", DRIVER, json.dumps(asked)]
-    result = nodes.hosts.run(words, on="h1", cwd=folder, env=env)
+    result = nodes.hosts.run(words, on="h1", cwd=folder, env=env, timeout=300)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
