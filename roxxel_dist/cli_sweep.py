@@ -69,12 +69,13 @@ def sweep(words: list[str]) -> int:
     """Search for the best configuration, in trials that are Ray tasks."""
     with usage_errors(), ExitStack() as held:
         args, config, told = _read(words)
-        from roxxel_dist.sweep.begin import base_file
+        from roxxel_dist.sweep.begin import settings
         from roxxel_dist.sweep.session import Session
 
         server = _server(args, config, told)
-        if "wandb" not in told and config.wandb == "off" and base_file(Path(args.study or "")) is None:
-            config.wandb = "offline"  # uploaded later with `wandb sync`, or never
+        if "wandb" not in told and config.wandb == "off":
+            # Uploaded later with `wandb sync`, or never. A study that is there has decided already.
+            config.wandb = settings(Path(args.study or "")).get("wandb", "offline")
         definition = args.sweep_config if server in (None, "") else held.enter_context(_defined(str(server)))
         wanted = _wanted(args, server, config.wandb_project if "wandb_project" in told else None)
         session = Session(wanted, definition, args.extras, config, args.data_path)

@@ -55,7 +55,6 @@ LIGHT = [
     "roxxel_dist.config",
     "roxxel_dist.launcher.supervisor",
     "roxxel_dist.sweep.engine",
-    "roxxel_dist.sweep.session",
     "roxxel_dist.sweep.wandb_agent",
 ]
 HEAVY = {"jax", "numpy", "scipy", "flax", "optax", "orbax", "ray", "wandb", "optuna", "tokenizers", "matplotlib"}

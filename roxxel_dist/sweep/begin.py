@@ -20,10 +20,14 @@ def base_file(study: Path) -> str | None:
     return str(study / BASE) if (study / BASE).is_file() else None
 
 
+def settings(study: Path) -> dict[str, Any]:
+    """What the trials of a study begin from, by field; empty where there is no study yet."""
+    return load_yaml(study / BASE) if (study / BASE).is_file() else {}
+
+
 def recorded(study: Path, what: str) -> str | None:
     """What a study was begun with: DATA_PATH, or SERVER, the sweep of a W&B server that leads it."""
-    record = load_yaml(study / BASE).get(RECORD) if (study / BASE).is_file() else None
-    return (record or {}).get(what)
+    return (settings(study).get(RECORD) or {}).get(what)
 
 
 def look(
@@ -51,9 +55,9 @@ def look(
         _compare(study / DEFINITION, Path(sweep_config), "--sweep_config")
     if extras is not None:
         _compare(study / EXTRAS, Path(extras), "--extras")
-    if before := base_file(study):
+    if saved := settings(study):
         # The trials of a study are compared with each other: nothing but the parameters may differ.
-        saved, now = load_yaml(before), config.to_dict()
+        now = config.to_dict()
         changed = [f"{name} {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
         if changed:
             raise ValueError(f"{study} was begun with other settings ({', '.join(changed)}): name another --study")

@@ -73,7 +73,7 @@ class Screen:
             now = (trial.state, trial.attempts)
             if self._told.get(trial.number) != now:
                 self._told[trial.number] = now
-                if not first or trial.state == "running":
+                if not first:
                     self._tell(trial, history)
 
     def _tell(self, trial: Trial, history: History) -> None:

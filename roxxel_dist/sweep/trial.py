@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from roxxel_dist.run_directory import LOCK
 from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder, is_locked
-from roxxel_dist.sweep.corpus import wait_for_shards
 from roxxel_dist.sweep.follow import Report, RunReader
 from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
@@ -86,9 +85,12 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
     except ValueError as error:
         yield fail(task, "error", str(error))
         return
-    if why := wait_for_shards(task, config_file(task)):
-        yield fail(task, "error", why)
-        return
+    if task.get("corpus"):
+        from roxxel_dist.sweep.corpus import wait_for_shards  # numpy
+
+        if why := wait_for_shards(task, config_file(task)):
+            yield fail(task, "error", why)
+            return
     score = Score(task, reader)
     title = f"trial {task['trial']}, attempt {task['attempt']}"
     child = Child(command, env, Path(task["log"]), title, task.get("directory"))

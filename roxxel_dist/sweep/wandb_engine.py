@@ -46,6 +46,7 @@ class Wandb:
     def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
         """Points, as W&B's engine would choose them."""
         import numpy as np
+
         from sweeps import next_run
 
         runs = self._runs(record)

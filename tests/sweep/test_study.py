@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from commands import run
@@ -147,11 +148,15 @@ def test_nested_parameters_have_points_between():
 
 def test_lines_where_there_is_no_terminal(study, capsys):
     end = max(one.began for one in study.history.trials.values())
+    last = study.history.trials[23]
     with Screen(30, 2, NAMES, 1.0, clock=lambda: end + 10) as screen:
-        screen.show(study.history)
-    said = capsys.readouterr().err
-    assert said.startswith("roxxel-dist: trial 23 runs: dim ")
-    assert said.count("\n") == 1  # what ended before this start is no news
+        screen.show(study.history)  # what was before this start is no news
+        screen.show(replace(study.history, trials={**study.history.trials, 23: replace(last, attempts=2)}))
+        screen.show(replace(study.history, trials={**study.history.trials, 23: replace(last, state="done", value=9.0)}))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("roxxel-dist: trial 23 runs again (attempt 2): dim ")
+    assert second.startswith("roxxel-dist: trial 23 done: val_loss 9; best 2.")
+    screen.show(study.history)
     counted = screen.counts(study.history)
     assert counted.startswith("23 of 30 trials: 1 running, 18 done, 2 failed, 3 stopped early; 0:00 so far, ")
     assert counted.endswith(" left")
