@@ -24,8 +24,10 @@ from roxxel_dist.train.one_compilation import SHARE_COMPILATION
 
 PROJECT = "roxxel-dist"
 COMMAND = ["${env}", "${interpreter}", "-m", "roxxel_dist.sweep.train_sweep", "${args}"]
-OF_THE_AGENT = re.compile(r"^(\d{4}-\d\d-\d\d [\d:,]+ - |wandb: (?!ERROR))")
+OF_THE_AGENT = re.compile(r"^(\t|\d{4}-\d\d-\d\d [\d:,]+ - |wandb: (?!ERROR))")
 """Lines of the agent's own in its output, which the program's are among."""
+CLEANING = "Cleaning up finished run"
+"""What the agent says when its program has ended."""
 ASKED = ("hosts", "procs_per_host", "gpus_per_host", "ray_address")
 
 
@@ -130,6 +132,11 @@ class _AgentReader:
         return (self._folder / METRICS).exists()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its program came so far as to log."""
+        return self.is_ours or any(self._folder.glob("wandb/*run-*/*.wandb"))
+
+    @property
     def names(self) -> set[str]:
         return (self._ours if self.is_ours else self.theirs).names
 
@@ -159,7 +166,8 @@ def _verdict(
     task: Task, folder: Path, reader: _AgentReader, score: Score, code: int, said: str, stopped: str | None
 ) -> Event:
     given = _given(folder)
-    words = "\n".join(line for line in said.splitlines() if not OF_THE_AGENT.match(line))
+    program, _, _ = said.partition(CLEANING)  # the client may raise errors of its own when it ends
+    words = "\n".join(line for line in program.splitlines() if not OF_THE_AGENT.match(line))
     if given is None:
         if code == 0:
             return {"over": {"reason": f"the W&B server has no more trials for {task['sweep']['wandb']}"}}
@@ -175,6 +183,7 @@ def _verdict(
             event["result"]["params"] = params
         return event
     told_why = BEGIN in words or "roxxel-dist: " in words or reader.theirs.exit_code() is not None
+    told_why = told_why or (bool(words.strip()) and not reader.has_begun)  # python: can't open file …
     if not told_why:
         return {"lost": {"reason": machines_fault(code, ours=False) or "its program ended without a word"}}
     return fail(task, *failure(code, words))

@@ -1,0 +1,106 @@
+"""The command `sweep` with a W&B server that leads: created there, joined by its id, and taken up again."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import environment, run
+from wandb_sweeps import SweepServer
+
+from roxxel_dist.sweep.study import read_study
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("sweep", "--config", "base.yaml", "--data_path", "text.txt")
+BASE = """
+dim: 16
+num_blocks: 1
+max_context: 32
+dropout_rate: 0.0
+tokenizer_type: byte
+phases: [{steps: 4, batch_size: 8, seq_len: 33}]
+log_every: 2
+eval_every: 2
+eval_iters: 1
+"""
+SWEEP = {
+    "method": "random",
+    "metric": {"name": "val_loss", "goal": "minimize"},
+    "program": "train_sweep.py",
+    "command": ["${env}", "python", "${program}", "${args}"],
+    "parameters": {"dim": {"values": [16, 32]}, "lr": {"min": 0.001, "max": 0.01}},
+}
+
+
+@pytest.fixture
+def server():
+    with SweepServer() as found:
+        yield found
+
+
+@pytest.fixture
+def desk(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(2000)))
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+    return tmp_path
+
+
+def told(desk, server):
+    # The words "python" of a YAML's command find this one.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**server.environment, "WANDB_ERROR_REPORTING": "false", "HOME": str(desk), "PATH": path}
+
+
+def search(desk, server, *words):
+    done = run(*WORDS, *words, cwd=desk, **told(desk, server))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_a_login_and_a_project_let_the_server_lead_and_the_study_goes_on_with_it(desk, server):
+    words = ("--sweep_config", "sweep.yaml", "--wandb_project", "mine", "--study", "study")
+    first = search(desk, server, *words, "--count", 1)
+    assert "W&B knows you" in first.stderr
+    (sweep,) = server.sweeps.values()
+    assert sweep.project == "mine"
+    again = search(desk, server, "--study", "study", "--wandb_project", "mine", "--count", 2)
+    assert len(server.sweeps) == 1
+    assert f"local/mine/{sweep.name}" in again.stderr + again.stdout
+    trials = read_study(desk / "study").done
+    assert {one.number for one in trials} == {0, 1}
+    for trial in trials:
+        assert trial.params in list(server.params.values())  # what the server chose, and nobody here
+        assert [step for step, _ in trial.reports] == [1, 2, 4]
+    values = sorted(min(row["val_loss"] for row in server.runs[name].history) for name in sweep.runs)
+    assert values == [one.value for one in trials]
+
+
+@pytest.mark.slow
+def test_a_sweep_is_joined_by_its_id(desk, server):
+    search(desk, server, "--sweep_config", "sweep.yaml", "--wandb", "online", "--study", "a", "--dry_run")
+    assert not server.sweeps
+    env = environment(**server.environment, HOME=str(desk), WANDB_ERROR_REPORTING="false")
+    made = [sys.executable, "-m", "wandb", "sweep", "--project", "theirs", "sweep.yaml"]
+    subprocess.run(made, cwd=desk, env=env, check=True)
+    (sweep,) = server.sweeps.values()
+    words = ("--sweep_id", f"local/theirs/{sweep.name}", "--count", "1")
+    failed = run(*WORDS, *words, "--study", "failed", cwd=desk, **told(desk, server))
+    assert failed.returncode == 1
+    assert "trial 0 failed: python: can't open file" in failed.stdout  # the program that its YAML names
+    shutil.copy(ROOT / "sweeps" / "train_sweep.py", desk)
+    search(desk, server, *words, "--study", "joined")
+    (trial,) = read_study(desk / "joined").done
+    assert trial.params == list(server.params.values())[-1]
+
+
+def test_no_login_searches_here(desk):
+    words = ("--sweep_config", "sweep.yaml", "--wandb_project", "mine", "--dry_run")
+    done = run(*WORDS, *words, cwd=desk, HOME=str(desk), WANDB_API_KEY="")
+    assert done.returncode == 0, done.stderr
+    assert "no W&B login: the search is made here" in done.stderr
+    assert "random search over 2 parameters" in done.stdout
