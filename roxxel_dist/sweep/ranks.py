@@ -32,5 +32,6 @@ def with_ranks(
     if hosts == 1:
         return [*ROXXEL, "launch", "local", "--nprocs", procs, *dealt]
     where = ["--address", task.get("ray_address") or "auto", "--hosts", str(hosts), "--procs-per-host", procs]
+    where += ["--cpus-per-host", f"{task.get('cpus_per_host') or 1:g}"] + ["--insecure"] * bool(task.get("insecure"))
     named = [word for name in env for word in ("--env", name)]
     return [*ROXXEL, "launch", "ray", *where, *named, *dealt]

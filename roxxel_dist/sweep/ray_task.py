@@ -69,6 +69,10 @@ def _told(run: str, task: Item) -> Iterator[Item]:
             "broken": {"reason": f"{_node()} cannot import {run} ({error}): install the same packages there as here"}
         }
         return
+    if task.get("ray_address"):  # `auto` may mean another cluster, to a process that the trial starts here
+        import ray
+
+        task = task | {"ray_address": ray.get_runtime_context().gcs_address}
     try:
         for item in function(task):
             if "start" in item:

@@ -107,6 +107,8 @@ class Session:
             "hosts": wanted.hosts,
             "procs_per_host": wanted.procs_per_host,
             "gpus_per_host": wanted.gpus_per_host,
+            "cpus_per_host": wanted.cpus_per_host,
+            "insecure": wanted.insecure,
             "max_time_s": wanted.max_time_s,
             "ray_address": wanted.ray_address,
             "directory": os.getcwd(),

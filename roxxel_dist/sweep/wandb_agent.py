@@ -28,7 +28,7 @@ OF_THE_AGENT = re.compile(r"^(\t|\d{4}-\d\d-\d\d [\d:,]+ - |wandb: (?!ERROR))")
 """Lines of the agent's own in its output, which the program's are among."""
 CLEANING = "Cleaning up finished run"
 """What the agent says when its program has ended."""
-ASKED = ("hosts", "procs_per_host", "gpus_per_host", "ray_address")
+ASKED = ("hosts", "procs_per_host", "gpus_per_host", "cpus_per_host", "ray_address", "insecure")
 
 
 def create_or_join(sweep: Mapping[str, Any] | str, project: str | None = None, entity: str | None = None) -> str:
