@@ -1,8 +1,10 @@
 """Engines of sweeps against each other: the best of 50 trials, failures, several trials at once, CPU a suggestion.
 
-    python benchmarks/sweep_engines.py [--quick] [--seeds N] [--only SURFACE,…] [--engines NAME,…] [--json FILE]
+    python benchmarks/sweep_engines.py [--quick] [--seeds N] [--surfaces NAME,…] [--engines NAME,…] [--results FILE]
 
-A run's result is the value without noise of the trial that reported the best one. Each median is over the seeds.
+A run's result is the value without noise of the trial that reported the best one. Each median is over the seeds. A line
+is printed as each cell ends, and every run is added to FILE at once: what stands there already is not run again, so take
+another file once an engine has changed.
 """
 
 import os
@@ -17,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,25 @@ from sweep_surfaces import SURFACES, Surface
 
 TRIALS = 50
 AT_ONCE = 4
-Key = tuple[str, str, int]
+WASTED = 5.0
+SUGGESTION_MS = 60.0
+NAMES = tuple(one.name for one in SURFACES)
+ENGINES = (sweep_peers.OURS, *sweep_peers.PEERS, sweep_peers.TORCH)
+Cell = tuple[str, str, int]
 """Surface, engine, trials at once."""
+Runs = dict[Cell, dict[int, dict[str, Any]]]
+"""What each run gave, by its cell and seed."""
+
+
+def surface_of(name: str) -> Surface:
+    return next(one for one in SURFACES if one.name == name)
 
 
 def run(task: tuple[str, str, int, int]) -> dict[str, Any]:
     """One search of 50 trials; the oldest that runs is the first to finish."""
     warnings.simplefilter("ignore")
     name, peer, at_once, seed = task
-    surface = next(one for one in SURFACES if one.name == name)
+    surface = surface_of(name)
     engine = sweep_peers.engine(peer, surface.parameters, seed)
     running: deque[tuple[int, Any]] = deque()
     curve, failed, best, busy = [], 0, (float("inf"), float("inf")), 0.0
@@ -54,48 +66,81 @@ def run(task: tuple[str, str, int, int]) -> dict[str, Any]:
     return {"task": task, "best": best[1], "curve": curve, "failed": failed, "cpu_ms": 1000 * busy / TRIALS}
 
 
-def median(found: Iterable[dict[str, Any]], field: str) -> float:
-    return statistics.median(one[field] for one in found)
-
-
-def tasks(surfaces: Iterable[str], engines: Iterable[str]) -> Iterable[Key]:
+def cells(surfaces: Iterable[str], engines: Iterable[str]) -> Iterator[Cell]:
     """What is compared: the sampler that needs torch takes a while, and only where a target names it."""
     for surface in surfaces:
         for name in engines:
             if name != sweep_peers.TORCH or surface in ("surface", "failing"):
                 yield surface, name, 1
-        if sweep_peers.OURS in engines:
-            yield surface, sweep_peers.OURS, AT_ONCE
+            if name == sweep_peers.OURS:
+                yield surface, name, AT_ONCE
 
 
-def compare(
-    found: dict[Key, list[dict[str, Any]]], surfaces: Iterable[str], engines: Iterable[str]
-) -> Iterable[Result]:
-    """The rows of the table."""
+def known(file: Path | None) -> Runs:
+    """The runs of a file."""
+    found: Runs = {}
+    if file is not None and file.exists():
+        for line in file.read_text().splitlines():
+            one = json.loads(line)
+            surface, name, at_once, seed = one["task"]
+            found.setdefault((surface, name, at_once), {})[seed] = one
+    return found
+
+
+def search(runs: Runs, wanted: Iterable[Cell], seeds: Sequence[int], processes: int, file: Path | None) -> Runs:
+    """The runs of these cells and seeds, those that stand in `runs` and those that are run now."""
+    found: Runs = {}
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for cell in wanted:
+            had = found[cell] = {seed: one for seed, one in runs.get(cell, {}).items() if seed in seeds}
+            for one in pool.imap_unordered(run, [(*cell, seed) for seed in seeds if seed not in had]):
+                had[one["task"][3]] = one
+                if file is not None:
+                    with file.open("a") as lines:
+                        lines.write(json.dumps(one) + "\n")
+            surface, name, at_once = cell
+            print(
+                f"{surface:10} {name:10} {at_once} at once: best {median(had, 'best'):.4f}, "
+                f"failed {mean(had, 'failed'):.1f}, {mean(had, 'cpu_ms'):.0f} ms CPU a suggestion, {len(had)} seeds",
+                flush=True,
+            )
+    return found
+
+
+def median(found: dict[int, dict[str, Any]], field: str) -> float:
+    return statistics.median(one[field] for one in found.values())
+
+
+def mean(found: dict[int, dict[str, Any]], field: str) -> float:
+    return statistics.mean(one[field] for one in found.values())
+
+
+def compare(found: Runs, surface: str) -> Iterator[Result]:
+    """What was asked of a surface, and what came of it: a peer's own result is the target."""
     ours = sweep_peers.OURS
-    for surface in surfaces:
-        mine = median(found[surface, ours, 1], "best")
-        yield Result(what=f"{surface}: best of {TRIALS}, {ours}", against="(less is better)", measured=mine)
-        for name in engines:
-            if (surface, name, 1) in found:
-                other = median(found[surface, name, 1], "best")
-                yield Result(what=f"  {name}", against="must be more", measured=other, target=mine)
-        if surface == "failing":
-            for name in (ours, *engines):
-                if (surface, name, 1) in found:
-                    wasted = statistics.mean(one["failed"] for one in found[surface, name, 1])
-                    target = 5.0 if name == ours else None
-                    yield Result(
-                        what=f"  {name}", against="trials failed", measured=wasted, target=target, at_most=True
-                    )
-        together = median(found[surface, ours, AT_ONCE], "best")
+    mine = found[surface, ours, 1]
+    best = median(mine, "best")
+    kind = "regret" if surface in ("hartmann6", "branin") else "best"
+    for (where, name, at_once), other in found.items():
+        if where == surface and name != ours and at_once == 1:
+            target = median(other, "best")
+            yield Result(
+                what=f"{surface}: {kind} of {TRIALS}", against=name, measured=best, target=target, at_most=True
+            )
+    if surface == "failing":
         yield Result(
-            what=f"  {AT_ONCE} trials at once",
-            against="x one at a time",
-            measured=together / mine,
-            target=1.1,
+            what=f"{surface}: trials failed of {TRIALS}",
+            against="mean",
+            measured=mean(mine, "failed"),
+            target=WASTED,
             at_most=True,
         )
+    together = median(found[surface, ours, AT_ONCE], "best")
+    what = f"{surface}: {kind} with {AT_ONCE} at once"
+    if kind == "regret":  # a multiple of next to nothing says nothing
+        yield Result(what=what, against=f"one at a time {best:.3g}", measured=together)
+    else:
+        yield Result(what=what, against="x one at a time", measured=together / best, target=1.1, at_most=True)
 
 
 def suggestion(surface: Surface, finished: int, repeats: int = 5) -> float:
@@ -115,37 +160,37 @@ def suggestion(surface: Surface, finished: int, repeats: int = 5) -> float:
     return 1000 * statistics.median(times)
 
 
+def costs(surfaces: Iterable[str]) -> Iterator[Result]:
+    """What a suggestion costs."""
+    for name in surfaces:
+        if name in ("surface", "failing"):
+            for finished in (50, 150, 290, 500):
+                cost = suggestion(surface_of(name), finished)
+                what = f"{name}: a suggestion after {finished} trials"
+                yield Result(what=what, against="ms CPU", measured=cost, target=SUGGESTION_MS, at_most=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 seeds, and no sampler that needs torch")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--only", default=",".join(one.name for one in SURFACES))
-    parser.add_argument("--engines", default=",".join((*sweep_peers.PEERS, sweep_peers.TORCH)))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--surfaces", default=",".join(NAMES))
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--results", type=Path, help="JSON lines, one a run; those in it are not run again")
     flags = parser.parse_args()
-    surfaces = flags.only.split(",")
-    peers = [name for name in flags.engines.split(",") if name and not (flags.quick and name == sweep_peers.TORCH)]
-    for name in list(peers):
+    surfaces, engines = flags.surfaces.split(","), flags.engines.split(",")
+    if stray := [name for name in (*surfaces, *engines) if name not in (*NAMES, *ENGINES)]:
+        parser.error(f"{stray[0]!r} is none: there are surfaces {', '.join(NAMES)} and engines {', '.join(ENGINES)}")
+    engines = [name for name in engines if not (flags.quick and name == sweep_peers.TORCH)]
+    for name in list(engines):
         if reason := sweep_peers.missing(name):
             print(f"{name} is left out: {reason}")
-            peers.remove(name)
+            engines.remove(name)
     seeds = range(4 if flags.quick else flags.seeds)
-    work = [(*key, seed) for key in tasks(surfaces, (sweep_peers.OURS, *peers)) for seed in seeds]
-    found: dict[Key, list[dict[str, Any]]] = {}
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        for one in pool.imap_unordered(run, work):
-            found.setdefault(one["task"][:3], []).append(one)
-    rows = list(compare(found, surfaces, peers))
-    for finished in (50, 500):
-        cost = suggestion(SURFACES[0], finished)
-        what = f"a suggestion at {finished} finished trials"
-        rows.append(Result(what=what, against="ms CPU", measured=cost, target=60, at_most=True))
-    for name in peers:
-        cost = statistics.mean(one["cpu_ms"] for one in found[surfaces[0], name, 1])
-        rows.append(Result(what=f"  {name}, mean of the first {TRIALS}", against="ms CPU", measured=cost))
-    print(table(rows))
-    if flags.json:
-        flags.json.write_text(json.dumps([one for many in found.values() for one in many]))
+    found = search(known(flags.results), cells(surfaces, engines), seeds, flags.processes, flags.results)
+    if sweep_peers.OURS in engines:
+        print(table([*(row for name in surfaces for row in compare(found, name)), *costs(surfaces)]))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,16 @@ from roxxel_dist.sweep.gp import GaussianProcess, fit, learn
 from roxxel_dist.sweep.search import Proposer, Record, one_thread
 from roxxel_dist.sweep.space import InfeasibleError, Params, Sweep
 
-LEARN_FROM = 120
-"""Scales are learned from so many trials at most: the cost grows with the cube of it."""
+LEARN_FROM, REFINE_WITH, REFINEMENTS = 60, 100, 4
+"""Scales are learned from so many trials, and then from more of them in a few steps: the cost grows with the cube."""
 HAND_OVER = 300
 """From so many ended trials on, TPE proposes: the process would take too long."""
-CANDIDATES = 1500
+CANDIDATES, NEIGHBOURS = 1500, 100
+"""Rows looked at anywhere, and near each of the best; fewer after `PLENTY` trials, for each costs more then."""
+PLENTY = 80
 BEAM = 8
+LIKELY = 256
+"""Rows whose chance of a failure is looked at in one go: most promise too little for it to matter."""
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
 says no more than that, and would make all others look alike."""
@@ -41,12 +45,25 @@ class Belief:
     def promise(self, points: np.ndarray) -> np.ndarray:
         """The log of the expected improvement times the chance of a trial that does not fail: float64[m]."""
         found = self.value.log_improvement(points)
-        return found if self.failure is None else found + self.failure.log_chance_below(points, self.limit)
+        if self.failure is None:
+            return found
+        order, chances = np.argsort(-found, kind="stable"), np.empty(len(points))
+        done, best = 0, -np.inf
+        while done < len(points) and best < found[order[done]]:  # what comes after can be among the best
+            some = order[done : done + LIKELY]
+            chances[some] = self.failure.log_chance_below(points[some], self.limit)
+            done += len(some)
+            best = np.sort((found + chances)[order[:done]])[-BEAM:][0]
+        chances[order[done:]] = chances[order[:done]].min()
+        return found + chances
 
 
 def _expecting(points: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
-    picked = informative(values)
-    theta = learn(points[picked], values[picked])
+    few = informative(values, LEARN_FROM)
+    theta = learn(points[few], values[few])
+    if len(few) < len(values):
+        more = informative(values, REFINE_WITH)
+        theta = learn(points[more], values[more], theta, REFINEMENTS)
     process = fit(points, values, theta)
     if not len(running):
         return process
@@ -104,15 +121,18 @@ class Bayes:
         coding = self._coding
         done = sorted((one.value, number) for number, one in record.trials.items() if one.value is not None)
         top = coding.rows([record.trials[number].point for _, number in done[:5]])
-        rows = [coding.from_cube(chance.random((CANDIDATES, coding.dims)))]
+        share = min(1.0, PLENTY / record.told)
+        anywhere, near_best = int(CANDIDATES * share), int(NEIGHBOURS * share)
+        one, three = int(40 * share), int(20 * share)
+        rows = [coding.from_cube(chance.random((anywhere, coding.dims)))]
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
-            rows.append(coding.mutate(np.repeat(top, 100, 0), chance, times, reach))
+            rows.append(coding.mutate(np.repeat(top, near_best, 0), chance, times, reach))
         pool = np.concatenate(rows)
         worth = belief.promise(coding.encode(pool))
         beam = self._best(pool, worth)
         for reach in ROUNDS:
-            near = [coding.mutate(np.repeat(beam, 40, 0), chance, 1, reach)]
-            near.append(coding.mutate(np.repeat(beam, 20, 0), chance, 3, reach))
+            near = [coding.mutate(np.repeat(beam, one, 0), chance, 1, reach)]
+            near.append(coding.mutate(np.repeat(beam, three, 0), chance, 3, reach))
             fresh = np.concatenate([beam, *near])
             found = belief.promise(coding.encode(fresh))
             beam = self._best(fresh, found)
@@ -166,7 +186,7 @@ class Bayes:
 
 def start_count(width: int) -> int:
     """How many trials are spread out before anything is believed."""
-    return 4 + math.ceil(math.sqrt(width))
+    return 6 + math.ceil(math.sqrt(width))
 
 
 def start_points(dims: int, count: int, seed: int) -> np.ndarray:
@@ -190,11 +210,11 @@ def usual_values(values: list[float | None]) -> np.ndarray:
     return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
 
 
-def informative(values: np.ndarray) -> np.ndarray:
-    """Which trials the scales are learned from: the best ones, and others evenly over time."""
-    if len(values) <= LEARN_FROM:
+def informative(values: np.ndarray, count: int) -> np.ndarray:
+    """Which trials scales are learned from: the best ones, and others evenly over time; `count` at most."""
+    if len(values) <= count:
         return np.arange(len(values))
     order = np.argsort(values, kind="stable")
-    best, rest = order[: LEARN_FROM // 2], np.sort(order[LEARN_FROM // 2 :])
-    even = rest[np.linspace(0, len(rest) - 1, LEARN_FROM - len(best)).astype(int)]
+    best, rest = order[: count // 2], np.sort(order[count // 2 :])
+    even = rest[np.linspace(0, len(rest) - 1, count - len(best)).astype(int)]
     return np.sort(np.r_[best, even])

@@ -35,6 +35,19 @@ class Distribution:
     """How likely each choice is; None: all alike."""
     listed: Sequence[int] | None = None
     """The numbers of the choices in the order of the file, which is the order of a grid; None: as they are."""
+    steps: tuple[int, Callable[[int], float]] | None = None
+    """Where rounding leaves finitely many values: how many, and the u of each, counted from 0 in the order of u."""
+
+    @property
+    def count(self) -> int | None:
+        """How many values there are; None: endless."""
+        return len(self.choices) if self.choices is not None else self.steps[0] if self.steps else None
+
+    def turn(self, number: int) -> float:
+        """The u of a value, counted from 0 in the order of a grid."""
+        if self.choices is None and self.steps:
+            return self.steps[1](number)
+        return self.middle(number if self.listed is None else self.listed[number])
 
     @property
     def is_constant(self) -> bool:
@@ -187,7 +200,23 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
         value = round(shape(u, numbers) / step) * step
         return int(value) if whole else value
 
-    return Distribution(name=name, quantile=rounded)
+    return Distribution(name=name, quantile=rounded, steps=_steps(base, numbers, step) if "min" in numbers else None)
+
+
+def _steps(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[[int], float]] | None:
+    """How many multiples of step a distribution between two bounds has, and where in u each of them is."""
+    try:
+        ends = [FORMS[base](u, numbers) for u in (0.0, 1.0)]
+    except OverflowError:
+        return None
+    first, last = (round(end / step) for end in ends)
+    width = ends[1] - ends[0] if base == "uniform" else math.log(ends[1] / ends[0]) if ends[0] else 0.0
+
+    def place(number: int) -> float:
+        value = min(max((first + number) * step, ends[0]), ends[1])
+        return (value - ends[0] if base == "uniform" else math.log(value / ends[0])) / width if width else 0.0
+
+    return (last - first + 1, place) if width or first == last else None
 
 
 def _hint(value: Any) -> str:

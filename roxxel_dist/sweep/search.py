@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from roxxel_dist.sweep.space import InfeasibleError, Params, Space, Sweep
@@ -23,6 +23,8 @@ TRIES = 2_000
 """Points at random before a space counts as used up."""
 COUNTABLE = 50_000
 """A space of so many points or fewer is gone through to the last one."""
+REFUSALS = 200
+"""After so many configurations that `accept` refuses the engine looks elsewhere: to look at one takes a while."""
 
 
 class UsedUp(Exception):
@@ -153,16 +155,26 @@ class Search:
             UsedUp: no configuration is left that was not run and keeps the rules.
         """
         trial = max(self._record.trials, default=-1) + 1
-        for point in self._points(trial):
-            place = snapped(self._record.space, point)
-            try:
-                params = self._record.sweep.rules.complete(self._record.space.point(place))
-                if key(params) not in self._record.keys:
-                    self._check(params)
+        for points, limit in self._sources(trial):
+            refused: set[str] = set()
+            for point in points:
+                place = snapped(self._record.space, point)
+                try:
+                    params = self._record.sweep.rules.complete(self._record.space.point(place))
+                    if (name := key(params)) in self._record.keys:
+                        continue
+                    self._check(name, params)
                     self._record.add(trial, params, place)
                     return trial, params
-            except (InfeasibleError, RefusedError) as error:
-                self._refusal = str(error)
+                except InfeasibleError as error:
+                    self._refusal = str(error)
+                except RefusedError as error:
+                    self._refusal = str(error)
+                    refused.add(name)
+                    if len(refused) == limit:
+                        break
+            if len(refused) == limit and not self._record.trials:
+                raise UsedUp(f"{limit} configurations were looked at, and none can be run: {self._refusal}")
         raise UsedUp(self._ending())
 
     def tell(self, trial: int, value: float | None) -> None:
@@ -184,10 +196,9 @@ class Search:
         """An earlier `ask`, from the journal of a study."""
         self._record.add(trial, params, point)
 
-    def _check(self, params: Params) -> None:
+    def _check(self, name: str, params: Params) -> None:
         if self._accept is None:
             return
-        name = key(params)
         if name not in self._refused:
             try:
                 self._accept(params)
@@ -196,20 +207,24 @@ class Search:
         if name in self._refused:
             raise RefusedError(self._refused[name])
 
-    def _points(self, trial: int) -> Iterator[Sequence[float]]:
-        """Where to look: where the engine says, then anywhere, then everywhere."""
-        proposed = iter(self._propose(self._record, trial))
-        return chain(islice(proposed, PROPOSED), self._others(trial)) if self._fill else proposed
+    def _sources(self, trial: int) -> Iterator[tuple[Iterable[Sequence[float]], int | None]]:
+        """Where to look, and how many refusals to take there: where the engine says, then anywhere, then everywhere.
 
-    def _others(self, trial: int) -> Iterator[Sequence[float]]:
+        The points of a grid, and those of a small space in which trials were run, are all looked at.
+        """
+        proposed = self._propose(self._record, trial)
+        if not self._fill:
+            yield proposed, None
+            return
+        yield islice(proposed, PROPOSED), REFUSALS
         space, chance = self._record.space, generator(self._record.seed, trial, "fill")
         small = space.size is not None and space.size <= COUNTABLE
-        for _ in range(min(space.size or 0, 100) if small else TRIES):
-            yield [chance.random() for _ in space.free]
+        tries = min(space.size or 0, 100) if small else TRIES
+        yield ([chance.random() for _ in space.free] for _ in range(tries)), REFUSALS
         if small:
             everything = list(space.grid())
             chance.shuffle(everything)
-            yield from everything
+            yield everything, None if self._record.trials else REFUSALS
 
     def _ending(self) -> str:
         size, count = self._record.space.size, len(self._record.trials)
@@ -218,4 +233,5 @@ class Search:
         if size is not None and (size <= COUNTABLE or not self._fill):
             kept = f" that can be run, of {size} in all" if self._refusal else ""
             return f"the space is used up: all {count} configurations{kept} were run"
-        return f"the space looks used up: {count} configurations were run, and {TRIES:,} random tries found no other"
+        why = f": {self._refusal}" if self._refusal else ""
+        return f"the space looks used up: {count} configurations were run, and random tries found no other{why}"

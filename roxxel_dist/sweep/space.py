@@ -56,7 +56,7 @@ class Space:
     @property
     def size(self) -> int | None:
         """How many different points there are; None where they are endless."""
-        counts = [None if one.distribution.choices is None else len(one.distribution.choices) for one in self.free]
+        counts = [one.distribution.count for one in self.free]
         return math.prod(count for count in counts if count is not None) if None not in counts else None
 
     def point(self, u: Sequence[float]) -> Params:
@@ -74,19 +74,19 @@ class Space:
         Raises:
             ValueError: they are endless; names a parameter that is.
         """
-        endless = [one.name for one in self.free if one.distribution.choices is None]
+        endless = [one.name for one in self.free if one.distribution.count is None]
         if endless:
             raise ValueError(
-                f"parameters.{endless[0]}: a grid needs values that can be counted: give `values`, or `min` and `max` "
-                f"that are integers, or use another method"
+                f"parameters.{endless[0]}: a grid needs values that can be counted: give `values`, `min` and `max` "
+                f"that are integers, or a `q_` distribution with bounds, or use another method"
             )
         dims = sorted(range(len(self.free)), key=lambda dim: self.free[dim].path, reverse=True)
         for position in range(self.size or 0):
             point, rest = [0.0] * len(dims), position
             for dim in dims:
                 kind = self.free[dim].distribution
-                rest, turn = divmod(rest, len(kind.choices or ()))
-                point[dim] = kind.middle(turn if kind.listed is None else kind.listed[turn])
+                rest, turn = divmod(rest, kind.count or 1)
+                point[dim] = kind.turn(turn)
             yield point
 
 
