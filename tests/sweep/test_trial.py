@@ -126,6 +126,7 @@ def test_what_is_wrong_with_its_parameters_is_told_without_a_process(study):
     assert event["fail"]["reason"] == "parameters: there is no field 'lrr': did you mean 'lr'?"
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_saves_and_goes_on(study):
     events = run(endless(study, 4))
     pid = next(events)["start"]["pid"]

@@ -127,6 +127,7 @@ def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     assert yaml.safe_load((folder / "trial.yaml").read_text())["head_size"] is None
 
 
+@pytest.mark.slow
 def test_a_trial_of_the_servers(tmp_path, server, env):
     path = own_sweep(tmp_path, env, "end", run_cap=1)
     assert path == "local/tests/sweep0"
