@@ -1,7 +1,6 @@
 """The command that searches for the best configuration."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,7 +51,7 @@ class SweepArgs:
     procs_per_host: int = 1
     """Processes of each trial on each of its nodes."""
     cpus_per_trial: float | None = None
-    """CPUs that Ray keeps for a trial on each of its nodes; one a process where not given."""
+    """CPUs that Ray keeps for a trial on each of its nodes; `resources` of --extras, or one a process, if not given."""
     gpus_per_trial: int | None = None
     """GPUs of each trial, over all its nodes; all that are there where not given."""
     max_trial_time: str | None = None
@@ -132,18 +131,13 @@ def _wanted(args: SweepArgs, server: str | None, project: str | None) -> Any:
         study=Path(args.study or ""), count=args.count, workers=1 if args.workers is None else args.workers,
         wandb_sweep=server, wandb_project=project, method=args.method, seed=args.sweep_seed,
         ray_address=args.ray_address, insecure=args.insecure, hosts=hosts, procs_per_host=args.procs_per_host,
-        cpus_per_host=args.cpus_per_trial or _cpus(args), gpus_per_host=None if gpus is None else gpus // hosts,
+        cpus_per_host=args.cpus_per_trial, gpus_per_host=None if gpus is None else gpus // hosts,
         max_time_s=seconds(args.max_trial_time), max_failures=args.max_failures,
     )  # fmt: skip
 
 
 def _say(line: str) -> None:
     print(f"roxxel-dist: {line}", file=sys.stderr, flush=True)
-
-
-def _cpus(args: SweepArgs) -> float:
-    """A CPU a process; on this machine not more than there are: they are shared, as with `launch local`."""
-    return args.procs_per_host if args.ray_address else min(args.procs_per_host, os.cpu_count() or 1)
 
 
 def _read(words: list[str]) -> tuple[SweepArgs, Any, set[str]]:

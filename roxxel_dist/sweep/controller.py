@@ -96,4 +96,4 @@ def _ray(options: Options, wanted: Mapping[str, float]) -> Iterator[Any]:
     except (ValueError, ClusterError) as error:
         if not str(error).startswith(flag):
             raise
-        raise type(error)(f"--ray-address{str(error).removeprefix(flag)}") from error
+        raise type(error)(f"--ray_address{str(error).removeprefix(flag)}") from error

@@ -188,7 +188,7 @@ class Driver:
     def _lost(self, one: Running, reason: str) -> None:
         losses = one.losses + 1
         if losses > self._options.max_retries:
-            self._fail(one, "lost", f"lost {losses} times (--max-retries {losses - 1}); at last: {reason}", None)
+            self._fail(one, "lost", f"lost {losses} times; at last: {reason}", None)
             return
         self._say(f"trial {one.trial} was lost ({reason}): it is run again, {losses} of {self._options.max_retries}")
         self._again.append((one.trial, one.attempt + 1, losses))
@@ -231,7 +231,7 @@ class Driver:
         if failures >= self._options.max_failures and self._ending is None:
             last = max((one for one in self._history.trials.values() if one.reason), key=lambda one: one.ended or 0)
             self._drain(
-                Ending(code=1, reason=f"{failures} trials in a row failed (--max-failures); the last: {last.reason}")
+                Ending(code=1, reason=f"{failures} trials in a row failed (--max_failures); the last: {last.reason}")
             )
 
     def _ended(self) -> Ending:

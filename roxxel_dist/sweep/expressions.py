@@ -94,7 +94,7 @@ class Expression:
             return _value(self._tree, values)
         except KeyError as error:
             raise ValueError(f"{self.text!r}: there is no parameter {error.args[0]!r}") from None
-        except (ArithmeticError, TypeError) as error:
+        except (ArithmeticError, TypeError, ValueError) as error:
             told = ", ".join(f"{name} {values[name]!r}" for name in sorted(self.names) if name in values)
             raise ValueError(f"{self.text!r} cannot be worked out for {told}: {error}") from None
 

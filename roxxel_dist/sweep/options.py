@@ -36,7 +36,7 @@ class Options:
         for name, value in least.items():
             given = getattr(self, name)
             if given is not None and given < value:
-                raise ValueError(f"--{name.replace('_', '-')} {given}: must be {value} or more")
+                raise ValueError(f"--{name} {given}: must be {value} or more")
         for name, amount in self.resources.items():
             if not (math.isfinite(amount) and amount >= 0):
                 raise ValueError(f"resources.{name}: {amount} must be 0 or more")

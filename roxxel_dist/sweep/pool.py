@@ -144,7 +144,7 @@ def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float
     told = ", ".join(names[:LISTED])
     more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
     raise ValueError(
-        f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus-per-trial), and no node has "
+        f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus_per_trial), and no node has "
         f"that: {told}{more}. Ask for less, or start larger nodes"
     )
 

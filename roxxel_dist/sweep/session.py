@@ -176,7 +176,8 @@ class Session:
         wanted = self._wanted
         if wanted.hosts > 1:
             return {"CPU": 0.0}
-        return {"CPU": wanted.cpus_per_host} | ({"GPU": wanted.gpus_per_host} if wanted.gpus_per_host else {})
+        cpus = wanted.cpus_per_host or self._sweep.rules.resources.get("CPU", wanted.cpus)
+        return {"CPU": cpus} | ({"GPU": wanted.gpus_per_host} if wanted.gpus_per_host else {})
 
     def _notes(self) -> list[str]:
         """What a person should know before it begins."""

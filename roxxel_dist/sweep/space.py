@@ -4,7 +4,6 @@ What W&B's schema does not have may stand in a second file of its own (`extras`)
 that a trial must keep, and parameters that matter only under a condition.
 """
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.sweep.distributions import Distribution, distribution
-from roxxel_dist.sweep.expressions import Expression
+from roxxel_dist.sweep.place import Place, is_amount, nearest
+from roxxel_dist.sweep.rules import InfeasibleError, Rules, rules_of
 
 METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
@@ -20,13 +20,10 @@ KEYS = (
     "apiVersion", "command", "controller", "description", "early_terminate", "entity", "kind", "method", "metric",
     "name", "parameters", "program", "project", "run_cap",
 )  # fmt: skip
-EXTRAS = ("constraints", "derived", "resources", "when")
 HYPERBAND = ("type", "min_iter", "max_iter", "s", "eta", "strict")
 Params = dict[str, Any]
 
-
-class InfeasibleError(ValueError):
-    """These parameters break a rule of the sweep: no trial is made of them. The message names the rule."""
+__all__ = ["InfeasibleError", "Parameter", "Params", "Rules", "Space", "Sweep", "nested", "read_sweep", "sweep_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,33 +99,6 @@ def nested(pairs: Any) -> Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What the second file adds."""
-
-    derived: Mapping[str, Expression] = field(default_factory=dict)
-    constraints: tuple[Expression, ...] = ()
-    when: Mapping[str, Expression] = field(default_factory=dict)
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """Of each trial, as Ray counts them: CPU, GPU, and custom ones."""
-
-    def complete(self, params: Mapping[str, Any]) -> Params:
-        """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
-
-        Raises:
-            InfeasibleError: a constraint does not hold.
-            ValueError: a formula cannot be worked out.
-        """
-        found = {name: value for name, value in params.items() if name not in self.when or self.when[name](params)}
-        for name, formula in self.derived.items():
-            found[name] = formula({**params, **found})
-        for rule in self.constraints:
-            if not rule({**params, **found}):
-                told = ", ".join(f"{name} {({**params, **found})[name]!r}" for name in sorted(rule.names))
-                raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {told}")
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sweep:
     """A sweep, checked."""
 
@@ -151,33 +121,20 @@ class Sweep:
         return 1.0 if self.goal == "minimize" else -1.0
 
 
-class _Place:
-    """Tells where in a file something stands."""
-
-    def __init__(self, file: str, lines: Mapping[tuple[str, ...], int]) -> None:
-        self._file, self._lines = file, lines
-
-    def error(self, path: Sequence[str], text: str) -> ValueError:
-        """An error about a key, with the line of the nearest thing that has one."""
-        known = next((path[:end] for end in range(len(path), 0, -1) if tuple(path[:end]) in self._lines), None)
-        line = f", line {self._lines[tuple(known)]}" if known is not None else ""
-        return ValueError(f"{self._file}{line}: {'.'.join(path)}{': ' if path else ''}{text}")
-
-
 def read_sweep(path: str | Path, extras: str | Path | None = None) -> Sweep:
     """The sweep of a file. Raises ValueError that names file, line and key."""
     sweep, place = _load(path)
     more, other = _load(extras) if extras is not None else ({}, place)
-    return _sweep(sweep, place, _rules(more, other))
+    return _sweep(sweep, place, rules_of(more, other, sweep.get("parameters")))
 
 
 def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep of a dictionary, as `wandb.sweep` takes one. Raises ValueError that names the key."""
-    place = _Place("sweep", {})
-    return _sweep(sweep, place, _rules(extras or {}, place))
+    place = Place("sweep", {})
+    return _sweep(sweep, place, rules_of(extras or {}, place, sweep.get("parameters")))
 
 
-def _load(path: str | Path) -> tuple[Mapping[str, Any], _Place]:
+def _load(path: str | Path) -> tuple[Mapping[str, Any], Place]:
     import yaml
 
     try:
@@ -190,7 +147,7 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], _Place]:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: must be a mapping of keys to values")
-    return found, _Place(str(path), dict(_lines(tree)))
+    return found, Place(str(path), dict(_lines(tree)))
 
 
 def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -202,24 +159,19 @@ def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield from _lines(value, here)
 
 
-def _nearest(name: Any, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-
-
-def _sweep(told: Mapping[str, Any], place: _Place, rules: Rules) -> Sweep:
+def _sweep(told: Mapping[str, Any], place: Place, rules: Rules) -> Sweep:
     for key in told:
         if key not in KEYS:
-            raise place.error([str(key)], f"there is no such key: {_nearest(key, KEYS)}")
+            raise place.error([str(key)], f"there is no such key: {nearest(key, KEYS)}")
     method = told.get("method", "bayes")
     if method not in METHODS:
-        raise place.error(["method"], f"{method!r} is none: {_nearest(method, METHODS)}")
+        raise place.error(["method"], f"{method!r} is none: {nearest(method, METHODS)}")
     metric = told.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
         raise place.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
-        raise place.error(["metric", "goal"], f"{goal!r} is none: {_nearest(goal, GOALS)}")
+        raise place.error(["metric", "goal"], f"{goal!r} is none: {nearest(goal, GOALS)}")
     parameters = told.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         raise place.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
@@ -227,6 +179,14 @@ def _sweep(told: Mapping[str, Any], place: _Place, rules: Rules) -> Sweep:
     if run_cap is not None and (type(run_cap) is not int or run_cap < 1):
         raise place.error(["run_cap"], f"{run_cap!r} must be 1 or more trials")
     command = told.get("command")
+    if command is not None and (not isinstance(command, list | tuple) or not command):
+        raise place.error(
+            ["command"], f"{command!r} must be a list of words, such as ['${{env}}', '${{program}}', '${{args}}']"
+        )
+    texts = {key: told.get(key) for key in ("program", "name", "project", "entity")}
+    for key, text in texts.items():
+        if not isinstance(text, str | None):
+            raise place.error([key], f"{text!r} must be a text")
     return Sweep(
         method=method,
         metric=metric["name"],
@@ -236,11 +196,11 @@ def _sweep(told: Mapping[str, Any], place: _Place, rules: Rules) -> Sweep:
         run_cap=run_cap,
         early_terminate=_early(told.get("early_terminate"), place),
         rules=rules,
-        **{key: told.get(key) for key in ("program", "name", "project", "entity")},
+        **texts,
     )
 
 
-def _parameters(told: Mapping[str, Any], path: tuple[str, ...], place: _Place) -> Iterator[Parameter]:
+def _parameters(told: Mapping[str, Any], path: tuple[str, ...], place: Place) -> Iterator[Parameter]:
     for key, spec in told.items():
         here = (*path, str(key))
         if not isinstance(spec, Mapping):
@@ -255,33 +215,17 @@ def _parameters(told: Mapping[str, Any], path: tuple[str, ...], place: _Place) -
         yield Parameter(path=tuple(here[1::2]), distribution=found)
 
 
-def _early(told: Any, place: _Place) -> Mapping[str, Any] | None:
+def _early(told: Any, place: Place) -> Mapping[str, Any] | None:
     if told is None:
         return None
     if not isinstance(told, Mapping) or told.get("type") != "hyperband":
         raise place.error(["early_terminate"], "must have `type: hyperband`")
     for key in told:
         if key not in HYPERBAND:
-            raise place.error(["early_terminate", str(key)], f"there is no such key: {_nearest(key, HYPERBAND)}")
+            raise place.error(["early_terminate", str(key)], f"there is no such key: {nearest(key, HYPERBAND)}")
     if "min_iter" not in told and not {"max_iter", "s"} <= set(told):
         raise place.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
+    for key in set(told) - {"type", "strict"}:
+        if not is_amount(told[key]) or not told[key]:
+            raise place.error(["early_terminate", str(key)], f"{told[key]!r} must be a number above 0")
     return told
-
-
-def _rules(told: Mapping[str, Any], place: _Place) -> Rules:
-    for key in told:
-        if key not in EXTRAS:
-            raise place.error([str(key)], f"there is no such key: {_nearest(key, EXTRAS)}")
-
-    def formula(path: Sequence[str], text: Any) -> Expression:
-        try:
-            return Expression(str(text))
-        except ValueError as error:
-            raise place.error(path, str(error)) from None
-
-    return Rules(
-        derived={name: formula(["derived", name], text) for name, text in (told.get("derived") or {}).items()},
-        constraints=tuple(formula(["constraints"], text) for text in told.get("constraints") or ()),
-        when={name: formula(["when", name], text) for name, text in (told.get("when") or {}).items()},
-        resources=told.get("resources") or {},
-    )

@@ -1,5 +1,6 @@
 """What a person asked of a sweep, checked."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,8 @@ class Wanted:
     insecure: bool
     hosts: int
     procs_per_host: int
-    cpus_per_host: float
+    cpus_per_host: float | None
+    """None: what the sweep's second file says, or else as `cpus`."""
     gpus_per_host: int | None
     max_time_s: float | None
     max_failures: int
@@ -40,7 +42,7 @@ class Wanted:
                 check_address(self.ray_address)
             except ValueError as error:
                 raise ValueError(str(error).replace("--address", "--ray_address")) from None
-        if self.cpus_per_host <= 0:
+        if self.cpus_per_host is not None and self.cpus_per_host <= 0:
             raise ValueError(f"--cpus_per_trial {self.cpus_per_host:g}: must be more than 0")
         if self.hosts > 1 and self.ray_address is None:
             raise ValueError(
@@ -51,3 +53,8 @@ class Wanted:
                 f"--gpus_per_trial gives {self.gpus_per_host} a host, which does not divide by --procs_per_host "
                 f"{self.procs_per_host}: use a multiple"
             )
+
+    @property
+    def cpus(self) -> float:
+        """A CPU a process; on this machine not more than there are: they are shared, as with `launch local`."""
+        return self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)

@@ -61,7 +61,7 @@ def test_a_trial_that_is_always_lost_fails(study):
     assert ending.code == 1
     [failed] = study.of("fail")
     assert failed["kind"] == "lost"
-    assert "lost 2 times (--max-retries 1)" in failed["reason"]
+    assert "lost 2 times; at last" in failed["reason"]
     assert study.history.trials[0].attempts == 2
 
 
@@ -86,7 +86,7 @@ def test_failures_of_every_kind_are_kept(study):
 def test_failures_in_a_row_end_the_sweep_with_the_reason(study):
     ending = study.run(trial_bodies.mixed, count=50, max_failures=3)
     assert ending.code == 1
-    assert ending.reason == "3 trials in a row failed (--max-failures); the last: RESOURCE_EXHAUSTED"
+    assert ending.reason == "3 trials in a row failed (--max_failures); the last: RESOURCE_EXHAUSTED"
     assert study.ends() == [0, 1, 2]
     # Somebody has mended it, and starts it again.
     assert study.run(trial_bodies.square, count=4, max_failures=3).code == 0
@@ -163,7 +163,7 @@ def test_another_metric_is_no_continuation(study):
 
 
 def test_a_cluster_that_does_not_answer_names_the_flag(tmp_path):
-    with pytest.raises(ValueError, match=r"^--ray-address 'nowhere': write"):
+    with pytest.raises(ValueError, match=r"^--ray_address 'nowhere': write"):
         Study(tmp_path, "nowhere").run(trial_bodies.square, count=1)
 
 

@@ -91,7 +91,7 @@ constraints:
   - dim % n_heads == 0
   - head_size >= 8
 when:
-  expert_count: use_moe
+  optimizer: use_moe
 resources: {CPU: 2}
 """
 
@@ -99,9 +99,9 @@ resources: {CPU: 2}
 def test_rules_of_a_second_file(file: Any) -> None:
     rules = read_sweep(file(SEED), file(EXTRAS, "extras.yaml")).rules
     assert rules.resources == {"CPU": 2}
-    given = {"dim": 256, "n_heads": 16, "use_moe": False, "expert_count": 4}
+    given = {"dim": 256, "n_heads": 16, "use_moe": False, "optimizer": "lion"}
     assert rules.complete(given) == {"dim": 256, "n_heads": 16, "use_moe": False, "head_size": 16}
-    assert rules.complete({**given, "use_moe": True})["expert_count"] == 4
+    assert rules.complete({**given, "use_moe": True})["optimizer"] == "lion"
     with pytest.raises(InfeasibleError, match=re.escape("'dim % n_heads == 0' does not hold for dim 256, n_heads 12")):
         rules.complete({**given, "n_heads": 12})
     with pytest.raises(InfeasibleError, match="head_size 4"):
@@ -125,6 +125,18 @@ def test_rules_of_a_second_file(file: Any) -> None:
         ("command:", "early_terminate: {type: hyperband}\ncommand:", "needs `min_iter`"),
         ("command:", "early_terminate: {type: hyperband, min_itr: 3}\ncommand:", "did you mean 'min_iter'?"),
         ("  dim:\n    value: 256", "  dim: 256", "for one value write `dim: {value: 256}`"),
+        (
+            "command:",
+            "early_terminate: {type: hyperband, min_iter: 0}\ncommand:",
+            "min_iter: 0 must be a number above 0",
+        ),
+        ("command:", "early_terminate: {type: hyperband, min_iter: x}\ncommand:", "min_iter: 'x' must be a number"),
+        ("program: train_sweep.py", "program: 5", "sweep.yaml, line 1: program: 5 must be a text"),
+        (
+            "command:\n  - ${env}\n  - ${program}\n  - ${args}",
+            "command: python",
+            "line 21: command: 'python' must be a list",
+        ),
         ("metric:", "metric: [", "is no YAML"),
     ],
 )
@@ -132,6 +144,25 @@ def test_errors_name_file_line_and_key(old: str, new: str, said: str, file: Any)
     assert SEED.count(old) == 1
     with pytest.raises(ValueError, match=re.escape(said)):
         read_sweep(file(SEED.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("when: {dimm: use_moe}", "extras.yaml, line 1: when.dimm: there is no such parameter: did you mean 'dim'?"),
+        (
+            "derived:\n  x: dimm // 2",
+            "line 2: derived.x: 'dimm // 2': there is no parameter 'dimm': did you mean 'dim'?",
+        ),
+        ("constraints: [num_blocks < 3]", "line 1: constraints: 'num_blocks < 3': there is no parameter 'num_blocks'"),
+        ("constraints: dim < 3", "constraints: 'dim < 3' must be a list of formulas"),
+        ("derived: [a]", "derived: ['a'] must be a mapping"),
+        ("resources: {GPU: one}", "resources.GPU: 'one' must be a number, 0 or more"),
+    ],
+)
+def test_slips_in_the_second_file(text: str, said: str, file: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_sweep(file(SEED), file(text, "extras.yaml"))
 
 
 def test_errors_in_the_second_file(file: Any, tmp_path: Path) -> None:
