@@ -92,9 +92,7 @@ class _Posterior:
         return worth + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
 
 
-def learn(
-    points: np.ndarray, values: np.ndarray, start: np.ndarray | None = None, steps: int = STEPS
-) -> np.ndarray:
+def learn(points: np.ndarray, values: np.ndarray, start: np.ndarray | None = None, steps: int = STEPS) -> np.ndarray:
     """The log scales, log signal and log noise that explain values best; see `fit`.
 
     Args:
