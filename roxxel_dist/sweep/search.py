@@ -160,7 +160,7 @@ class Search:
             if self._record.trials:
                 refused.clear()
             for point in points:
-                place = snapped(self._record.space, point)
+                place, name = snapped(self._record.space, point), ""
                 try:
                     params = self._record.sweep.rules.complete(self._record.space.point(place))
                     if (name := key(params)) in self._record.keys:
