@@ -2,9 +2,9 @@
 
     python benchmarks/sweep_engines.py [--quick] [--seeds N] [--surfaces NAME,…] [--engines NAME,…] [--results FILE]
 
-A run's result is the value without noise of the trial that reported the best one. Each median is over the seeds. A line
-is printed as each cell ends, and every run is added to FILE at once: what stands there already is not run again, so take
-another file once an engine has changed.
+A run's result is the value without noise of the trial that reported the best one. Each median is over the seeds.
+A line is printed as each cell ends, and every run is added to FILE at once: what stands there already is not run again,
+so take another file once an engine has changed.
 """
 
 import os

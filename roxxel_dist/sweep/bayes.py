@@ -201,6 +201,7 @@ def usual_values(values: list[float | None]) -> np.ndarray:
     known = np.array([value for value in values if value is not None])
     if not len(known):
         return np.zeros(len(values))
+    known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
     middle, least = np.median(known), known.min()
     if middle > least:
         known = np.minimum(known, middle + OUTLIER * (middle - least))

@@ -18,7 +18,7 @@ JITTER = 1e-6
 SCALES = (np.log(0.05), np.log(100.0))
 SIGNAL = (-3.0, 3.0)
 NOISE = (np.log(1e-5), 0.0)
-USUAL_SCALE = 0.18
+USUAL_SCALE = 0.3
 """Of one dimension. With longer ones a search believes too soon that it has seen everything, and stays where it is."""
 USUAL_NOISE, NOISE_SPREAD = np.log(1e-2), 1.5
 STEPS = 60
@@ -92,9 +92,7 @@ class _Posterior:
         return worth + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
 
 
-def learn(
-    points: np.ndarray, values: np.ndarray, start: np.ndarray | None = None, steps: int = STEPS
-) -> np.ndarray:
+def learn(points: np.ndarray, values: np.ndarray, start: np.ndarray | None = None, steps: int = STEPS) -> np.ndarray:
     """The log scales, log signal and log noise that explain values best; see `fit`.
 
     Args:

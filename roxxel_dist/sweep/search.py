@@ -155,10 +155,12 @@ class Search:
             UsedUp: no configuration is left that was not run and keeps the rules.
         """
         trial = max(self._record.trials, default=-1) + 1
+        refused: set[str] = set()
         for points, limit in self._sources(trial):
-            refused: set[str] = set()
+            if self._record.trials:
+                refused.clear()
             for point in points:
-                place = snapped(self._record.space, point)
+                place, name = snapped(self._record.space, point), ""
                 try:
                     params = self._record.sweep.rules.complete(self._record.space.point(place))
                     if (name := key(params)) in self._record.keys:

@@ -8,7 +8,7 @@ from typing import Any
 from roxxel_dist.sweep.search import Record, generator, one_thread, packages
 from roxxel_dist.sweep.space import Space
 
-OFFERS = 20
+OFFERS = 8
 
 
 @contextmanager

@@ -1,64 +1,28 @@
-"""Engines: what they ask for keeps the rules, is never asked twice, and follows from the history alone."""
+"""Engines: what they ask for is good, is never asked twice, and follows from the history alone."""
 
 import json
 import math
 import random
-import re
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from engines import MIXED, engine, loss, named, searched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roxxel_dist.sweep.engine import METHODS, Engine, UsedUp, make
+from roxxel_dist.sweep.engine import UsedUp
 from roxxel_dist.sweep.space import sweep_of
 
-MIXED = {
-    "lr": {"distribution": "log_uniform_values", "min": 1.0e-4, "max": 1.0e-2},
-    "dim": {"values": [64, 128, 256, 512]},
-    "optimizer": {"values": ["adamw", "lion", "adafactor"]},
-    "moe": {"parameters": {"use": {"values": [True, False]}, "experts": {"min": 2, "max": 8}}},
-    "drop": {"values": [0.0, 0.1], "probabilities": [0.8, 0.2]},
-    "seed": {"value": 7},
-}
 SEARCHING = ("bayes", "tpe", "wandb", "random")
-
-
-def engine(parameters: Mapping[str, Any], method: str = "bayes", seed: int = 0, **options: Any) -> Engine:
-    extras = {name: options.pop(name) for name in ("constraints", "when", "derived") if name in options}
-    sweep = {"parameters": parameters, "metric": {"name": "loss", "goal": options.pop("goal", "minimize")}}
-    return make(sweep_of(sweep, extras), seed, method, **options)
-
-
-def loss(params: Mapping[str, Any]) -> float | None:
-    """Less is better; a fifth of the space fails."""
-    if params["dim"] == 512 and params["lr"] > 1e-3:
-        return None
-    off = math.log10(params["lr"]) + 3 - 0.3 * math.log2(params["dim"] / 64)
-    return off * off + (params["optimizer"] != "lion") + 0.1 * params["moe"]["experts"] * params["moe"]["use"]
-
-
-def searched(found: Engine, count: int, function: Any = loss) -> list[tuple[dict[str, Any], float | None]]:
-    rows = []
-    for _ in range(count):
-        trial, params = found.ask()
-        rows.append((params, function(params)))
-        found.tell(trial, rows[-1][1])
-    return rows
-
-
-def named(params: Mapping[str, Any]) -> str:
-    return json.dumps(params, sort_keys=True)
 
 
 @pytest.mark.parametrize("method", SEARCHING)
 def test_a_search_finds_what_is_good_and_repeats_nothing(method: str) -> None:
     found = engine(MIXED, method)
-    count = 15 if method == "wandb" else 40  # W&B's engine takes a fifth of a second each time
+    count = 10 if method == "wandb" else 30  # W&B's engine takes a fifth of a second each time
     rows = searched(found, count)
     assert len({named(params) for params, _ in rows}) == count
     assert all(params["seed"] == 7 and set(params["moe"]) == {"use", "experts"} for params, _ in rows)
@@ -120,83 +84,6 @@ def test_a_history_is_recalled_at_once() -> None:
     trial, params = found.ask()  # TPE by now
     assert trial == 1000
     assert named(params) not in {named(one) for _, one in rows}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_small_space_is_used_up_and_says_so(method: str) -> None:
-    parameters = {"a": {"values": [1, 2, 3]}, "b": {"values": ["x", "y"]}, "c": {"value": 0}}
-    found = engine(parameters, method)
-    rows = searched(found, 6, lambda params: params["a"] * 1.0)
-    assert len({named(params) for params, _ in rows}) == 6
-    with pytest.raises(UsedUp, match=re.escape("the space is used up: all 6 configurations were run")):
-        found.ask()
-
-
-@pytest.mark.parametrize("method", ["bayes", "random", "grid"])
-def test_used_up_under_rules(method: str) -> None:
-    parameters = {"dim": {"values": [8, 16, 24]}, "heads": {"values": [2, 3, 4]}, "width": {"values": [1, 2]}}
-    rules = {"constraints": ["dim % heads == 0", "size > 2"], "derived": {"size": "dim // heads"}}
-    rules["when"] = {"width": "heads > 2"}
-    found = engine(parameters, method, **rules)
-    seen = []
-    for _ in range(9):
-        trial, params = found.ask()
-        seen.append(params)
-        found.tell(trial, 1.0)
-    with pytest.raises(UsedUp, match=re.escape("all 9 configurations that can be run, of 18 in all")):
-        found.ask()
-    assert all(one["dim"] % one["heads"] == 0 and one["size"] == one["dim"] // one["heads"] > 2 for one in seen)
-    assert all(("width" in one) == (one["heads"] > 2) for one in seen)
-    assert len({named(one) for one in seen}) == len(seen) == 9
-
-
-def test_spaces_that_nothing_is_left_of() -> None:
-    with pytest.raises(UsedUp, match=re.escape("no configuration that can be run: the constraint 'a > 5'")):
-        engine({"a": {"values": [1, 2]}}, constraints=["a > 5"]).ask()
-    steps = engine({"a": {"distribution": "q_uniform", "min": 0, "max": 3, "q": 1}}, "random")
-    for _ in range(4):
-        steps.ask()
-    with pytest.raises(UsedUp, match="4 configurations were run, and 2,000 random tries found no other"):
-        steps.ask()
-    only = engine({"a": {"value": 1}})
-    assert only.ask() == (0, {"a": 1})
-    with pytest.raises(UsedUp, match="all 1 configurations"):
-        only.ask()
-
-
-def test_a_grid_goes_in_the_order_of_wandb() -> None:
-    from sweeps import SweepRun, next_run  # fmt: skip
-
-    parameters = {"z": {"values": [3, 1, 2]}, "a": {"values": ["y", "x"]}, "m": {"min": 0, "max": 1}}
-    found, runs = engine(parameters, "grid"), []
-    for _ in range(12):
-        run = next_run({"method": "grid", "parameters": parameters}, runs)
-        assert isinstance(run, SweepRun)
-        runs.append(run)
-        assert found.ask()[1] == {name: one["value"] for name, one in run.config.items()}
-    with pytest.raises(UsedUp):
-        found.ask()
-    later = engine(parameters, "grid")
-    later.recall(0, found_params := engine(parameters, "grid").ask()[1], found.point(0))
-    assert later.ask()[1] != found_params
-    with pytest.raises(ValueError, match=re.escape("parameters.x: a grid needs values that can be counted")):
-        engine({"x": {"min": 0.0, "max": 1.0}}, "grid")
-
-
-def test_what_is_not_accepted_is_never_asked_for() -> None:
-    looked: list[str] = []
-
-    def accept(params: Mapping[str, Any]) -> None:
-        looked.append(named(params))
-        if params["dim"] % 256:
-            raise ValueError(f"dim {params['dim']} does not divide")
-
-    found = engine(MIXED, accept=accept)
-    rows = searched(found, 20)
-    assert {params["dim"] for params, _ in rows} == {256, 512}
-    assert len(looked) == len(set(looked))
-    with pytest.raises(UsedUp, match="no configuration that can be run: dim 64 does not divide"):
-        engine({**MIXED, "dim": {"value": 64}}, accept=accept).ask()
 
 
 def test_trials_that_run_are_kept_away_from() -> None:
@@ -314,28 +201,3 @@ def test_any_space_can_be_searched_and_recalled(parameters: dict[str, Any], seed
     except UsedUp:
         return
     assert again.ask() == expected
-
-
-def test_errors_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="method: 'best' is none: there are bayes, random, grid, tpe, wandb"):
-        engine(MIXED, "best")
-    found = engine(MIXED)
-    trial, params = found.ask()
-    with pytest.raises(ValueError, match="trial 5 was never asked for"):
-        found.tell(5, 1.0)
-    found.tell(trial, 1.0)
-    with pytest.raises(ValueError, match="trial 0 was told already"):
-        found.tell(trial, 1.0)
-    with pytest.raises(ValueError, match="trial 0 was asked for already"):
-        found.recall(0, params, found.point(0))
-    with pytest.raises(ValueError, match="a point of 2 dimensions, and this sweep has 6"):
-        found.recall(1, params, [0.1, 0.2])
-
-
-@pytest.mark.parametrize(
-    ("method", "module", "said"), [("tpe", "optuna", "optuna"), ("wandb", "sweeps", "sweeps==0.2.0")]
-)
-def test_what_to_install_is_said(method: str, module: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape(f"pip install '{said}'")):
-        engine(MIXED, method)

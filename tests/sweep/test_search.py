@@ -1,0 +1,156 @@
+"""What every engine keeps to: a space that is used up ends the search, rules hold, and errors say what is wrong."""
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from engines import MIXED, engine, named, searched
+
+from roxxel_dist.sweep.engine import METHODS, UsedUp
+from roxxel_dist.sweep.search import REFUSALS
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_small_space_is_used_up_and_says_so(method: str) -> None:
+    parameters = {"a": {"values": [1, 2, 3]}, "b": {"values": ["x", "y"]}, "c": {"value": 0}}
+    found = engine(parameters, method)
+    rows = searched(found, 6, lambda params: params["a"] * 1.0)
+    assert len({named(params) for params, _ in rows}) == 6
+    with pytest.raises(UsedUp, match=re.escape("the space is used up: all 6 configurations were run")):
+        found.ask()
+
+
+@pytest.mark.parametrize("method", ["bayes", "random", "grid"])
+def test_used_up_under_rules(method: str) -> None:
+    parameters = {"dim": {"values": [8, 16, 24]}, "heads": {"values": [2, 3, 4]}, "width": {"values": [1, 2]}}
+    rules = {"constraints": ["dim % heads == 0", "size > 2"], "derived": {"size": "dim // heads"}}
+    rules["when"] = {"width": "heads > 2"}
+    found = engine(parameters, method, **rules)
+    seen = []
+    for _ in range(9):
+        trial, params = found.ask()
+        seen.append(params)
+        found.tell(trial, 1.0)
+    with pytest.raises(UsedUp, match=re.escape("all 9 configurations that can be run, of 18 in all")):
+        found.ask()
+    assert all(one["dim"] % one["heads"] == 0 and one["size"] == one["dim"] // one["heads"] > 2 for one in seen)
+    assert all(("width" in one) == (one["heads"] > 2) for one in seen)
+    assert len({named(one) for one in seen}) == len(seen) == 9
+
+
+def test_spaces_that_nothing_is_left_of() -> None:
+    with pytest.raises(UsedUp, match=re.escape("no configuration that can be run: the constraint 'a > 5'")):
+        engine({"a": {"values": [1, 2]}}, constraints=["a > 5"]).ask()
+    steps = engine({"a": {"distribution": "q_uniform", "min": 0, "max": 3, "q": 1}}, "random")
+    for _ in range(4):
+        steps.ask()
+    with pytest.raises(UsedUp, match="the space is used up: all 4 configurations were run"):
+        steps.ask()
+    rare = engine({"a": {"distribution": "q_normal", "mu": 0, "sigma": 0.01, "q": 1}}, "random")
+    rare.ask()
+    with pytest.raises(UsedUp, match="looks used up: 1 configurations were run, and random tries found no other"):
+        rare.ask()
+    only = engine({"a": {"value": 1}})
+    assert only.ask() == (0, {"a": 1})
+    with pytest.raises(UsedUp, match="all 1 configurations"):
+        only.ask()
+
+
+def test_a_grid_goes_in_the_order_of_wandb() -> None:
+    from sweeps import SweepRun, next_run  # fmt: skip
+
+    parameters = {"z": {"values": [3, 1, 2]}, "a": {"values": ["y", "x"]}, "m": {"min": 0, "max": 1}}
+    found, runs = engine(parameters, "grid"), []
+    for _ in range(12):
+        run = next_run({"method": "grid", "parameters": parameters}, runs)
+        assert isinstance(run, SweepRun)
+        runs.append(run)
+        assert found.ask()[1] == {name: one["value"] for name, one in run.config.items()}
+    with pytest.raises(UsedUp):
+        found.ask()
+    later = engine(parameters, "grid")
+    later.recall(0, found_params := engine(parameters, "grid").ask()[1], found.point(0))
+    assert later.ask()[1] != found_params
+    with pytest.raises(ValueError, match=re.escape("parameters.x: a grid needs values that can be counted")):
+        engine({"x": {"min": 0.0, "max": 1.0}}, "grid")
+
+
+def test_what_is_not_accepted_is_never_asked_for() -> None:
+    looked: list[str] = []
+
+    def accept(params: Mapping[str, Any]) -> None:
+        looked.append(named(params))
+        if params["dim"] % 256:
+            raise ValueError(f"dim {params['dim']} does not divide")
+
+    found = engine(MIXED, accept=accept)
+    rows = searched(found, 20)
+    assert {params["dim"] for params, _ in rows} == {256, 512}
+    assert len(looked) == len(set(looked))
+    with pytest.raises(UsedUp, match="200 configurations were looked at, and none can be run: dim 64 does not divide"):
+        engine({**MIXED, "dim": {"value": 64}}, accept=accept).ask()
+
+
+def test_errors_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="method: 'best' is none: there are bayes, random, grid, tpe, wandb"):
+        engine(MIXED, "best")
+    found = engine(MIXED)
+    trial, params = found.ask()
+    with pytest.raises(ValueError, match="trial 5 was never asked for"):
+        found.tell(5, 1.0)
+    found.tell(trial, 1.0)
+    with pytest.raises(ValueError, match="trial 0 was told already"):
+        found.tell(trial, 1.0)
+    with pytest.raises(ValueError, match="trial 0 was asked for already"):
+        found.recall(0, params, found.point(0))
+    with pytest.raises(ValueError, match="a point of 2 dimensions, and this sweep has 6"):
+        found.recall(1, params, [0.1, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "said"), [("tpe", "optuna", "optuna"), ("wandb", "sweeps", "sweeps==0.2.0")]
+)
+def test_what_to_install_is_said(method: str, module: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f"pip install '{said}'")):
+        engine(MIXED, method)
+
+
+@pytest.mark.parametrize("method", ["bayes", "random", "grid"])
+def test_accept_is_not_asked_for_ever(method: str) -> None:
+    looked: list[str] = []
+
+    def refuse(params: Mapping[str, Any]) -> None:
+        looked.append(named(params))
+        raise ValueError("no such model")
+
+    parameters = {"a": {"min": 1, "max": 30}, "b": {"min": 1, "max": 30}}
+    with pytest.raises(UsedUp, match="can be run: no such model"):
+        engine(parameters, method, accept=refuse).ask()
+    assert len(looked) == len(set(looked)) == (900 if method == "grid" else REFUSALS)
+
+
+def test_a_small_space_is_searched_past_its_refusals() -> None:
+    def accept(params: Mapping[str, Any]) -> None:
+        if params["a"] > 2:
+            raise ValueError("too large")
+
+    found = engine({"a": {"min": 1, "max": 30}, "b": {"min": 1, "max": 10}}, "random", seed=1, accept=accept)
+    assert len({named(found.ask()[1]) for _ in range(20)}) == 20
+    with pytest.raises(UsedUp, match="all 20 configurations that can be run, of 300 in all"):
+        found.ask()
+
+
+def test_a_grid_over_steps() -> None:
+    lr = {"distribution": "q_log_uniform_values", "min": 0.5, "max": 4.2, "q": 0.5}
+    found = engine({"a": {"distribution": "q_uniform", "min": 1, "max": 7, "q": 3}, "lr": lr}, "grid")
+    rows = [found.ask()[1] for _ in range(24)]
+    assert [one["lr"] for one in rows[:8]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
+    assert [one["a"] for one in rows[::8]] == [0, 3, 6]
+    with pytest.raises(UsedUp, match="all 24 configurations"):
+        found.ask()
+    endless = {"distribution": "q_normal", "mu": 0, "sigma": 1, "q": 1}
+    with pytest.raises(ValueError, match=re.escape("parameters.a: a grid needs values that can be counted")):
+        engine({"a": endless}, "grid")
