@@ -57,8 +57,9 @@ def look(
         _compare(study / EXTRAS, Path(extras), "--extras")
     if saved := settings(study):
         # The trials of a study are compared with each other: nothing but the parameters may differ.
-        now = config.to_dict()
-        changed = [f"{name} {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        # Read as a config: fields that a newer version has besides have their defaults in both.
+        before, now = type(config).from_dict(saved, str(study / BASE)).to_dict(), config.to_dict()
+        changed = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
         if changed:
             raise ValueError(f"{study} was begun with other settings ({', '.join(changed)}): name another --study")
     known = recorded(study, DATA_PATH)

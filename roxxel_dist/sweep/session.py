@@ -191,10 +191,12 @@ class Session:
     def _tell(self, reason: str) -> None:
         """The last words: why it ended, the best, the page."""
         study = read_study(self._wanted.study)
-        page, missing = write_report(study, study.path / REPORT)
-        print(f"{table(study)}\n\n{reason}\npage: {page}")
-        if missing:
-            print(missing)
+        print(f"{table(study)}\n\n{reason}")
+        try:
+            page, missing = write_report(study, study.path / REPORT)
+        except OSError as error:  # the sweep has ended all the same, and the journal has all
+            page, missing = f"not written ({error.strerror}): roxxel-dist report {study.path} makes it", ""
+        print("\n".join([f"page: {page}", *([missing] if missing else [])]))
         if study.done and self._program is None:
             print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")
 
