@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.sweep.history import JOURNAL
 from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
@@ -70,14 +71,14 @@ def look(
 
 def write_down(
     study: Path, sweep_config: str | None, extras: str | None, config: Any, told: Mapping[str, str | None]
-) -> None:
-    """Make the folder of a study, if `look` found that it begins. Raises OSError where it cannot be written.
+) -> bool:
+    """Make the folder of a study, if `look` found that it begins; whether it did. Raises OSError where it cannot.
 
     Args:
         told: what `recorded` will tell; the others as for `look`.
     """
     if (study / DEFINITION).is_file() or sweep_config is None:
-        return
+        return False
     study.mkdir(parents=True, exist_ok=True)
     config.save_yaml(study / BASE, told)
     if extras is not None:
@@ -86,6 +87,13 @@ def write_down(
     temporary = study / f".{DEFINITION}.tmp"
     shutil.copyfile(sweep_config, temporary)
     temporary.replace(study / DEFINITION)
+    return True
+
+
+def take_back(study: Path) -> None:
+    """Undo `write_down` for a study whose first start was refused: what was wrong may stand in these files."""
+    for name in (DEFINITION, EXTRAS, BASE, JOURNAL):  # not the lock: somebody may wait for it
+        (study / name).unlink(missing_ok=True)
 
 
 def _compare(mine: Path, theirs: Path, flag: str) -> None:
