@@ -42,7 +42,7 @@ class Screen:
         self._begun = clock()
 
     def __enter__(self) -> "Screen":
-        if sys.stdout is not None and sys.stdout.isatty():  # None: closed by who started it
+        if sys.stdout.isatty():
             from rich.console import Console
             from rich.live import Live
 
