@@ -78,11 +78,12 @@ def _study(args: ReportArgs) -> str:
 
     study = read_study(args.runs[0])
     best = None if args.best_config is None else write_best_config(study, args.best_config)
+    if not args.json:
+        print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
     page, missing = write_report(study, Path(args.out) if args.out else study.path / REPORT)
     if args.json:
         _print_json(as_json(study) | {"page": str(page)})
         return missing
-    print(table(study))
     print(f"\npage: {page}")
     if best is not None:
         print(f"config of trial {best.number}: {args.best_config}")

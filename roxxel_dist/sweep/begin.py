@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.sweep.history import JOURNAL
 from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
@@ -57,8 +58,9 @@ def look(
         _compare(study / EXTRAS, Path(extras), "--extras")
     if saved := settings(study):
         # The trials of a study are compared with each other: nothing but the parameters may differ.
-        now = config.to_dict()
-        changed = [f"{name} {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        # Read as a config: fields that a newer version has besides have their defaults in both.
+        before, now = type(config).from_dict(saved, str(study / BASE)).to_dict(), config.to_dict()
+        changed = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
         if changed:
             raise ValueError(f"{study} was begun with other settings ({', '.join(changed)}): name another --study")
     known = recorded(study, DATA_PATH)
@@ -69,14 +71,14 @@ def look(
 
 def write_down(
     study: Path, sweep_config: str | None, extras: str | None, config: Any, told: Mapping[str, str | None]
-) -> None:
-    """Make the folder of a study, if `look` found that it begins. Raises OSError where it cannot be written.
+) -> bool:
+    """Make the folder of a study, if `look` found that it begins; whether it did. Raises OSError where it cannot.
 
     Args:
         told: what `recorded` will tell; the others as for `look`.
     """
     if (study / DEFINITION).is_file() or sweep_config is None:
-        return
+        return False
     study.mkdir(parents=True, exist_ok=True)
     config.save_yaml(study / BASE, told)
     if extras is not None:
@@ -85,6 +87,13 @@ def write_down(
     temporary = study / f".{DEFINITION}.tmp"
     shutil.copyfile(sweep_config, temporary)
     temporary.replace(study / DEFINITION)
+    return True
+
+
+def take_back(study: Path) -> None:
+    """Undo `write_down` for a study whose first start was refused: what was wrong may stand in these files."""
+    for name in (DEFINITION, EXTRAS, BASE, JOURNAL):  # not the lock: somebody may wait for it
+        (study / name).unlink(missing_ok=True)
 
 
 def _compare(mine: Path, theirs: Path, flag: str) -> None:

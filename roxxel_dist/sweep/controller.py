@@ -47,8 +47,9 @@ def run_sweep(
         engine: a new one, of the sweep; it is told what the journal has.
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
             {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
-            the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again) and
-            {"over": {"reason"}} (no more trials are to be had). It ends soon after a KeyboardInterrupt.
+            the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
+            {"over": {"reason"}} (no more trials are to be had) and {"broken": {"reason"}} (none can run as things are).
+            It ends soon after a KeyboardInterrupt.
         task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
         options: how.
         on_change: called after every line of the journal.

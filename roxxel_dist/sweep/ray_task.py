@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from roxxel_dist.launcher.registry import Process, is_alive, this_process
+from roxxel_dist.sweep.verdict import disk_full
 
 Item = dict[str, Any]
 END_S = 20.0
@@ -80,6 +81,9 @@ def _told(run: str, task: Item) -> Iterator[Item]:
             else:
                 yield item
     except Exception as error:
+        if full := disk_full(str(error)):
+            yield {"broken": {"reason": f"{_node()}: {full}"}}
+            return
         reason = f"{type(error).__name__}: {error}"
         kind = "oom" if isinstance(error, MemoryError) else "error"
         _keep(traceback.format_exc(), task.get("log"))

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
-from roxxel_dist.config import SECTIONS, field_types, load_yaml, unknown, usage_errors
+from roxxel_dist.config import SECTIONS, UsageError, field_types, load_yaml, unknown, usage_errors
 from roxxel_dist.reading import absolute_paths
-from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, write_down
+from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of
 from roxxel_dist.sweep.engine import Engine, UsedUp, make
 from roxxel_dist.sweep.forecast import Plan, forecast, trials
@@ -50,6 +50,7 @@ class Session:
         self._server = recorded(wanted.study, SERVER) or wanted.wandb_sweep
         self._definition = {} if sweep_config is None else load_yaml(sweep_config)
         self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
+        self._is_new = False
         self._base = config.to_dict()
         self._program = command_of(self._sweep.program, self._sweep.command)
         self._names = [one.name for one in self._sweep.space.free]
@@ -131,7 +132,7 @@ class Session:
             from roxxel_dist.sweep.wandb_agent import create_or_join
 
             self._server = create_or_join(self._definition, self._wanted.wandb_project)
-        self._write_down({DATA_PATH: self._data, SERVER: self._server})
+        self._is_new = self._write_down({DATA_PATH: self._data, SERVER: self._server})
 
     def run(self) -> int:
         """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
@@ -151,6 +152,10 @@ class Session:
             except ClusterError as problem:
                 screen.say(str(problem))
                 return EXIT_PREFLIGHT
+            except UsageError:
+                if self._is_new and self._server is None and not self._plan().history.trials:
+                    take_back(wanted.study)
+                raise
         self._tell(ending.reason)
         return ending.code
 
@@ -182,6 +187,9 @@ class Session:
     def _notes(self) -> list[str]:
         """What a person should know before it begins."""
         found = [f"study {self._wanted.study}: {self._what()}, {trials(self._plan())}"]
+        cap = self._sweep.run_cap
+        if cap is not None and (self._wanted.count or 0) > cap:
+            found.append(f"--count {self._wanted.count} is more than the run_cap of the sweep's file: it ends at {cap}")
         names = {"tokenizer_type", "vocab_size"} & set(self._names)
         if names and self._program is None and self._sweep.metric == "val_loss":
             found.append(
@@ -193,10 +201,12 @@ class Session:
     def _tell(self, reason: str) -> None:
         """The last words: why it ended, the best, the page."""
         study = read_study(self._wanted.study)
-        page, missing = write_report(study, study.path / REPORT)
-        print(f"{table(study)}\n\n{reason}\npage: {page}")
-        if missing:
-            print(missing)
+        print(f"{table(study)}\n\n{reason}")
+        try:
+            page, missing = write_report(study, study.path / REPORT)
+        except OSError as error:  # the sweep has ended all the same, and the journal has all
+            page, missing = f"not written ({error.strerror}): roxxel-dist report {study.path} makes it", ""
+        print("\n".join([f"page: {page}", *([missing] if missing else [])]))
         if study.done and self._program is None:
             print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")
 

@@ -16,7 +16,7 @@ from roxxel_dist.sweep.follow import Report, RunReader
 from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
 from roxxel_dist.sweep.trial_config import config_of
-from roxxel_dist.sweep.verdict import failure, machines_fault, unreported
+from roxxel_dist.sweep.verdict import disk_full, failure, machines_fault, unreported
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.one_compilation import SHARE_COMPILATION
 
@@ -49,9 +49,10 @@ def run(task: Task) -> Iterator[Event]:
     """Run a trial to its end, in a process group that dies with this process.
 
     Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
-    last one of `result`, `fail` (its own fault: kind, reason, log) and `lost` (a machine's: it can go on from its
-    checkpoint). A run that is finished already yields what it reported, and its result, at once. When it is closed, or
-    interrupted, the training is asked to stop, saves, and is killed after 15 s.
+    last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's: it can go on from its
+    checkpoint) and `broken` (the disk is full: no trial can go on). A run that is finished already yields what it
+    reported, and its result, at once. When it is closed, or interrupted, the training is asked to stop, saves, and is
+    killed after 15 s.
 
     Args:
         task: what the controller makes of a trial; plain values. run_dir and log are absolute, other paths count from
@@ -89,7 +90,8 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
         from roxxel_dist.sweep.corpus import wait_for_shards  # numpy
 
         if why := wait_for_shards(task, config_file(task)):
-            yield fail(task, "error", why)
+            full = disk_full(why)
+            yield {"broken": {"reason": full}} if full else fail(task, "error", why)
             return
     score = Score(task, reader)
     title = f"trial {task['trial']}, attempt {task['attempt']}"
@@ -160,6 +162,8 @@ def _verdict(task: Task, folder: Path, score: Score, code: int, said: str, stopp
         return score.result(None)
     if reason := machines_fault(code, ours=not task["program"] or count(task) > 1):
         return {"lost": {"reason": reason}}
+    if full := disk_full(said):
+        return {"broken": {"reason": full}}
     return fail(task, *failure(code, said))
 
 

@@ -7,6 +7,7 @@ from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_PREFLIGHT
 
 NAN = re.compile(r"went wrong: its loss is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
+DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 SHAPE = re.compile(r"^(TypeError|ValueError)\b.*(shape|dot_general|broadcast|dimension|incompatible)", re.IGNORECASE)
 BEGIN = "Traceback (most recent call last):"
 MACHINES_FAULT = {
@@ -28,6 +29,12 @@ def machines_fault(code: int, *, ours: bool) -> str | None:
     if code in KILLED:
         return f"its process was killed by {KILLED[code]}"
     return MACHINES_FAULT.get(code) if ours else None
+
+
+def disk_full(said: str) -> str | None:
+    """Why no trial can go on where this one wrote that; None where it did not. It says nothing of its parameters."""
+    found = DISK_FULL.search(said)
+    return f"a trial could not write ({found[0]}): make room, and start the sweep again" if found else None
 
 
 def failure(code: int, said: str) -> tuple[str, str]:

@@ -149,6 +149,17 @@ def test_slips_leave_nothing_behind(desk, options, said):
     assert sorted(desk.rglob("*")) == before
 
 
+def test_a_first_start_that_was_refused_can_be_mended(desk):
+    (desk / "more.yaml").write_text("resources: {none_such: 1}")
+    refused = run(*WORDS, "--extras", "more.yaml", "--count", 1, cwd=desk)
+    assert refused.returncode == 2, refused.stderr
+    assert "0 none_such" in refused.stderr
+    assert {path.name for path in (desk / "studies" / "small").iterdir()} == {".lock"}
+    (desk / "more.yaml").write_text("resources: {CPU: 1}")
+    looked = run(*WORDS, "--extras", "more.yaml", "--count", 1, "--dry_run", "--procs_per_host", 2, cwd=desk)
+    assert looked.returncode == 0, looked.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

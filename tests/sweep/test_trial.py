@@ -169,6 +169,14 @@ def test_one_that_does_not_want_to_stop_is_killed(study, monkeypatch):
     assert gone(started)
 
 
+def test_a_full_disk_is_not_the_fault_of_its_parameters(study):
+    full = "import sys; print('OSError: [Errno 28] No space left on device'); sys.exit('RuntimeError: loop is closed')"
+    _, _, last = split(run(task(study, 61, program=program(full))))
+    assert last == {
+        "broken": {"reason": "a trial could not write (No space left on device): make room, and start the sweep again"}
+    }
+
+
 def test_a_killed_one_is_lost_and_not_failed(study):
     events = run(task(study, 7, program=program(SLEEP)))
     pid = next(events)["start"]["pid"]
