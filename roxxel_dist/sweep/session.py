@@ -8,7 +8,7 @@ from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import SECTIONS, UsageError, field_types, load_yaml, unknown, usage_errors
-from roxxel_dist.reading import absolute_paths
+from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of
 from roxxel_dist.sweep.engine import Engine, UsedUp, make
@@ -53,6 +53,7 @@ class Session:
         self._is_new = False
         self._base = config.to_dict()
         self._program = command_of(self._sweep.program, self._sweep.command)
+        self._check_data(primary_path(config, self._data))
         self._names = [one.name for one in self._sweep.space.free]
         self._swept = {one.path[0] for one in self._sweep.space.parameters} | set(self._sweep.rules.derived)
         self._count = min(
@@ -66,6 +67,13 @@ class Session:
         for name in () if self._program else sorted(self._swept):
             if name not in field_types() and name not in SECTIONS:
                 raise ValueError(f"parameters: {unknown(name, list(field_types()), 'field')}")
+
+    def _check_data(self, path: Any) -> None:
+        """Raises ValueError where there is no data: every trial would fail."""
+        if path is None and self._program is None and self._server is None:
+            raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
+        if path is not None and not os.path.exists(path):
+            raise ValueError(f"--data_path {path}: no such file or folder")
 
     def _grid(self) -> int | None:
         return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None

@@ -129,6 +129,7 @@ def test_what_it_would_take(desk):
     ("options", "said"),
     [
         (["--sweep_config", "none.yaml"], "none.yaml: cannot be read"),
+        (["--data_path", "none"], "/none: no such file or folder"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
         (["--count", "0"], "--count 0: must be at least 1"),
         (["--hosts_per_trial", "2"], "this machine is one host: name a cluster with --ray_address"),
