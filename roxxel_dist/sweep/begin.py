@@ -11,7 +11,7 @@ from roxxel_dist.sweep.history import JOURNAL
 from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
-DATA_PATH, SERVER = "data_path", "wandb_sweep"
+DATA_PATH, DIRECTORY, SERVER = "data_path", "directory", "wandb_sweep"
 MINE = {BASE, EXTRAS, f".{DEFINITION}.tmp", f"{BASE}.tmp", ".lock"}
 """What a start may have left that was killed before the study was there."""
 
@@ -27,7 +27,7 @@ def settings(study: Path) -> dict[str, Any]:
 
 
 def recorded(study: Path, what: str) -> str | None:
-    """What a study was begun with: DATA_PATH, or SERVER, the sweep of a W&B server that leads it."""
+    """What a study was begun with: DATA_PATH, the DIRECTORY of its trials, SERVER (the W&B sweep that leads it)."""
     return (settings(study).get(RECORD) or {}).get(what)
 
 

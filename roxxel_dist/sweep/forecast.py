@@ -1,13 +1,13 @@
 """What a sweep would be, before it is run: trials, devices, hours."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from roxxel_dist.config import UsageError
 from roxxel_dist.sweep import estimate
 from roxxel_dist.sweep.corpus import make_shards
 from roxxel_dist.sweep.engine import Engine, UsedUp
@@ -61,9 +61,12 @@ def forecast(plan: Plan, engine: Engine, config_of: Callable[[Mapping[str, Any]]
         UsageError: a trial could not run.
     """
     asked: list[Mapping[str, Any]] = []
-    with suppress(UsedUp):
+    try:
         for _ in range(min(LOOKS, plan.count or LOOKS)):
             asked.append(engine.ask()[1])
+    except UsedUp as error:
+        if not asked:
+            raise UsageError(str(error)) from error
     procs = plan.hosts * plan.procs_per_host
     gpus = "" if plan.gpus_per_host is None else f", {plan.gpus_per_host} GPU(s) on each host"
     where = f"the Ray cluster at {plan.ray_address}" if plan.ray_address else "a Ray of its own on this machine"

@@ -25,7 +25,9 @@ ENVVAR = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 PARAMETERS, WORDS, ENDED = "parameters.yaml", "parameters.json", "ended.json"
 
 
-def command_of(program: str | None, command: Sequence[str] | None) -> list[str] | None:
+def command_of(
+    program: str | None, command: Sequence[str] | None, directory: str | Path | None = None
+) -> list[str] | None:
     """The words of a sweep's own program, macros and all; None where its trials are trainings of a Config.
 
     `train_sweep.py` stands for such a training, where no file of that name does something else.
@@ -33,6 +35,7 @@ def command_of(program: str | None, command: Sequence[str] | None) -> list[str] 
     Args:
         program: of the sweep's file, as it stands there.
         command: of the sweep's file.
+        directory: where it is run; by default that of this process.
 
     Raises:
         ValueError: there is no such program.
@@ -42,11 +45,11 @@ def command_of(program: str | None, command: Sequence[str] | None) -> list[str] 
         return words if command else None
     if program is None:
         return None
-    path = Path(program)
+    path = Path(directory or os.getcwd(), program)
     if not path.exists():
         if path.name == OURS:
             return None
-        raise ValueError(f"program: {program} is not there (looked in {os.getcwd()}): check the path")
+        raise ValueError(f"program: {program} is not there (looked in {path.parent}): check the path")
     if path.name == OURS and "roxxel_dist" in path.read_text(encoding="utf-8", errors="replace"):
         return None
     return [program if word == "${program}" else word for word in words]

@@ -9,7 +9,7 @@ from typing import Any
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import SECTIONS, UsageError, field_types, load_yaml, unknown, usage_errors
 from roxxel_dist.reading import absolute_paths, primary_path
-from roxxel_dist.sweep.begin import DATA_PATH, SERVER, look, recorded, take_back, write_down
+from roxxel_dist.sweep.begin import DATA_PATH, DIRECTORY, SERVER, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of
 from roxxel_dist.sweep.engine import Engine, UsedUp, make
 from roxxel_dist.sweep.forecast import Plan, forecast, trials
@@ -52,7 +52,10 @@ class Session:
         self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
         self._is_new = False
         self._base = config.to_dict()
-        self._program = command_of(self._sweep.program, self._sweep.command)
+        # Programs and models of one's own are found from where the study began, wherever it is taken up.
+        began = recorded(wanted.study, DIRECTORY)
+        self._directory = began if began and os.path.isdir(began) else os.getcwd()
+        self._program = command_of(self._sweep.program, self._sweep.command, self._directory)
         self._check_data(primary_path(config, self._data))
         self._names = [one.name for one in self._sweep.space.free]
         self._swept = {one.path[0] for one in self._sweep.space.parameters} | set(self._sweep.rules.derived)
@@ -120,7 +123,7 @@ class Session:
             "insecure": wanted.insecure,
             "max_time_s": wanted.max_time_s,
             "ray_address": wanted.ray_address,
-            "directory": os.getcwd(),
+            "directory": self._directory,
             "environment": {},
             "sweep": {
                 "names": sorted(self._swept),
@@ -140,7 +143,7 @@ class Session:
             from roxxel_dist.sweep.wandb_agent import create_or_join
 
             self._server = create_or_join(self._definition, self._wanted.wandb_project)
-        self._is_new = self._write_down({DATA_PATH: self._data, SERVER: self._server})
+        self._is_new = self._write_down({DATA_PATH: self._data, DIRECTORY: self._directory, SERVER: self._server})
 
     def run(self) -> int:
         """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
@@ -220,7 +223,8 @@ class Session:
 
     def _what(self) -> str:
         sweep = self._sweep
-        program = "" if self._program is None else f" of {' '.join(self._program)}"
+        words = [word for word in self._program or () if not word.startswith("${")]
+        program = f" of {' '.join(words)}" if words else ""
         return f"{self._method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
 
     def _plan(self) -> Plan:

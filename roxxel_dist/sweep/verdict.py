@@ -9,6 +9,7 @@ NAN = re.compile(r"went wrong: its loss is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 SHAPE = re.compile(r"^(TypeError|ValueError)\b.*(shape|dot_general|broadcast|dimension|incompatible)", re.IGNORECASE)
+END_LINES = 40
 BEGIN = "Traceback (most recent call last):"
 MACHINES_FAULT = {
     EXIT_DRAINED: "it was asked to stop by somebody else; its checkpoint is saved",
@@ -39,9 +40,11 @@ def disk_full(said: str) -> str | None:
 
 def failure(code: int, said: str) -> tuple[str, str]:
     """(kind, reason) of a program that ended with such a code, having written this."""
+    # Said last but for what others say while the process ends: W&B's client, its threads.
+    bad = next((line for line in reversed(said.splitlines()[-END_LINES:]) if NAN.search(line)), None)
+    if bad is not None:
+        return "nan", bad.rpartition("roxxel-dist: ")[2].strip()
     reason = last_words(said) or f"it ended with exit code {code} and wrote nothing"
-    if NAN.search(reason):
-        return "nan", reason
     if OUT_OF_MEMORY.search(reason) or (code > 128 and OUT_OF_MEMORY.search(said)):
         return "oom", reason
     return "shape" if SHAPE.search(reason) else "error", reason

@@ -18,7 +18,7 @@ from roxxel_dist.sweep.program import ProgramReader, command_of
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial import Event, Score, Task, fail, follow, wait_until_free
 from roxxel_dist.sweep.trial_config import flat
-from roxxel_dist.sweep.verdict import BEGIN, failure, machines_fault
+from roxxel_dist.sweep.verdict import BEGIN, disk_full, failure, machines_fault
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.one_compilation import SHARE_COMPILATION
 
@@ -186,4 +186,6 @@ def _verdict(
     told_why = told_why or (bool(words.strip()) and not reader.has_begun)  # python: can't open file …
     if not told_why:
         return {"lost": {"reason": machines_fault(code, ours=False) or "its program ended without a word"}}
+    if full := disk_full(words):
+        return {"broken": {"reason": full}}
     return fail(task, *failure(code, words))

@@ -84,6 +84,8 @@ def test_which_program_is_ours(tmp_path, monkeypatch):
     assert command_of("train_sweep.py", None) == ["${env}", "${interpreter}", "train_sweep.py", "${args}"]
     with pytest.raises(ValueError, match=r"program: gone\.py is not there"):
         command_of("gone.py", None)
+    monkeypatch.chdir("/")  # a study is taken up again from elsewhere
+    assert command_of("own.py", None, tmp_path) == ["${env}", "${interpreter}", "own.py", "${args}"]
 
 
 def test_the_objective_is_what_it_logs(tmp_path):

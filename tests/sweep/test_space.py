@@ -113,7 +113,7 @@ def test_rules_of_a_second_file(file: Any) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("method: bayes", "method: bays", "sweep.yaml, line 2: method: 'bays' is none: did you mean 'bayes'?"),
+        ("method: bayes", "method: bays", "sweep.yaml, line 2: method: 'bays' is none of W&B's: did you mean 'bayes'?"),
         ("goal: minimize", "goal: min", "sweep.yaml, line 5: metric.goal: 'min' is none"),
         ("  name: val_loss", "  nam: val_loss", "line 3: metric: must have a `name`"),
         ("parameters:", "parameter:", "line 6: parameter: there is no such key: did you mean 'parameters'?"),

@@ -125,6 +125,13 @@ def test_what_it_would_take(desk):
     assert sorted(desk.rglob("*")) == before
 
 
+def test_what_can_never_run_is_told_by_a_dry_run(desk):
+    (desk / "rules.yaml").write_text("constraints: [dim > 100]\n")
+    done = run(*WORDS, "--count", 8, "--extras", "rules.yaml", "--dry_run", cwd=desk)
+    assert done.returncode == 2
+    assert "there is no configuration that can be run: the constraint 'dim > 100' does not hold" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -169,6 +176,7 @@ def test_a_first_start_that_was_refused_can_be_mended(desk):
         ({"parameters": {"lr": {"min": 0.2, "max": 0.1}}}, "small.yaml, line "),
         ({"method": "grid"}, "a grid needs values that can be counted"),
         ({"program": "mine.py"}, "program: mine.py is not there"),
+        ({"method": "tpe"}, "--method has others"),
     ],
 )
 def test_slips_in_the_file(desk, change, said):

@@ -1,0 +1,35 @@
+"""Whose fault it was that a trial's program ended, told from its exit code and its last words."""
+
+import pytest
+
+from roxxel_dist.sweep.verdict import failure, machines_fault
+
+NAN = "roxxel-dist: step 2 went wrong: its loss is nan; see the log"
+CLIENT = """Exception in thread wandb-ServiceFinalizer:
+Traceback (most recent call last):
+  File "service.py", line 96, in publish
+RuntimeError: Event loop is closed"""
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "reason"),
+    [
+        (NAN, "nan", "step 2 went wrong: its loss is nan; see the log"),
+        (f"{NAN}\n{CLIENT}", "nan", "step 2 went wrong: its loss is nan; see the log"),
+        (f"12:00:00 0 | {NAN}\nroxxel-dist: rank 0 ended", "nan", "step 2 went wrong: its loss is nan; see the log"),
+        ("JaxRuntimeError: RESOURCE_EXHAUSTED: 5 GB", "oom", "JaxRuntimeError: RESOURCE_EXHAUSTED: 5 GB"),
+        ("TypeError: add got incompatible shapes", "shape", "TypeError: add got incompatible shapes"),
+        ("roxxel-dist: no data", "error", "no data"),
+        ("", "error", "it ended with exit code 1 and wrote nothing"),
+    ],
+)
+def test_the_kind_and_the_reason(said, kind, reason):
+    assert failure(1, said) == (kind, reason)
+
+
+@pytest.mark.parametrize(
+    ("code", "ours", "lost"),
+    [(137, True, True), (143, False, True), (1, True, False), (42, True, True), (42, False, False), (2, True, False)],
+)
+def test_whose_fault_it_was(code, ours, lost):
+    assert (machines_fault(code, ours=ours) is not None) is lost
