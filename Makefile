@@ -44,7 +44,7 @@ bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model o
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py
 
-bench-sweep: $(VENV)/bench-installed ## sweeps: a real one, the driver against Ray Tune, the engines against each other: about an hour
+bench-sweep: $(VENV)/dev-installed $(VENV)/bench-installed ## sweeps: a real one, the driver against Ray Tune, the engines against each other: about an hour
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/sweep_real.py .cache/benchmarks/sweep
 	@$(BIN)/python benchmarks/sweep_driver.py
 	@$(BIN)/python benchmarks/sweep_engines.py
