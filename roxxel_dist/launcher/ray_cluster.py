@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
     import ray
     from ray.exceptions import RayError
 
+    forget_token()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
@@ -62,6 +64,14 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+        forget_token()
+
+
+def forget_token() -> None:
+    """Ray keeps the first token that a process has used, and the next cluster has another."""
+    loader = getattr(import_module("ray._raylet"), "AuthenticationTokenLoader", None)  # Ray has it since tokens
+    if loader is not None:
+        loader.instance().reset_cache()
 
 
 def check_address(address: str) -> None:

@@ -10,10 +10,11 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from roxxel_dist.launcher.ray_cluster import forget_token
 
 PREFIX = "roxxel-ray-"
 HELD = "held"
@@ -57,7 +58,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
         if ray.is_initialized():
             raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
-        _forget_token()
+        forget_token()
         try:
             ray.init(
                 address="local",  # also where RAY_ADDRESS names a cluster
@@ -73,20 +74,13 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
-            _forget_token()
+            forget_token()
     finally:
         with suppress(ValueError):  # not in the main thread: Ray has left it alone
             signal.signal(signal.SIGTERM, handler)
         _restore(before)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-
-
-def _forget_token() -> None:
-    """Ray keeps the first token that a process has used, and the next cluster has another."""
-    loader = getattr(import_module("ray._raylet"), "AuthenticationTokenLoader", None)  # Ray has it since tokens
-    if loader is not None:
-        loader.instance().reset_cache()
 
 
 def sweep_leftovers() -> None:

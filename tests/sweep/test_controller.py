@@ -181,5 +181,5 @@ def test_nodes_that_are_gone_do_not_count():
     "wrong", [{"count": 0}, {"workers": 0}, {"max_failures": 0}, {"max_retries": -1}, {"resources": {"GPU": math.nan}}]
 )
 def test_options_are_checked(wrong):
-    with pytest.raises(ValueError, match=r"--max-|--count|--workers|resources\.GPU"):
+    with pytest.raises(ValueError, match=r"--max[-_]|--count|--workers|max_retries|resources\.GPU"):
         Options(**wrong)
