@@ -47,7 +47,7 @@ class RunDirectory:
                 f"--run_dir {self.path} cannot be written ({error.strerror}): choose another folder, or change its "
                 f"permissions"
             ) from error
-        if not _locked(self._lock):
+        if not take_lock(self._lock):
             os.close(self._lock)
             self._lock, self._new = None, []
             raise ValueError(f"another process is training in {self.path}: wait for its end, or name another")
@@ -72,8 +72,8 @@ class RunDirectory:
         self._new = []
 
 
-def _locked(lock: int) -> bool:
-    """Take the lock of a run; false where another process has it."""
+def take_lock(lock: int) -> bool:
+    """Take the lock (flock) of an open file; false where another process has it."""
     for _ in range(2):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,16 +86,18 @@ def _locked(lock: int) -> bool:
     return False
 
 
-def is_held(run: Path) -> bool:
-    """Whether somebody trains in a run directory now; true also where the file system has no locks to tell."""
+def is_held(run: Path, *, unknown: bool = True) -> bool:
+    """Whether somebody trains in a run directory now; `unknown` where the file system has no locks to tell."""
     try:
         lock = os.open(run / LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return unknown
     finally:
         os.close(lock)
     return False

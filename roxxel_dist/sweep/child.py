@@ -1,6 +1,5 @@
 """The process of a trial, seen from the task that started it."""
 
-import fcntl
 import os
 import select
 import shlex
@@ -113,18 +112,6 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
         ray = {name: value for name, value in own.items() if name.startswith("RAY_")}
         own = {**ray_node.environment(own, ray_node.of_node(), (), dealt=True), **ray}
     return {**own, "PYTHONUNBUFFERED": "1", **more}
-
-
-def is_locked(lock: Path) -> bool:
-    """Whether somebody has the lock (flock) of a file; false where the file system has no locks to tell."""
-    try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def holder(lock: Path) -> int | None:

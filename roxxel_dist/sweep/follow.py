@@ -3,13 +3,13 @@
 import json
 import math
 import operator
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from roxxel_dist.run_directory import METRICS, SUMMARY
+from roxxel_dist.train.trackers.table import JsonlReader
 
 Report = tuple[int, float]
 CHOSEN = {
@@ -21,37 +21,6 @@ CHOSEN = {
     "tokens_per_s": median,
 }
 """Metrics that are kept with a result, and which of their values."""
-
-
-class Tail:
-    """Follows a file that grows by lines and may be replaced by another one of its name."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._torn = path, b""
-        self._file: BinaryIO | None = None
-
-    def lines(self) -> Iterator[bytes]:
-        """The complete lines that have come since the last call; all of them again where the file was replaced."""
-        if self._file is not None and self._replaced(self._file):
-            self.close()
-        if self._file is None:
-            if not self._path.exists():
-                return
-            self._file, self._torn = self._path.open("rb"), b""
-        *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
-        yield from lines
-
-    def _replaced(self, file: BinaryIO) -> bool:
-        try:
-            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return True
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
 
 class RunReader:
@@ -66,8 +35,8 @@ class RunReader:
     """
 
     def __init__(self, run: Path, metric: str) -> None:
-        self._run, self._metric, self._tail = run, metric, Tail(run / METRICS)
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
+        self._rows: dict[int, Mapping[str, Any]] = {}
         self._told = -1
         self.names: set[str] = set()
 
@@ -78,9 +47,10 @@ class RunReader:
             last: the run has ended, this is the last call.
         """
         found = []
-        for line in self._tail.lines():
-            row = json.loads(line)
-            step = row["step"]
+        if self._log.replaced():  # a run that goes on cuts its log to its checkpoint
+            self._log.restart()
+        for row in self._log.objects():
+            step = int(row["step"] or 0)
             self._rows[step] = row
             self.names |= row.keys() - {"step"}
             # A run that goes back to its checkpoint writes rows again that were reported.
@@ -103,7 +73,7 @@ class RunReader:
 
     def close(self) -> None:
         """Close the file."""
-        self._tail.close()
+        self._log.close()
 
 
 def more_of(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

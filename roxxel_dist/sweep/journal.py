@@ -1,6 +1,5 @@
 """The record of a study: append-only JSON lines, each on the disk before anything is done about it, by one writer."""
 
-import fcntl
 import json
 import math
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from roxxel_dist.run_directory import take_lock
 from roxxel_dist.sweep.history import JOURNAL, History, Trial, read_history, replay, whole
 
 LOCK = ".lock"
@@ -97,7 +97,7 @@ class Journal:
     def _claim(self) -> None:
         end = time.monotonic() + self._wait_s
         told = False
-        while not _locked(self._lock):
+        while not take_lock(self._lock):
             if time.monotonic() >= end:
                 raise ValueError(
                     f"--study {self._study}: {_holder(self._lock)} runs this study, and did not end within "
@@ -130,17 +130,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return finite(value.item())
     raise TypeError(f"{value!r} cannot stand in a journal")
-
-
-def _locked(lock: int) -> bool:
-    """Take the lock; false where another process has it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
-    return True
 
 
 def _holder(lock: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from roxxel_dist.sweep.history import History, Trial
 from roxxel_dist.sweep.report import STATES
 from roxxel_dist.sweep.study import flat, short
+from roxxel_dist.train.bar import clock
 
 ROWS = 12
 """Running trials that the table shows."""
@@ -23,8 +24,7 @@ class Screen:
         count: trials in all; None where there is no end.
         workers: trials that run at once.
         names: the parameters that are searched, which are shown.
-        sign: 1 where less is better, -1 otherwise.
-        clock: seconds since 1970.
+        now: seconds since 1970.
     """
 
     def __init__(
@@ -32,14 +32,13 @@ class Screen:
         count: int | None,
         workers: int,
         names: list[str],
-        sign: float,
-        clock: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        self._count, self._workers, self._names, self._sign, self._clock = count, workers, names, sign, clock
+        self._count, self._workers, self._names, self._now = count, workers, names, now
         self._history: History | None = None
         self._told: dict[int, tuple[str, int]] = {}
         self._live: Any = None
-        self._begun = clock()
+        self._begun = now()
 
     def __enter__(self) -> "Screen":
         if sys.stdout.isatty():
@@ -107,7 +106,7 @@ class Screen:
         for one in running[:ROWS]:
             step, value = one.reports[-1] if one.reports else ("", "")
             again = f" (attempt {one.attempts})" if one.attempts > 1 else ""
-            took = clock(self._clock() - one.began) if one.began else "waits"
+            took = clock(self._now() - one.began) if one.began else "waits"
             table.add_row(str(one.number), f"{took}{again}", str(step), short(value), self._params(one))
         if len(running) > ROWS:
             table.add_row("…", f"{len(running) - ROWS} more")
@@ -127,7 +126,7 @@ class Screen:
         left = self._left(history)
         said = (
             f"{ended}{whole} trials: {number['running']} running, {number['done']} done, {number['failed']} failed, "
-            f"{number['stopped']} stopped early; {clock(self._clock() - self._begun)} so far"
+            f"{number['stopped']} stopped early; {clock(self._now() - self._begun)} so far"
         )
         return said if left is None else f"{said}, {clock(left)} left"
 
@@ -137,7 +136,7 @@ class Screen:
         took = [one.seconds for one in trials if one.seconds is not None]
         if not took or self._count is None:
             return None
-        usual, now = statistics.fmean(took), self._clock()
+        usual, now = statistics.fmean(took), self._now()
         running = [
             max(0.0, usual - (now - one.began)) if one.began else usual for one in trials if one.state == "running"
         ]
@@ -148,10 +147,3 @@ class Screen:
         params = flat(trial.params)
         told = ", ".join(f"{name} {short(params[name])}" for name in self._names if name in params)
         return told if len(told) <= LONGEST else told[: LONGEST - 1] + "…"
-
-
-def clock(seconds: float) -> str:
-    """125 as 2:05, with hours from one on."""
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -154,7 +154,7 @@ class Session:
         from roxxel_dist.launcher.ray_cluster import ClusterError
 
         wanted = self._wanted
-        with Screen(self._count, wanted.workers, self._names, self._sweep.sign) as screen:
+        with Screen(self._count, wanted.workers, self._names) as screen:
             for line in self._notes():
                 screen.say(line)
             try:

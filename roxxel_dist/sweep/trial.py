@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from roxxel_dist.run_directory import LOCK
-from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder, is_locked
+from roxxel_dist.run_directory import LOCK, is_held
+from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder
 from roxxel_dist.sweep.follow import Report, RunReader
 from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
@@ -124,7 +124,6 @@ class Score:
 
     def __init__(self, task: Task, reader: Reader) -> None:
         self._task, self._reader = task, reader
-        self._worse = math.inf if task["goal"] == "minimize" else -math.inf
         self._began = time.monotonic()
         self.best: float | None = None
         self.is_nan = False
@@ -175,7 +174,7 @@ def fail(task: Task, kind: str, reason: str) -> Event:
 def wait_until_free(folder: Path) -> str | None:
     """Wait until nobody trains in a run directory any more; after the limit, who does."""
     end = time.monotonic() + LOCK_LIMIT_S
-    while is_locked(folder / LOCK):
+    while is_held(folder, unknown=False):
         if time.monotonic() >= end:
             pid = holder(folder / LOCK)
             who = f"process {pid}" if pid else "a process, perhaps of another machine,"

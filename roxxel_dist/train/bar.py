@@ -43,7 +43,7 @@ class Bar:
         facts = [
             f"loss {record['loss']:.4f}" if record.get("loss") is not None else "",
             f"{_short(record['tokens_per_s'])} tok/s" if record.get("tokens_per_s") is not None else "",
-            f"{_clock(left)} left" if left is not None and math.isfinite(left) else "",
+            f"{clock(left)} left" if left is not None and math.isfinite(left) else "",
         ]
         self._progress.update(
             self._task,
@@ -79,7 +79,7 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """125 -> 2:05; an hour and more with hours."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)

@@ -129,13 +129,17 @@ class JsonlReader:
 
     def rows(self) -> Iterator[dict[str, float]]:
         """The rows that have come since the last call; a metric that was not finite is left out."""
+        for row in self.objects():
+            yield {name: value for name, value in row.items() if value is not None}
+
+    def objects(self) -> Iterator[dict[str, float | None]]:
+        """The same, with None for a metric that was not finite."""
         if self._file is None:
             if not self._path.exists():
                 return
             self._file = self._path.open("rb")
         *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
-        for line in lines:
-            yield {name: value for name, value in json.loads(line).items() if value is not None}
+        yield from map(json.loads, lines)
 
     def close(self) -> None:
         """Close the file."""
