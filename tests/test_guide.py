@@ -1,36 +1,14 @@
 """docs/training.md: every block of it, one after the other, as a reader would do it."""
 
 import re
-import shlex
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-import yaml
-from commands import command, environment, rows
+from commands import rows
+from reader import ROOT, Reader, blocks
 
-from roxxel_dist.config import Config
-
-GUIDE = Path(__file__).parent.parent / "docs" / "training.md"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ON_ALL_PROCESSES = ("train", "find-lr", "eval")
-
-
-def blocks():
-    """(language, text) of every block of the page."""
-    found = BLOCK.findall(GUIDE.read_text())
-    assert len(found) == GUIDE.read_text().count("\n```") // 2
-    return found
-
-
-def commands_of(text):
-    """The words of every command of a block, without the program's name."""
-    for line in text.replace("\\\n", "").splitlines():
-        program, *words = shlex.split(line)
-        assert program == "roxxel-dist", line
-        yield words
+GUIDE = ROOT / "docs" / "training.md"
 
 
 @pytest.fixture
@@ -49,47 +27,12 @@ def reader(tmp_path):
     return tmp_path
 
 
-class Reader:
-    """Does what the blocks say, on so many processes."""
-
-    def __init__(self, folder, processes):
-        self.folder, self.processes = folder, processes
-        self.files = {}
-        self.said = []
-
-    def follow(self, language, text):
-        first = text.splitlines()[0]
-        name = first[2:].split(",")[0] if first.startswith("# ") else ""
-        if language == "yaml":
-            self.files[name] = self.files.get(name, {}) | yaml.safe_load(text)
-            Config.from_dict(self.files[name]).validate()
-            (self.folder / name).write_text(yaml.safe_dump(self.files[name]))
-        elif language == "bash":
-            for words in commands_of(text):
-                self.run(command(*words) if words[0] not in ON_ALL_PROCESSES else command(*self.launched(words)))
-        elif name.endswith(".py"):
-            (self.folder / name).write_text(text)
-        else:
-            (self.folder / "block.py").write_text(text)
-            alone = self.processes == 1 or "Trainer(" not in text
-            self.run([sys.executable, "block.py"] if alone else command(*self.launched(["python", "block.py"])))
-
-    def launched(self, words):
-        launch = ["launch", "local", "--nprocs", self.processes, "--devices-per-proc", 1, "--max-restarts", 0, "--"]
-        return words if self.processes == 1 else [*launch, *words]
-
-    def run(self, words):
-        result = subprocess.run(words, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=240)
-        assert result.returncode == 0, f"{words}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
-        self.said.append(result.stdout)
-
-
 @pytest.mark.timeout(900)  # two dozen commands
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_block_does_what_the_page_says(reader, processes):
     doing = Reader(reader, processes)
-    for language, text in blocks():
-        doing.follow(language, text)
+    for block in blocks(GUIDE):
+        doing.follow(block)
     said, runs = "\n".join(doing.said), reader / "runs"
     last = {run.name: max(rows(run)) for run in runs.iterdir() if (run / "metrics.jsonl").exists()}
     assert (last["text"], last["blend"], last["stable"], last["decayed"], last["decayed_early"]) == (40, 60, 60, 60, 30)
