@@ -34,7 +34,7 @@ class SweepArgs:
     count: int | None = None
     """Trials in all, those of earlier starts included; run_cap of the YAML where not given, else until Ctrl-C."""
     study: str | None = None
-    """Where the study is kept; studies/NAME, after the file or the id, where not given. What is there is gone on with."""
+    """Where the study is kept; studies/NAME, after the file or the id, where not given. What is there goes on."""
     workers: int | None = None
     """Trials that run at once; 1 where not given."""
     method: str | None = None
