@@ -181,7 +181,7 @@ def test_closed_streams(tmp_path):
     child = shlex.join(command("launch", "local", "--nprocs", 1, "--", sys.executable, "-c", CHILD, tmp_path / "told"))
     closed = subprocess.run(["sh", "-c", f"exec {child} <&- >&- 2>&-"], cwd=tmp_path, env=environment(), check=False)
     assert closed.returncode == 0
-    assert (tmp_path / "told").read_text()== "True null\n"
+    assert (tmp_path / "told").read_text() == "True null\n"
     said = f"exec {shlex.join(command('--version'))} >&-"
     done = subprocess.run(["sh", "-c", said], cwd=tmp_path, env=environment(), capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
