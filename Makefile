@@ -8,8 +8,8 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all test-pythons bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep chaos hf \
-    docker-check lint format clean
+.PHONY: demo test test-all test-pythons bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep \
+    chaos hf docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
