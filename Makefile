@@ -8,7 +8,7 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep chaos hf \
+.PHONY: demo test test-all docs bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep chaos hf \
     docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
@@ -23,6 +23,10 @@ test: $(VENV)/dev-installed lint ## every test and the linters: what CI runs
 
 test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+docs: $(VENV)/dev-installed ## build these pages into .cache/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built: .cache/site/index.html"
 
 bench-data: $(VENV)/bench-installed ## what reading data costs, against other loaders: a table of ratios
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/data_read.py .cache/benchmarks

@@ -62,8 +62,8 @@ def fields() -> str:
     for title, part in zip(TITLES, PARTS, strict=True):
         docs, defaults = field_docs(part), Config()
         rows = [
-            f"| `{f.name}` | {kind(field_types()[f.name])} | {shown(getattr(defaults, f.name))} | {escaped(docs[f.name])} |"
-            for f in dataclasses.fields(part)
+            f"| `{name}` | {kind(field_types()[name])} | {shown(getattr(defaults, name))} | {escaped(docs[name])} |"
+            for name in (field.name for field in dataclasses.fields(part))
         ]
         parts.append(f"## {title}\n\n| Field | Type | Default | |\n|---|---|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts)
