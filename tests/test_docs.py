@@ -94,6 +94,7 @@ def test_the_reference_has_every_public_name_command_and_field(site):
     assert set(names) <= places
     told = (site / "reference" / "cli.html").read_text()
     assert told.count("usage: roxxel-dist ") == 1 + len(names)
+    assert told.count("--n_heads ") == 1  # the fields stand in one command's help, not in that of all that take them
     fields = (site / "reference" / "config.html").read_text()
     assert not [name for name in field_types() if f"<code>{name}</code>" not in fields]
 

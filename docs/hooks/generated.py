@@ -8,12 +8,11 @@ import dataclasses
 import io
 import os
 import re
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from roxxel_dist.cli import COMMANDS, main
 from roxxel_dist.config import PARTS, Config, field_docs, field_types
 
-GROUPS = {"data": ("build", "info", "verify"), "launch": ("local", "ssh", "slurm", "ray", "k8s", "member")}
 WHOLE = "train"
 """Of the commands that take every field, the one whose help is shown whole."""
 TITLES = ("The model", "A model of one's own", "Data", "The loop", "The optimizer")
@@ -26,10 +25,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def commands() -> str:
-    """A heading and the help of every command."""
-    names = [f"{name} {sub}".strip() for name in COMMANDS for sub in GROUPS.get(name, ("",))]
-    parts = [f"## roxxel-dist\n\n```text\n{told('--help')}\n```"]
-    return "\n\n".join([*parts, *(f"## {name}\n\n{section(name)}" for name in names)])
+    """A heading and the help of every command; of a group, those of its commands."""
+    names = ["", *(f"{name} {sub}".strip() for name in COMMANDS for sub in members(name) or ("",))]
+    return "\n\n".join(f"## {name or 'roxxel-dist'}\n\n{section(name)}" for name in names)
+
+
+def members(name: str) -> list[str]:
+    """The commands of a group, as its help lists them; none of a command."""
+    text = told(name, "--help")
+    return re.findall(r"^  (\S+)  ", text, re.MULTILINE) if f" {name} COMMAND" in text.splitlines()[0] else []
 
 
 def section(name: str) -> str:
@@ -46,14 +50,15 @@ def told(*words: str) -> str:
     """What the program prints, 100 columns wide."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
-    out = io.StringIO()
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # a terminal of UTF-8, as the boxes want it
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             main(words)
     finally:
         os.environ.pop("COLUMNS")
         os.environ.update({} if before is None else {"COLUMNS": before})
-    return out.getvalue().strip()
+    out.seek(0)
+    return out.read().strip()
 
 
 def fields() -> str:
@@ -70,10 +75,11 @@ def fields() -> str:
 
 
 def kind(held: Any) -> str:
-    """A type as a reader of YAML has it."""
-    if get_origin(held) and str(get_origin(held)) == "typing.Literal":
+    """A type as a reader of YAML has it; that nothing may be given is told by the default."""
+    if get_origin(held) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(held))
-    return escaped(f"`{held.__name__ if isinstance(held, type) and not get_args(held) else held}`")
+    name = held.__name__ if isinstance(held, type) and not get_args(held) else str(held)
+    return f"`{name.removesuffix(' | None').replace('typing.', '')}`"
 
 
 def shown(value: Any) -> str:
@@ -85,4 +91,4 @@ def shown(value: Any) -> str:
 
 def escaped(text: str) -> str:
     """For a cell of a table."""
-    return text.replace("|", "\\|").replace("typing.", "").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("<", "&lt;")
