@@ -8,8 +8,8 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all test-pythons bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep \
-    chaos hf docker-check lint format clean
+.PHONY: demo test test-all test-pythons docs bench-data bench-train bench-launch bench-model bench-ngram bench-gpu \
+    bench-sweep chaos hf docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -26,6 +26,10 @@ test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
 
 test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with each other Python (3.12, 3.13) that is on this machine
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m slow tests/test_wheel.py || [ $$? = 5 ]  # 5: there is no other
+
+docs: $(VENV)/dev-installed ## build these pages into .cache/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built: .cache/site/index.html"
 
 bench-data: $(VENV)/bench-installed ## what reading data costs, against other loaders: a table of ratios
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/data_read.py .cache/benchmarks

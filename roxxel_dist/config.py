@@ -57,13 +57,22 @@ def usage_errors() -> Iterator[None]:
 
 
 class _Methods:
-    """What a `Config` can do besides holding fields."""
+    """Every setting of a run, each with a default; all are given by keyword.
+
+    It may be changed freely. Values are checked by `validate`, and when they are used.
+    """
 
     of_run: tuple[str, str | None, bool] | None = None
     """Of a config that was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
 
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.
+
+        Args:
+            component: such as `ModelConfig` or `OptimizerConfig`.
+
+        Returns:
+            An object of that class.
 
         Raises:
             ValueError: a value breaks its rule.
@@ -89,17 +98,30 @@ class _Methods:
                 Phase.of(phase)
 
     def check_types(self) -> None:
-        """Raises ValueError, with its name, for the first field whose value is of another type than the field."""
+        """Check the type of every field.
+
+        Raises:
+            ValueError: names the first field whose value is of another type than the field.
+        """
         for name, value in self.to_dict().items():
             if not _fits(value, field_types()[name]):
                 raise ValueError(f"{name} is {value!r}: it must be {_type_name(field_types()[name])}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
+        """Every field by name.
+
+        Returns:
+            Plain values, as they would stand in YAML.
+        """
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
-        """Write all fields, and what is worth keeping about this run under `record`, in one move."""
+        """Write all fields, in one move.
+
+        Args:
+            path: the file.
+            record: what else is worth keeping about a run; read past when the file is loaded.
+        """
         import yaml
 
         path = Path(path)
@@ -111,6 +133,13 @@ class _Methods:
     @classmethod
     def from_yaml(cls, path: str | Path) -> Any:
         """A config from a file; fields that it does not name keep their defaults.
+
+        Args:
+            path: a YAML file. Of the `config.yaml` of a run the config remembers the run: with adapters, that is the
+                base.
+
+        Returns:
+            A `Config`.
 
         Raises:
             ValueError: no such file, not YAML, or what `from_dict` says.
@@ -125,6 +154,13 @@ class _Methods:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Any:
         """A config from a mapping of field names to values; fields may stand in sections (`SECTIONS`).
+
+        Args:
+            values: as YAML has them; text such as "5e-4" is a number where the field is one.
+            source: how messages call it.
+
+        Returns:
+            A `Config`.
 
         Raises:
             ValueError: a key that no field has, a field given twice, or a value of another type than its field.

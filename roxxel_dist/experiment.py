@@ -33,8 +33,15 @@ SAMPLE_TOKENS = 160
 class Experiment:
     """One run of a `Config`, on however many processes this one belongs to.
 
+    Args:
+        config: a `Config`; changes of it from here on do not count.
+
     Attributes:
+        config: as it will be used, with absolute paths.
         stopped: whether the last `fit` was asked to stop before its end; what it had is saved.
+
+    Raises:
+        UsageError: a value breaks its rule, or the base of adapters is not there.
     """
 
     def __init__(self, config: Any) -> None:
@@ -64,6 +71,9 @@ class Experiment:
                 read. The phases may be other ones behind that step.
             from_step: go back to this kept checkpoint of the resumed run; later ones are deleted.
             skip_steps: with `from_step`, leave out what these steps (the first and the last, from 1) would have read.
+
+        Returns:
+            The run directory.
 
         Raises:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
@@ -113,7 +123,7 @@ class Experiment:
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
     ) -> tuple[float, list[float], list[float]]:
-        """(a learning rate to train with, the rates of a sweep, the loss at each of them).
+        """A learning rate to train with.
 
         A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
         1506.01186); it ends early where the loss diverges. The rate is that at which the smoothed loss falls most
@@ -124,6 +134,9 @@ class Experiment:
             min_lr: rate of the first step.
             max_lr: rate of the last step.
             num_steps: at least 10.
+
+        Returns:
+            The rate; the rates that were tried; the loss at each of them.
 
         Raises:
             UsageError: the config, the data or the rates do not allow it, or the loss did not fall.

@@ -99,7 +99,13 @@ class Generator:
         seed: int = 0,
         stop_at_eos: bool = True,
     ) -> Iterator[str]:
-        """The text that `generate` gives, in pieces as they come; no piece ends within a character."""
+        """The text that `generate` gives, in pieces as they come; no piece ends within a character.
+
+        Arguments and errors are those of `generate`, for one prompt.
+
+        Returns:
+            An iterator of pieces, which together are the text.
+        """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         ids = stream(
             self.model, self._ids(prompt), self._room(max_new_tokens), max_context=self.config.max_context,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
-NOTE = re.compile(r"<!-- (.*?) -->\s*\Z", re.DOTALL)
+NOTE = re.compile(r"<!-- ((?:(?!-->).)*) -->\s*\Z", re.DOTALL)
 LAUNCHED = re.compile(r"(?<=\broxxel-dist )(?=(?:train|find-lr|eval)\b)")
 """Where `launch local … --` goes when a page that was written for one process is followed on several."""
 

@@ -29,6 +29,9 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
         fsdp: size of "fsdp", 0 for all that "tensor" leaves; "data" gets the rest.
         tensor: size of "tensor".
 
+    Returns:
+        A mesh of [data, fsdp, tensor] devices; all three axes are there, also those of size 1.
+
     Raises:
         ValueError: more devices are asked for than there are, or they cannot be shared out so.
     """
@@ -60,7 +63,14 @@ def row_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a (rows, tokens) batch: rows over `row_axes`. Devices along "tensor" hold the same rows."""
+    """How a batch lies on a mesh: rows over "data" and "fsdp", or the first axis of a mesh with other ones.
+
+    Args:
+        mesh: from `make_mesh`, or one of your own.
+
+    Returns:
+        The sharding of a (rows, tokens) array. Devices along "tensor" hold the same rows.
+    """
     first, *more = row_axes(mesh)
     return NamedSharding(mesh, P((first, *more) if more else first, None))
 

@@ -19,6 +19,9 @@ class Phase:
     """A stretch of training in which batches have one shape.
 
     Either `steps` or `epochs` says how long it lasts.
+
+    Raises:
+        ValueError: a field breaks its rule; the message names the phase and the field.
     """
 
     steps: int | None = None
@@ -88,8 +91,11 @@ class Phase:
     def of(cls, phase: "Phase | Mapping[str, Any]") -> "Phase":
         """A phase from a mapping as it stands in YAML, or the phase itself.
 
+        Args:
+            phase: a mapping of field names to values, or a phase.
+
         Raises:
-            ValueError: a key that a phase does not have.
+            ValueError: a key that a phase does not have, or what making a `Phase` raises.
         """
         if isinstance(phase, Phase):
             return phase
@@ -151,7 +157,17 @@ class Curriculum:
         return replace(phase, steps=steps, epochs=None)
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
-        """(the same phases without the last part of every shard of the primary data set, that part)."""
+        """The same phases without the last part of every shard of the primary data set.
+
+        Args:
+            fraction: the share that is held out, at least 0 and less than 1.
+
+        Returns:
+            The curriculum that is left, in which `epochs` are counted anew, and the part that is held out.
+
+        Raises:
+            ValueError: the share is no such number, or what is left is too little for a phase.
+        """
         train, held_out = self.primary_streamer.split(fraction)
         return Curriculum(train, self._given, self.mix_streamers), held_out
 
@@ -187,6 +203,9 @@ class Curriculum:
         Args:
             seed: of all orders.
             max_passes: the most passes over a data set; None for as many as the steps take.
+
+        Returns:
+            The plan. It reads nothing: it holds a few numbers for each stretch in which nothing changes.
 
         Raises:
             ValueError: a data set is too small for a phase's batch, a weight names none, or the passes are not enough.

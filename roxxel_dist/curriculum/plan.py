@@ -113,6 +113,9 @@ class Plan:
                 added behind those of a data set, or taken away from its end; whole data sets may come and go.
             skip: leave out what the next so many steps of this plan would have read.
 
+        Returns:
+            A new plan; this one stays what it is.
+
         Raises:
             ValueError: the step is outside the plan or before the last amendment, or a window is longer than a unit.
         """
@@ -179,7 +182,17 @@ class Plan:
         return self.segments[bisect.bisect_right(self._firsts, like) - 1], lap
 
     def rows(self, step: int) -> Rows:
-        """The rows of step `step`, counted from 0: the same on every process, restart and machine."""
+        """The rows of a step: the same on every process, after every restart, on every machine.
+
+        Args:
+            step: counted from 0. The log counts from 1.
+
+        Returns:
+            `Rows` of the whole global batch: `dataset` int32[B], `offset` int64[B], `seq_len`.
+
+        Raises:
+            IndexError: the plan has no such step.
+        """
         first, stop, rows = self._ahead
         if not first <= step < stop:
             segment = self.segment(step)
@@ -213,11 +226,19 @@ class Plan:
         return dataset.reshape(size), offset.reshape(size), shape.seq_len, shape.packing == "documents"
 
     def phase(self, step: int) -> int:
-        """The index of the phase that holds `step`."""
+        """The index of the phase that holds `step`. Both count from 0.
+
+        Raises:
+            IndexError: the plan has no such step.
+        """
         return self._find(step)[0].phase
 
     def shape(self, step: int) -> tuple[int, int]:
-        """(batch_size, seq_len) of `step`."""
+        """(batch_size, seq_len) of `step`, counted from 0.
+
+        Raises:
+            IndexError: the plan has no such step.
+        """
         shape = self._find(step)[0].shape
         return shape.batch_size, shape.seq_len
 

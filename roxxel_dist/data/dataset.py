@@ -101,6 +101,15 @@ class Roxxel(TokenSequence):
         The last `val_fraction` of every shard's tokens is held out. The cut is the nearest document end at or before
         that point, unless that would leave less than half of its share to train on (one giant document, say): then the
         document is cut, and counts on both sides. With 0 nothing is held out, and the first of the two is this object.
+
+        Args:
+            val_fraction: at least 0 and less than 1.
+
+        Returns:
+            What to train on, and what is held out.
+
+        Raises:
+            ValueError: the share is no such number.
         """
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
@@ -110,6 +119,9 @@ class Roxxel(TokenSequence):
 
     def first_shards(self, count: int) -> "Roxxel":
         """A view on the first `count` shards: what a data set was before others were added.
+
+        Args:
+            count: how many.
 
         Raises:
             ValueError: there are not so many.
@@ -129,8 +141,20 @@ class Roxxel(TokenSequence):
     ) -> Any:
         """Batches of shuffled windows: a `roxxel_dist.stream.Stream`, endless where `steps` is None.
 
-        Options: `mesh` and `data_sharding` for global `jax.Array`s instead of numpy arrays; `mix_datasets` (by name)
-        and `weights` (with "self" for this one) for a blend.
+        Args:
+            seq_len: tokens of a row, the target included.
+            batch_size: rows of the global batch.
+            seed: of the order.
+            start_step: the first step to read, from 0.
+            steps: of the whole stream; None: it goes on, pass after pass.
+            options: `mesh` and `data_sharding` for global `jax.Array`s instead of numpy arrays; `mix_datasets` (by
+                name) and `weights` (with "self" for this one) for a blend.
+
+        Returns:
+            An iterator of int32[batch_size, seq_len], whose whole state is the integer `step`.
+
+        Raises:
+            ValueError: a number breaks its rule, a weight names no data set, or the data cannot fill a batch.
         """
         from roxxel_dist.stream import stream_of  # above this layer: only a caller who streams needs it
 

@@ -136,6 +136,9 @@ def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> di
     Args:
         params: arrays by name, adapters among them.
         scales: of each adapter, by its name.
+
+    Returns:
+        Arrays by name, without adapters, in the types of the arrays that they stand on.
     """
     plain = {name: array for name, array in params.items() if not name.endswith((A, B))}
     for name, scale in scales.items():

@@ -113,6 +113,9 @@ class Transformer(nnx.Module):
             cache: what was read before these tokens, from `empty_cache` or an earlier call. The logits are those of the
                 whole row, and the cache with these tokens comes with them.
 
+        Returns:
+            [B, L, vocab_size] logits; with a cache, these and the cache.
+
         Raises:
             ValueError: L is beyond max_context.
         """
@@ -127,10 +130,13 @@ class Transformer(nnx.Module):
         positions_BxL: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """[B, L, dim], what `logits` makes logits of; the balance loss; the cache. Arguments and errors as of a call.
+        """What `logits` makes logits of. Arguments and errors as of a call.
 
         The balance loss, float32[], is to be added to that of the logits. It is alpha_balance x the sum of what the
         blocks tell: alpha_balance x num_blocks where all experts are equally busy, and 0 without experts.
+
+        Returns:
+            [B, L, dim]; the balance loss; the cache, None where none was given.
         """
         length = tokens_BxL.shape[1]
         if length > self.config.max_context:
@@ -170,11 +176,25 @@ class Transformer(nnx.Module):
         return self.embedding if self.config.weight_tying else self.head
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """What `states` returned to logits [B, L, vocab_size]."""
+        """Logits of states.
+
+        Args:
+            x_BxLxD: [B, L, dim], from `states`.
+
+        Returns:
+            [B, L, vocab_size], in the type of the parameters.
+        """
         return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD)
 
     def empty_cache(self, batch: int = 1) -> Cache:
-        """A cache in which nothing was read yet, for `batch` rows of tokens."""
+        """A cache in which nothing was read yet.
+
+        Args:
+            batch: rows of tokens that it is for.
+
+        Returns:
+            An entry a block, [batch, slots, ...]: `max_context` slots, or `context_window` with a window.
+        """
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
         shapes = [block.attention.kept for block in self._blocks]
         cache = empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
@@ -218,11 +238,14 @@ class Transformer(nnx.Module):
         return x_BxLxD
 
     def flops_per_token(self, length: int) -> float:
-        """Floating-point operations that a training step does for a token of a row of `length`.
+        """Floating-point operations that a training step does for a token.
 
         6 a parameter that multiplies it (4 of one that is frozen: it has no gradient), and 6 for each product of a
         query and a key or value of attention (Chowdhery et al., "PaLM", 2022, appendix B): with a window those that it
         reaches, without one all of the row. Of experts those parameters count that a token goes through.
+
+        Args:
+            length: tokens of its row.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
         # Stacked experts count once, for all layers.
@@ -238,5 +261,5 @@ class Transformer(nnx.Module):
         return of_weights + 6.0 * pairs * min(length, self.config.window or length)
 
     def modules(self) -> Iterator[nnx.Module]:
-        """The model and every module in it."""
+        """The model and every module in it, such as each `LoRALinear`."""
         return (module for _, module in nnx.iter_modules(self))

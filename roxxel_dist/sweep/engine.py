@@ -61,6 +61,9 @@ def make(
         method: one of ENGINES; None: the sweep's own.
         accept: raises ValueError for parameters that no trial can be made of; asked only of those about to be chosen.
 
+    Returns:
+        An engine that nothing was asked of yet.
+
     Raises:
         ValueError: no such method, or a grid of endless values.
         ModuleNotFoundError: the method needs a package that is not installed; says which.

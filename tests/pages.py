@@ -1,0 +1,37 @@
+"""The pages of the documentation, and which module of tests follows the blocks of each."""
+
+from pathlib import Path
+
+from reader import ROOT
+
+RUN_BY = {
+    "README.md": "test_readme.py",
+    "docs/index.md": "test_guides.py",
+    "docs/quickstart.md": "test_guides.py",
+    "docs/concepts/plan.md": "test_guides.py",
+    "docs/concepts/blends.md": "test_guides.py",
+    "docs/concepts/resume.md": "test_guides.py",
+    "docs/concepts/failures.md": "test_guides.py",
+    "docs/data.md": "test_guides.py",
+    "docs/training.md": "test_guide.py",
+    "docs/model.md": "test_guides.py",
+    "docs/sweeps.md": "test_guides.py",
+    "docs/reference/api.md": "test_guides.py",
+    "docs/reference/config.md": "test_guides.py",
+    "docs/reference/exit-codes.md": "test_guides.py",
+    "docs/reference/environment.md": "test_guides.py",
+    "docs/reference/files.md": "test_guides.py",
+}
+"""Every block of these pages is run by the module, but those with a note (`left_out`)."""
+LEFT_OUT = ("not run: ", "run by tests/")
+"""How the comment right above a block begins that the page's own test passes over."""
+
+
+def pages_of(module: str) -> list[Path]:
+    """The pages that a module of tests follows: `pages_of(Path(__file__).name)`."""
+    return [ROOT / page for page, one in RUN_BY.items() if one == module]
+
+
+def left_out(note: str) -> bool:
+    """Whether a block with this comment above it is not run where the others of its page are."""
+    return note.startswith(LEFT_OUT)

@@ -1,0 +1,158 @@
+"""The site is built without a warning, what it says of the program is what the program says, and no block is unread."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from pages import RUN_BY, left_out
+from reader import ROOT, blocks
+
+import roxxel_dist
+from roxxel_dist import lora, sharding
+from roxxel_dist.cli import COMMANDS
+from roxxel_dist.config import field_types
+
+pytestmark = pytest.mark.xdist_group("docs")  # one build of the site
+DOCS = ROOT / "docs"
+SOURCES = sorted((ROOT / "roxxel_dist").rglob("*.py"))
+LANGUAGES = {"bash", "python", "yaml", "text", "json", "mermaid"}
+COMMAND_LINE = re.compile(r"^\s*(?:\$ )?(?:roxxel-dist|python3?|pip|make) ", re.MULTILINE)
+PREFIXES = (
+    "ROXXEL", "CUDA", "JAX", "JOB", "LIBTPU", "OMP", "PJRT", "RAYON", "RAY", "SLURMD", "SLURM", "TOKENIZERS", "TPU",
+    "WANDB", "XDG", "XLA",
+)  # fmt: skip
+WHOLE = "NETRC|TMPDIR|PATH|ENVIRONMENT|PYTHONUNBUFFERED"
+VARIABLE = re.compile(rf"(?:{'|'.join(PREFIXES)})_[A-Za-z0-9_]*[A-Za-z0-9]|{WHOLE}")
+
+# Pages that change elsewhere at this moment: to be emptied.
+PENDING = {"README.md", "docs/launching.md", "docs/clusters.md"}
+
+pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+pages = [page for page in pages if str(page.relative_to(ROOT)) not in PENDING]
+
+
+class Seen(HTMLParser):
+    """What a built page would have a browser fetch, and the names of its places."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.fetched, self.places = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        told = dict(attrs)
+        self.places.add(told.get("id"))
+        if tag in ("script", "img", "iframe") and told.get("src"):
+            self.fetched.append(told["src"])
+        if tag == "link" and told.get("rel") != "canonical" and told.get("href"):
+            self.fetched.append(told["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site."""
+    folder = tmp_path_factory.mktemp("site")
+    # A warning is an error (--strict): a link that leads nowhere, a page that is in no menu, a name without docstring.
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    result = subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def constants():
+    """Every string constant of the package."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_every_page_is_built_and_fetches_nothing_from_elsewhere(site):
+    for page in DOCS.rglob("*.md"):
+        built = site / page.relative_to(DOCS).with_suffix(".html")
+        foreign = [one for one in Seen(built).fetched if re.match(r"(?:\w+:)?//", one)]
+        assert not foreign, f"{built}: {foreign}"
+
+
+def test_the_reference_has_every_public_name_command_and_field(site):
+    places = Seen(site / "reference" / "api.html").places
+    missing = [name for name in roxxel_dist.__all__ if name != "Config" and f"roxxel_dist.{name}" not in places]
+    for part in (lora, sharding):  # a kind of flax is told in words
+        names = [name for name in part.__all__ if name != "LoRAParam"]
+        missing += [f"{part.__name__}.{name}" for name in names if f"{part.__name__}.{name}" not in places]
+    assert not missing
+    assert {"roxxel_dist.sweep.engine.make", "roxxel_dist.Roxxel.stream", "config"} <= places
+    places = Seen(site / "reference" / "cli.html").places
+    groups = {"data": ("build", "info", "verify"), "launch": ("local", "ssh", "slurm", "ray", "k8s", "member")}
+    names = [f"{name}-{sub}".strip("-") for name in COMMANDS for sub in groups.get(name, ("",))]
+    assert set(names) <= places
+    told = (site / "reference" / "cli.html").read_text()
+    assert told.count("usage: roxxel-dist ") == 1 + len(names)
+    assert told.count("--n_heads ") == 1  # the fields stand in one command's help, not in that of all that take them
+    fields = (site / "reference" / "config.html").read_text()
+    assert not [name for name in field_types() if f"<code>{name}</code>" not in fields]
+
+
+def test_the_menu_has_every_page():
+    def leaves(one):
+        if isinstance(one, str):
+            return [one]
+        return [leaf for part in (one.values() if isinstance(one, dict) else one) for leaf in leaves(part)]
+
+    menu = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(menu) == sorted(str(page.relative_to(DOCS)) for page in pages if page.is_relative_to(DOCS))
+
+
+def test_the_page_of_variables_names_those_of_the_source():
+    page = (DOCS / "reference" / "environment.md").read_text()
+    named = {one for one in re.findall(r"`([^`\s]+)`", page) if VARIABLE.fullmatch(one)}
+    used = {one for one in constants() if VARIABLE.fullmatch(one)}
+    assert used - named == set()
+    whole = "\n".join(path.read_text() for path in SOURCES)
+    assert [one for one in named if not re.search(rf"\b{one}\b", whole)] == []
+
+
+def test_the_page_of_exit_codes_has_those_of_the_source():
+    codes = {"0", "130", "255", "n", "128 + s"}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name, value = node.targets[0].id, node.value
+                if (name.startswith("EXIT_") or name == "NO_WAY") and isinstance(value, ast.Constant):
+                    codes |= {str(value.value)} if isinstance(value.value, int) else set()
+    page = (DOCS / "reference" / "exit-codes.md").read_text()
+    told = set(re.findall(r"^\| (\w+(?: \+ s)?) \|", page, re.MULTILINE)) - {"Code", "Command"}
+    told |= set(re.findall(r"\| (255) \|", page))
+    assert told == codes
+
+
+@pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_of_a_language_and_read_by_a_test(page):
+    name, outside = str(page.relative_to(ROOT)), page.read_text()
+    for block in blocks(page):
+        outside = outside.replace(block.text, "")
+        assert block.language in LANGUAGES, f"{block.where}: {block.language!r} is none of {sorted(LANGUAGES)}"
+        if block.language == "text":
+            assert not COMMAND_LINE.search(block.text), f"{block.where}: a command in a block of what is printed"
+        if block.language not in ("bash", "python", "yaml"):
+            continue
+        elsewhere = re.fullmatch(r"run by (tests/\S+\.py)", block.note)
+        if elsewhere:
+            assert (ROOT / elsewhere[1]).is_file(), f"{block.where}: there is no {elsewhere[1]}"
+        elif not left_out(block.note):
+            assert name in RUN_BY, f"{block.where}: no module of tests follows this page (tests/pages.py)"
+    # A command that is only indented would be run by nobody.
+    assert not re.search(r"^ {4,}(?:roxxel-dist|python3?|import|from \w+ import) ", outside, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("module", sorted({one for page, one in RUN_BY.items() if page not in PENDING}))
+def test_the_modules_that_follow_pages_follow_them(module):
+    source = (ROOT / "tests" / module).read_text()
+    for page in (page for page, one in RUN_BY.items() if one == module):
+        assert "pages_of(" in source or Path(page).name in source, f"tests/{module} does not follow {page}"
