@@ -61,8 +61,8 @@ class RankArgs:
 class LocalArgs(JobArgs, RankArgs):
     """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
 
-    CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program. docs/howto/launching.md tells
-    what is started again, and how a stuck rank is found.
+    CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.
+    docs/howto/launching.md tells what is started again, and how a stuck rank is found.
     """
 
 

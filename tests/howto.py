@@ -1,7 +1,7 @@
 """Pages of docs/howto, followed block by block on this machine or on hosts that are network namespaces.
 
-What a page says that a program printed (a block `text`) is looked for in what the block before it printed, line by line; … stands
-for whatever varies.
+What a page says that a program printed (a block `text`) is looked for in what the block before it printed, line by
+line; … stands for whatever varies.
 """
 
 import os

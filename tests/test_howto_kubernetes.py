@@ -1,4 +1,4 @@
-"""docs/howto/kubernetes.md and tpu.md: what their commands print, and the members of a pod, run here; containers.md's files."""
+"""docs/howto/kubernetes.md and tpu.md: what their commands print; containers.md: what it names."""
 
 import re
 import shlex

@@ -1,10 +1,15 @@
-"""docs/howto/ray.md: every block, on a node of a real Ray of two nodes that is closed by a token."""
+"""docs/howto/ray.md: every block, on a node of a real Ray of two nodes that is closed by a token.
+
+A quick part of it is in launcher/test_ray.py, which has a cluster.
+"""
 
 import pytest
 from commands import rows
 from howto import STEPS, on_hosts
 from machines import missing
 from ray_nodes import ray_nodes, words
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # one worker: a cluster at a time
 
 
 @pytest.fixture
@@ -21,7 +26,6 @@ def reader(tmp_path):
         yield on_hosts(nodes.hosts, tmp_path / "work", "h1", **nodes.environment)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_on_two_nodes_of_a_ray(reader):
     reader.page("ray.md")

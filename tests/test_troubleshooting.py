@@ -12,9 +12,9 @@ from roxxel_dist.cli import main
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 THEIRS = "Messages of other programs"
-HEADING = re.compile(r"^### `(.*)`$", re.MULTILINE)
-OURS = HEADING.findall(PAGE.partition(f"## {THEIRS}")[0])
-ALL = HEADING.findall(PAGE)
+HEADING = re.compile(r"^### (`+)(.*)\1$", re.MULTILINE)
+OURS = [found[2] for found in HEADING.finditer(PAGE.partition(f"## {THEIRS}")[0])]
+ALL = [found[2] for found in HEADING.finditer(PAGE)]
 VARIES = "…"
 PHASE = "[{{steps: 5, batch_size: {}, seq_len: {}}}]"
 TRAIN = ("train", "--config", "run.yaml", "--data_path", "my_data", "--run_dir", "new")
