@@ -12,6 +12,7 @@ def reader(tmp_path):
     return Follower(tmp_path / "work", XDG_STATE_HOME=str(tmp_path / "state"))
 
 
+@pytest.mark.timeout(600)
 def test_several_processes_of_one_machine(reader):
     reader.page("local.md")
     runs = reader.folder / "runs"

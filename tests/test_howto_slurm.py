@@ -26,6 +26,7 @@ def test_a_job_is_submitted_and_looked_at(reader):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_job_is_queued_again_and_goes_on(reader):
     reader.page("slurm.md", "It survives the night", "Inside a job of your own")
     assert set(rows(reader.folder / "runs" / "own")) == STEPS
