@@ -56,7 +56,7 @@ class SlurmArgs(JobArgs, NodeArgs):
 
     Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for instance --slurm-partition gpu
     --slurm-time 4:00:00. Inside one (salloc, or a script of your own) it runs on the nodes of that job. Before the time
-    limit all ranks save, the job is queued again, and goes on from there. docs/clusters.md tells more.
+    limit all ranks save, the job is queued again, and goes on from there. docs/howto/slurm.md tells more.
     """
 
 

@@ -13,7 +13,6 @@ from roxxel_dist.config import Config
 from roxxel_dist.sweep.study import read_study
 
 PAGE = ROOT / "README.md"
-HOSTS = ("node1", "node2")
 LINES = 10
 """The most that a job may ask a person to copy."""
 
@@ -25,7 +24,7 @@ def nodes():
     """The page's two hosts, with sshd and Ray on both; ssh on the machine beside them needs no options."""
     if why := missing():
         pytest.skip(why)
-    with ray_nodes(2, names=HOSTS) as started:
+    with ray_nodes(2, prefix="node") as started:
         started.hosts.bind("controller", started.hosts.ssh_config, "/etc/ssh/ssh_config")
         yield started
 

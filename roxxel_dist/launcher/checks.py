@@ -1,4 +1,7 @@
-"""From what hosts said about themselves to what is wrong with them: pure functions. docs/launching.md has a table."""
+"""From what hosts said about themselves to what is wrong with them: pure functions.
+
+docs/howto/launching.md has a table of them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

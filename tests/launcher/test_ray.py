@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import losses, run
+from howto import on_hosts
 from machines import missing
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
@@ -36,6 +37,10 @@ phases:
 lr: 3.0e-3
 log_every: 1
 """
+
+
+def test_the_restart_that_the_page_shows(nodes: RayNodes, tmp_path: Path) -> None:
+    on_hosts(nodes.hosts, tmp_path / "work", "h1", **nodes.environment).page("ray.md", "See a restart")
 
 
 def test_what_each_rank_sees(nodes: RayNodes, tmp_path: Path) -> None:

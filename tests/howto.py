@@ -1,0 +1,116 @@
+"""Pages of docs/howto, followed block by block on this machine or on hosts that are network namespaces.
+
+What a page says that a program printed (a block `text`) is looked for in what the block before it printed, line by
+line; … stands for whatever varies.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from hosts import CONTROLLER, ROOT, Cluster
+from machines import PATH
+from reader import Block, Reader, blocks
+
+from roxxel_dist.data.dataset import Roxxel
+
+HOWTO = ROOT / "docs" / "howto"
+CONFIG = """\
+{dim: 16, num_blocks: 1, kv_heads: 1, head_size: 8, max_context: 32, grad_accum: 1, lr: 3.0e-3,
+ phases: [{steps: 60, batch_size: 8, seq_len: 33}],
+ log_every: 10, eval_every: 30, eval_iters: 1, checkpoint_every: 20}
+"""
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""For XLA: ranks above 0 find nothing in jax's cache on CPU, so each start compiles; this is four times as fast."""
+# Found by every Python of a reader: the run that pages stop while it trains has time left until then.
+SLOW = """
+import sys, time
+from roxxel_dist.cluster.progress import Progress
+enter = Progress.enter
+def slowly(self, *step):
+    time.sleep(0.5)
+    enter(self, *step)
+if "runs/night" in sys.orig_argv and "--resume" not in sys.orig_argv:
+    Progress.enter = slowly
+"""
+STEPS = {1, *range(10, 61, 10)}
+"""That are logged."""
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def prepare(folder: Path) -> None:
+    """What every page says that the reader has: `my_data` and `run.yaml`."""
+    folder.mkdir(exist_ok=True)
+    tokens = np.random.default_rng(0).integers(0, 300, 1 << 16, np.uint16)
+    (folder / "my_data").mkdir()
+    Roxxel(folder / "my_data" / "corpus_*.rox").write([tokens], separator=None, vocab_size=300)
+    (folder / "run.yaml").write_text(CONFIG)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(SLOW)
+
+
+def python_path(folder: Path) -> str:
+    """PYTHONPATH of whoever does what a page says."""
+    return os.pathsep.join((str(folder / "site"), str(ROOT)))
+
+
+class Follower(Reader):
+    """A reader of a page of docs/howto, in a folder with what `prepare` makes.
+
+    Args:
+        folder: where commands are given.
+        on: runs words there, as `subprocess.run` does; on this machine where not given.
+        more: variables.
+    """
+
+    def __init__(self, folder: Path, on: Run | None = None, **more: str) -> None:
+        prepare(folder)
+        super().__init__(folder, timeout=240, **({"XLA_FLAGS": FAST, "PYTHONPATH": python_path(folder)} | more))
+        self.on, self.printed = on, ""
+
+    def page(self, name: str, *sections: str, without: str = "") -> None:
+        """Follow the blocks of a page, or of some of its sections, but for those that hold `without`."""
+        for section in sections or ("",):
+            for block in blocks(HOWTO / name, section):
+                if block.note.startswith(("not run", "run by")) or (without and without in block.text):
+                    self.printed = ""
+                elif block.language == "text":
+                    self.check(block)
+                else:
+                    self.follow(block)
+
+    def check(self, block: Block) -> None:
+        """What the page says was printed was printed."""
+        assert self.printed, f"{block.where}: no command before it"
+        for line in block.text.splitlines():
+            pattern = ".*".join(re.escape(" ".join(part.split())) for part in line.split("…"))
+            printed = "\n".join(" ".join(said.split()) for said in self.printed.splitlines())
+            assert re.search(pattern, printed), f"{block.where}: {line!r} is not in\n{self.printed}"
+
+    def run(self, words: list[str], block: Block | None = None) -> str:
+        """Run the words of a block, or others, where the page is followed; what they said on stdout."""
+        options = {"cwd": self.folder, "env": self.environment, "timeout": self.timeout}
+        if self.on is None:
+            result = subprocess.run(words, capture_output=True, text=True, **options)
+        else:
+            result = self.on(words, **options)
+        self.printed = result.stdout + result.stderr
+        what = f"{block.where}:\n{block.text}" if block else " ".join(words)
+        assert result.returncode == 0, f"{what}\nexit code {result.returncode}\n{self.printed[-6000:]}"
+        self.said.append(self.printed)
+        return result.stdout
+
+
+def on_hosts(hosts: Cluster, folder: Path, machine: str = CONTROLLER, **more: str) -> Follower:
+    """A reader at one machine of a cluster, in a folder that all of them see, who reaches all hosts by `ssh NAME`."""
+    for name in (*hosts.names, CONTROLLER):
+        hosts.bind(name, hosts.ssh_config, "/etc/ssh/ssh_config")
+    home = hosts.home(machine)
+    own = {"HOME": str(home), "XDG_STATE_HOME": str(home / "state")} | more
+    doing = Follower(folder, lambda words, **options: hosts.run(words, on=machine, **options), **own)
+    # Who logs in at a host finds its tools.
+    doing.environment["PATH"] = os.pathsep.join((doing.environment["PATH"], PATH))
+    return doing

@@ -1,0 +1,33 @@
+"""docs/howto/ssh.md: every block, on two hosts with a real sshd each, whose names are the page's."""
+
+import pytest
+from commands import rows
+from hosts import Cluster
+from howto import STEPS, on_hosts, python_path
+from machines import missing
+
+
+@pytest.fixture
+def reader(tmp_path):
+    if why := missing():
+        pytest.skip(why)
+    with Cluster(2, prefix="node") as hosts:
+        doing = on_hosts(hosts, tmp_path / "work")
+        for name in hosts.names:
+            hosts.set_env(name, PYTHONPATH=python_path(doing.folder), XLA_FLAGS=doing.environment["XLA_FLAGS"])
+        yield doing
+
+
+def test_two_hosts_train_together(reader):
+    reader.page("ssh.md", "Before", "It runs")
+    runs = reader.folder / "runs"
+    assert set(rows(runs / "mine")) == STEPS
+    assert " node2 1 | " in (runs / "mine" / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_on_two_hosts_is_left_alone(reader):
+    reader.page("ssh.md", "It is left alone")
+    runs = reader.folder / "runs"
+    assert set(rows(runs / "night")) == STEPS
+    assert "resuming after step" in (runs / "night" / "logs" / "rank-0.log").read_text()

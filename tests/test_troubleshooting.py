@@ -1,0 +1,121 @@
+"""docs/troubleshooting.md: its messages are those of the sources, and a dozen of them are provoked."""
+
+import ast
+import re
+
+import pytest
+from commands import run
+from hosts import ROOT
+from howto import prepare
+
+from roxxel_dist.cli import main
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+THEIRS = "Messages of other programs"
+HEADING = re.compile(r"^### (`+)(.*)\1$", re.MULTILINE)
+OURS = [found[2] for found in HEADING.finditer(PAGE.partition(f"## {THEIRS}")[0])]
+ALL = [found[2] for found in HEADING.finditer(PAGE)]
+VARIES = "…"
+PHASE = "[{{steps: 5, batch_size: {}, seq_len: {}}}]"
+TRAIN = ("train", "--config", "run.yaml", "--data_path", "my_data", "--run_dir", "new")
+
+
+def parts(message: str) -> list[str]:
+    """The fixed parts of a message that say something."""
+    found = (part.strip(" '\"`.,:;()[]") for part in message.split(VARIES))
+    return [part for part in found if len(part) > 1]
+
+
+def texts(source: str) -> str:
+    """All texts of a module but its docstrings, a line each; … where a value is put in."""
+    tree = ast.parse(source)
+    told = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(one.value) if isinstance(one, ast.Constant) else VARIES for one in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            found.append(node.value)
+    return "\n".join(found)
+
+
+def holds(text: str, part: str) -> bool:
+    """Whether a part of a message is in a module's texts, or is put together from two of them."""
+    words = part.split(" ")
+    cuts = ((" ".join(words[:at]), " ".join(words[at:])) for at in range(1, len(words)))
+    return part in text or any(left in text and right in text for left, right in cuts)
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return [texts(path.read_text()) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))]
+
+
+def test_the_page_has_messages():
+    assert len(OURS) >= 40
+    assert len(set(ALL)) == len(ALL)
+    headings = re.findall(r"^### .*$", PAGE, re.MULTILINE)
+    assert len(headings) == len(ALL), "each heading is a message"
+
+
+@pytest.mark.parametrize("message", OURS)
+def test_a_message_is_still_in_the_sources(message, sources):
+    fixed = parts(message)
+    assert any(len(part.split()) > 1 for part in fixed), "too little of it is fixed"
+    assert any(all(holds(text, part) for part in fixed) for text in sources), f"no module has all of {fixed}"
+
+
+def test_a_renamed_message_is_noticed(sources):
+    assert not any(holds(text, "kv_heads has to divide n_heads") for text in sources)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("desk")
+    prepare(place / "desk")
+    (place / "desk" / "bad.yaml").write_text("lrr: 1\n")
+    (place / "desk" / "old").mkdir()
+    (place / "desk" / "old" / "config.yaml").write_text((place / "desk" / "run.yaml").read_text())
+    return place / "desk"
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "words"),
+    [
+        ("there is no command", 2, ["trian"]),
+        ("there is no field", 2, ["train", "--config", "bad.yaml", "--data_path", "my_data"]),
+        ("no data:", 2, ["train", "--config", "run.yaml"]),
+        ("no such file or folder", 2, ["train", "--config", "run.yaml", "--data_path", "nothing", "--run_dir", "new"]),
+        ("--resume does not say", 2, ["train", "--resume"]),
+        ("n_heads x head_size", 2, [*TRAIN, "--n_heads", 3]),
+        ("kv_heads is", 2, [*TRAIN, "--kv_heads", 2, "--n_heads", 1, "--head_size", 16]),
+        ("max_context + 1", 2, [*TRAIN, "--phases", PHASE.format(8, 999)]),
+        ("divide by grad_accum", 2, [*TRAIN, "--phases", PHASE.format(7, 33), "--grad_accum", 2]),
+        ("does not fit in", 2, [*TRAIN, "--phases", PHASE.format(800000, 33)]),
+        ("vocab_size is", 2, [*TRAIN, "--vocab_size", 100]),
+        ("holds a run already", 2, [*TRAIN[:-1], "old"]),
+        ("nobody trains", 2, ["save", "old"]),
+        ("is not a run directory", 2, ["generate", "nothing"]),
+        ("there is no run", 2, ["logs", "nothing"]),
+        ("--gpus-per-host", 2, ["launch", "local", "--nprocs", 3, "--gpus-per-host", 8, "--", "true"]),
+        ("failed first: exit code", 1, ["launch", "local", "--", "python", "-c", "raise KeyError"]),
+        ("given up", 75, ["launch", "local", "--max-restarts", 1, "--", "bash", "-c", "kill -9 $$"]),
+        ("Unrecognized options", 2, ["train", "--learning_rate", "1"]),
+    ],
+)
+def test_a_message_is_printed_as_the_page_has_it(message, code, words, folder, tmp_path, monkeypatch, capfd):
+    (heading,) = [one for one in ALL if message in one]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    if words[0] == "launch" and code != 2:  # it takes the signals of its process
+        result = run(*words, cwd=folder, XDG_STATE_HOME=str(tmp_path))
+        ended, said = result.returncode, result.stdout + result.stderr
+    else:
+        try:
+            ended = main([str(word) for word in words])
+        except SystemExit as end:
+            ended = end.code
+        said = "".join(capfd.readouterr())
+    pattern = ".*".join(re.escape(part) for part in heading.split(VARIES))
+    assert re.search(pattern, " ".join(said.split())), f"{heading!r} is not in {said}"
+    assert ended == code, said
