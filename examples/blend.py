@@ -1,7 +1,7 @@
 """Two data sets in shares that change from phase to phase, of which the smaller one runs out.
 
 It writes both data sets, prints the plan, streams every batch of it to count the shares, and trains a small model
-through the same curriculum. It runs in seconds on a CPU; every size is an option (`--help`). Alone or on many processes:
+through the same curriculum. Every size is an option (`--help`). Alone or on many processes, it is the same program:
 
     python examples/blend.py
     roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- python examples/blend.py
