@@ -14,7 +14,7 @@ from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
 
-pytestmark = pytest.mark.xdist_group("configs")
+pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(600)]
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if "parameters" not in load_yaml(path))
 LARGE_VOCABULARY = 32768
 SHARDS = ("corpus", *(f"{name}/{part}" for name in ("web", "code", "books") for part in ("train", "val")))
@@ -42,7 +42,7 @@ def desk(tmp_path_factory):
         for words in (
             ["data", "build", "data/corpus.txt", "--out", "data/base", "--vocab_size", "512"],
             ["train", "--data_path", "data/base", *TINY, "--max_context", "1024", "--batch_size", "8",
-             "--eval_iters", "1", "--max_steps", "1", "--run_dir", "runs/base"],
+             "--eval_iters", "1", "--max_steps", "1", "--n_devices", "1", "--run_dir", "runs/base"],
             ["export", "runs/base", "--format", "hf", "--out", "models/base"],
             ["data", "build", "data/corpus.txt", "--out", "data/finetune", "--tokenizer", "models/base"],
         ):  # fmt: skip
@@ -99,7 +99,8 @@ def test_it_can_be_planned_as_it_is(here, name, capsys):
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "multi_host"])
 def test_it_trains_in_a_small_form(here, name):
-    words = ["--config", f"configs/{name}.yaml", *data_words(name), *small(name), "--run_dir", f"runs/{name}"]
+    words = ["--config", f"configs/{name}.yaml", *data_words(name), *small(name), "--n_devices", "2"]
+    words += ["--run_dir", f"runs/{name}"]
     assert main(["train", *words]) == 0
     found, config = rows(f"runs/{name}"), load_yaml(f"configs/{name}.yaml")
     assert len(found) >= 2

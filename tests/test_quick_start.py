@@ -21,7 +21,7 @@ from roxxel_dist.config import load_yaml
 from roxxel_dist.sharding import make_mesh, replicate, shard_batch
 from roxxel_dist.train.weights_file import read_weights
 
-pytestmark = pytest.mark.xdist_group("quick start")
+pytestmark = [pytest.mark.xdist_group("quick start"), pytest.mark.timeout(900)]
 PAGE = ROOT / "examples" / "training_and_sweeps.md"
 SMALL = """
 tokenizer_type: char
@@ -42,10 +42,10 @@ CONFIG = ["--config", "configs/default_config.yaml", "--data_path", "data/corpus
 CUT = "runs/run_20260101_120000"
 
 
-def desk(folder):
+def desk(folder, config=SMALL):
     """A folder with `configs/default_config.yaml` and `data/corpus.txt`."""
     (folder / "configs").mkdir()
-    (folder / "configs" / "default_config.yaml").write_text(SMALL)
+    (folder / "configs" / "default_config.yaml").write_text(config)
     (folder / "data").mkdir()
     shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "json" / "decoder.py", folder / "data" / "corpus.txt")
     return folder
@@ -67,7 +67,7 @@ def follow(block: Block) -> str:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """The folder of a person who has followed the page; what was said is in `said.txt`."""
-    folder = desk(tmp_path_factory.mktemp("quick_start"))
+    folder = desk(tmp_path_factory.mktemp("quick_start"), f"{SMALL}n_devices: 1\n")
     with contextlib.chdir(folder):
         said = [follow(block) for block in blocks(PAGE) if not block.note]
     (folder / "said.txt").write_text("\n".join(said))
@@ -163,6 +163,7 @@ def test_a_schedule_by_name_and_early_stopping(here, capsys):
         "batch_size": 8,
         "eval_every": 1,
         "epochs": 20,
+        "n_devices": 1,
     }
     config = Config(lr_schedule="wsd", warmup_steps=500, patience=2, lr=10.0, tokenizer_type="char", **small)
     run_dir = Trainer(config).fit("data/corpus.txt", run_dir="stopped")
@@ -196,7 +197,7 @@ def test_on_several_devices(here):
         n_devices=4, max_steps=2,
     )  # fmt: skip
     run_dir = Trainer(config).fit("data/corpus.txt", run_dir="four")
-    words = ["--n_devices", "4", "--batch_size", "16", "--max_steps", 2, "--run_dir", "four_more"]
+    words = ["--n_devices", "4", "--batch_size", "16", "--max_steps", "2", "--run_dir", "four_more"]
     result = run("train", *CONFIG, *words, cwd=here, JAX_NUM_CPU_DEVICES="8")
     assert result.returncode == 0, result.stdout + result.stderr
     assert list(rows(run_dir)) == list(rows("four_more")) == [1, 2]

@@ -14,7 +14,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
 from roxxel_dist.sweep.study import read_study
 
-pytestmark = pytest.mark.xdist_group("seed sweeps")
+pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(600)]
 SWEEPS = {"configs/sweep.yaml": 10, "sweeps/sweep.yaml": 22}
 """And how many parameters each has."""
 SMALL = {
