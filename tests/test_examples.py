@@ -217,7 +217,7 @@ def test_a_model_of_ones_own_from_text_to_a_sweep(tmp_path):
     (here / "texts").mkdir()
     for path in sorted((source / "email").glob("*.py")):
         shutil.copy(path, here / "texts")
-    reader = Reader(here)
+    reader = Reader(here, timeout=500)
     for block in blocks(here / "README.md"):
         reader.follow(block)
     first, best = rows(here / "runs" / "first"), rows(here / "runs" / "best")
