@@ -1,22 +1,29 @@
 """Train from one YAML file: `python examples/train.py --config configs/demo.yaml --data_path corpus.txt --lr 5e-4`.
 
-Every field of the config is a flag as well, and flags win. It is what `roxxel-dist train` does, and it can be
-launched on many processes and hosts: `roxxel-dist launch local --nprocs 2 -- python examples/train.py …`.
+Every field of the config is a flag as well, and flags win. Where a new run names no --config,
+configs/default_config.yaml of the working directory is taken, if it is there. Otherwise it is what `roxxel-dist train`
+does, and it can be launched on many processes and hosts:
+`roxxel-dist launch local --nprocs 2 -- python examples/train.py …`.
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from roxxel_dist import Trainer
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import parse_train
+from roxxel_dist.flags import flags_in, parse_train
+
+DEFAULT = Path("configs/default_config.yaml")
 
 
 def main(words: Sequence[str]) -> int:
     """Train, and return the exit code: 2 where what was asked for cannot be, 42 where the run was asked to stop."""
+    begins = not {"config", "resume", "fork"} & {name for name, _ in flags_in(list(words))}
+    given = ["--config", str(DEFAULT)] if begins and DEFAULT.exists() else []
     try:
         with usage_errors():
-            args, config = parse_train(list(words))
+            args, config = parse_train([*given, *words])
         training = Trainer(config)
         run_dir = training.fit(args.data_path, args.run_dir, args.resume, args.amend)
     except UsageError as error:

@@ -1,14 +1,21 @@
 """The examples as a person starts them, and a program written for Roxxel with its import changed."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
+import pytest
 from commands import environment, rows, run
+from reader import ROOT, Reader, blocks
 
-ROOT = Path(__file__).parent.parent
-TUTORIAL = ROOT / "examples" / "curriculum_tutorial.py"
+from roxxel_dist.config import load_yaml
+from roxxel_dist.sweep.study import read_study
+
+TUTORIAL, BLEND, OWN = (ROOT / "examples" / name for name in ("curriculum_tutorial.py", "blend.py", "own_model"))
 SMALL = ["--documents", "128", "--vocab", "200", "--dim", "16", "--short-len", "33", "--every", "15"]
 PHASES = [(1, 31), (32, 37)]
 """First and last step: 16,512 tokens in rows of 33, 16 at a time, and a fifth of them in rows of 513."""
@@ -178,6 +185,53 @@ def test_a_program_for_roxxel_with_another_import(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def check_blend(folder, said):
+    """What the plan says is what the stream gave: shares, and the step at which the smaller data set has run out."""
+    left = int(re.search(r"step (\d+): 'domain_specific' is used up and leaves the blend", said)[1])
+    assert 51 < left <= 70
+    assert "phase 1: 45 steps of self, 5 of domain_specific" in said
+    assert re.search(r"phase 2: 16 steps of self, 4 of domain_specific", said)
+    found = rows(folder / "run")
+    assert list(found) == [1, 10, 20, 30, 40, 50, 60, 70]
+    assert found[50]["train_loss"] < found[1]["train_loss"]
+
+
+def test_a_blend_on_one_process(tmp_path):
+    check_blend(tmp_path / "blend", python(BLEND, cwd=tmp_path).stdout)
+
+
+@pytest.mark.slow
+def test_a_blend_on_two_processes(tmp_path):
+    words = ["--nprocs", 2, "--devices-per-proc", 2, "--", "python", BLEND]
+    result = run("launch", "local", *words, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_blend(tmp_path / "blend", result.stdout)
+
+
+@pytest.mark.timeout(600)  # eight commands, one of them a sweep
+def test_a_model_of_ones_own_from_text_to_a_sweep(tmp_path):
+    """Every command of its page; one training is on two processes."""
+    here = tmp_path / "own_model"
+    shutil.copytree(OWN, here, ignore=shutil.ignore_patterns("__pycache__"))
+    source = Path(sysconfig.get_paths()["stdlib"])
+    (here / "texts").mkdir()
+    for path in sorted((source / "email").glob("*.py")):
+        shutil.copy(path, here / "texts")
+    reader = Reader(here, timeout=500)
+    for block in blocks(here / "README.md"):
+        reader.follow(block)
+    first, best = rows(here / "runs" / "first"), rows(here / "runs" / "best")
+    assert first[40]["train_loss"] < first[1]["train_loss"] - 0.5
+    assert 0 < first[40]["accuracy"] < 1
+    assert load_yaml(here / "runs" / "first" / "config.yaml")["model"] == "own:build"
+    history = read_study(here / "studies" / "sweep").history
+    assert [trial.state for trial in history.trials.values()] == ["done"] * 3
+    assert {key for trial in history.trials.values() for key in trial.params} == {"model_args", "lr"}
+    chosen = load_yaml(here / "best.yaml")
+    assert chosen["model_args"] == history.best.params["model_args"]
+    assert min(row["val_loss"] for row in best.values() if "val_loss" in row) == history.best.value  # the trial again
+
+
 def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
     """On the data that the config names; the same run from `Trainer(config)`, to the bit; what is not built is told."""
     (tmp_path / "data").mkdir()
@@ -208,6 +262,14 @@ def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
     losses = [[row["train_loss"] for row in rows(tmp_path / run_dir).values()] for run_dir in ("a", "b")]
     assert len(losses[0]) == 2
     assert losses[0] == losses[1]
+    bare = [sys.executable, ROOT / "examples" / "train.py", "--batch_size", "64", "--lr", "5e-4", "--use_moe", "True"]
+    (tmp_path / "configs").mkdir()
+    shutil.copy(ROOT / "configs" / "default_config.yaml", tmp_path / "configs")
+    words = [*bare, *small[:-1], "--eval_iters=1", "--run_dir", "c"]
+    defaults = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+    assert defaults.returncode == 0, defaults.stdout + defaults.stderr
+    saved = load_yaml(tmp_path / "c" / "config.yaml")
+    assert (saved["use_moe"], saved["batch_size"], saved["grad_accum"], saved["dropout_rate"]) == (True, 64, 2, 0.1)
     refused = subprocess.run(
         [*train, "--use_lora", "True"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
     )

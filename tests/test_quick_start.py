@@ -1,7 +1,10 @@
-"""Command lines and programs as users of DantinoX know them, with the name alone changed; the model is smaller."""
+"""Command lines and programs as users of DantinoX know them: `examples/training_and_sweeps.md`, on a smaller model."""
 
+import contextlib
+import io
 import json
 import re
+import shlex
 import shutil
 import sysconfig
 from pathlib import Path
@@ -10,13 +13,16 @@ import jax
 import numpy as np
 import pytest
 from commands import rows, run
+from reader import ROOT, Block, Reader, blocks
 
 from roxxel_dist import Config, Generator, Trainer, Transformer
-from roxxel_dist.lora import LoRALinear
-from roxxel_dist.sharding import make_mesh, num_devices, replicate, shard_batch
+from roxxel_dist.cli import main
+from roxxel_dist.config import load_yaml
+from roxxel_dist.sharding import make_mesh, replicate, shard_batch
 from roxxel_dist.train.weights_file import read_weights
 
-pytestmark = pytest.mark.xdist_group("quick start")
+pytestmark = [pytest.mark.xdist_group("quick start"), pytest.mark.timeout(900)]
+PAGE = ROOT / "examples" / "training_and_sweeps.md"
 SMALL = """
 tokenizer_type: char
 dim: 32
@@ -33,16 +39,38 @@ eval_iters: 2
 log_every: 1
 """
 CONFIG = ["--config", "configs/default_config.yaml", "--data_path", "data/corpus.txt"]
+CUT = "runs/run_20260101_120000"
+
+
+def desk(folder, config=SMALL):
+    """A folder with `configs/default_config.yaml` and `data/corpus.txt`."""
+    (folder / "configs").mkdir()
+    (folder / "configs" / "default_config.yaml").write_text(config)
+    (folder / "data").mkdir()
+    shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "json" / "decoder.py", folder / "data" / "corpus.txt")
+    return folder
+
+
+def follow(block: Block) -> str:
+    """Do in this process what a block says; what was said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        if block.language == "python":
+            exec(compile(block.text, block.where, "exec"), {"__name__": "__main__"})
+        for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
+            if words := shlex.split(line, comments=True):
+                assert words[0] == "roxxel-dist", block.where
+                assert main(words[1:]) == 0, f"{block.where}: {line}"
+    return said.getvalue()
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with `configs/default_config.yaml` and `data/corpus.txt`."""
-    folder = tmp_path_factory.mktemp("quick_start")
-    (folder / "configs").mkdir()
-    (folder / "configs" / "default_config.yaml").write_text(SMALL)
-    (folder / "data").mkdir()
-    shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "json" / "decoder.py", folder / "data" / "corpus.txt")
+    """The folder of a person who has followed the page; what was said is in `said.txt`."""
+    folder = desk(tmp_path_factory.mktemp("quick_start"), f"{SMALL}n_devices: 1\n")
+    with contextlib.chdir(folder):
+        said = [follow(block) for block in blocks(PAGE) if not block.note]
+    (folder / "said.txt").write_text("\n".join(said))
     return folder
 
 
@@ -54,15 +82,28 @@ def here(work, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(work):
-    """The run directory of the first line of all, which chooses its name by itself."""
-    result = run("train", *CONFIG, cwd=work, JAX_NUM_CPU_DEVICES="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    (run_dir,) = (work / "runs").iterdir()
-    return run_dir
+    """The run directory of the first line of all, which chose its name by itself."""
+    return min(
+        path for path in (work / "runs").iterdir() if path.name.startswith("run_") and path.name != Path(CUT).name
+    )
 
 
 def summary(run_dir):
     return json.loads((Path(run_dir) / "model_summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_every_block_as_a_command_on_two_processes(tmp_path):
+    reader = Reader(desk(tmp_path), processes=2, JAX_NUM_CPU_DEVICES="8")
+    for block in blocks(PAGE):
+        if not block.note:
+            reader.follow(block)
+    assert list(rows(tmp_path / CUT))[-1] > 8
+
+
+def test_what_is_not_run_here_says_who_runs_it():
+    for block in blocks(PAGE):
+        assert not block.note or (ROOT / re.match(r"run by ([\w/.]+)", block.note)[1]).is_file(), block.where
 
 
 def test_a_run_has_a_folder_of_its_own(trained):
@@ -74,41 +115,43 @@ def test_a_run_has_a_folder_of_its_own(trained):
 
 
 def test_bfloat16_halves_the_memory(work, trained):
-    words = ["--use_bf16", "True", "--grad_clip", "1.0", "--run_dir", "half", "--max_steps", 1]
-    result = run("train", *CONFIG, *words, cwd=work)
-    assert result.returncode == 0, result.stdout + result.stderr
-    whole, half = summary(trained), summary(work / "half")
+    (half,) = (path.parent for path in work.glob("runs/*/config.yaml") if load_yaml(path)["use_bf16"])
+    whole, half = summary(trained), summary(half)
     assert (whole["dtype"], half["dtype"]) == ("float32", "bfloat16")
     assert half["parameters"] == whole["parameters"]
     assert half["weights_mem_MB"] == whole["weights_mem_MB"] / 2
     assert half["optimizer_mem_MB"] == pytest.approx(whole["optimizer_mem_MB"] / 2, rel=0.001)
 
 
-def test_an_interrupted_run_is_resumed(work, trained):
-    shutil.copytree(trained, work / "runs" / "run_20260101_120000")
-    cut = work / "runs" / "run_20260101_120000"
-    (cut / "training_cursor.json").unlink()
-    last = max(rows(cut))
-    result = run(
-        "train", *CONFIG, "--run_dir", "runs/run_20260101_120000", "--resume", "--epochs", 1.5, "--amend", cwd=work
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"resuming after step {last}" in result.stdout
-    assert max(rows(cut)) > last
-    assert [row["train_loss"] for row in rows(trained).values()] == [
-        rows(cut)[step]["train_loss"] for step in rows(trained)
-    ]
+def test_an_interrupted_run_is_resumed_from_the_shell_and_from_python(work, trained):
+    said, whole, cut = (work / "said.txt").read_text(), rows(trained), rows(work / CUT)
+    assert "resuming after step 4 of" in said
+    assert "resuming after step 8 of" in said
+    assert said.count("Saved to: runs/run_") == 1
+    assert list(whole) == list(cut)
+    assert [row["train_loss"] for row in whole.values()] == [row["train_loss"] for row in cut.values()]
 
 
-def test_the_python_api(here, capsys):
-    config = Config.from_yaml("configs/default_config.yaml")
-    config.max_steps = 3
-    run_dir = Trainer(config).fit("data/corpus.txt", run_dir="runs/run_20260102_120000")
-    config.max_steps = 5
-    run_dir = Trainer(config).fit("data/corpus.txt", run_dir="runs/run_20260102_120000", resume=True)
-    print(f"Saved to: {run_dir}")
-    assert capsys.readouterr().out.endswith("Saved to: runs/run_20260102_120000\n")
-    assert list(rows(run_dir)) == [1, 2, 3, 4, 5]
+def test_the_learning_rate_finder(work):
+    said = (work / "said.txt").read_text()
+    told = re.findall(r"^Suggested LR: (\d\.\d\de-\d\d)$", said, re.MULTILINE)
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert (work / "lr_finder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_snippets_printed(work):
+    said = (work / "said.txt").read_text()
+    assert re.search(r"^step 3, loss \d\.\d{3}$", said, re.MULTILINE)
+    assert re.findall(r"^merged (.*)$", said, re.MULTILINE) == ["(32, 96)", "(32, 32)"]
+    assert "Training on 4 GPUs" in said
+    assert load_yaml(work / "runs" / "latent" / "config.yaml")["mla"] is True
+
+
+def test_adapters_from_the_shell_and_from_python_are_the_same(work):
+    assert f"init_from is {CUT}" in (work / "said.txt").read_text()
+    one, other = rows(work / "runs" / "adapted"), rows(work / "runs" / "adapted_too")
+    assert one[2]["train_loss"] == other[2]["train_loss"]
 
 
 def test_a_schedule_by_name_and_early_stopping(here, capsys):
@@ -120,6 +163,7 @@ def test_a_schedule_by_name_and_early_stopping(here, capsys):
         "batch_size": 8,
         "eval_every": 1,
         "epochs": 20,
+        "n_devices": 1,
     }
     config = Config(lr_schedule="wsd", warmup_steps=500, patience=2, lr=10.0, tokenizer_type="char", **small)
     run_dir = Trainer(config).fit("data/corpus.txt", run_dir="stopped")
@@ -146,69 +190,22 @@ def test_loading_a_trained_model(here, trained):
         Generator(run_dir, step=999)
 
 
-def test_the_learning_rate_finder(here, capsys):
-    words = ["--min_lr", "1e-6", "--max_lr", "1e-2", "--num_steps", "100", "--plot"]
-    result = run("find-lr", *CONFIG, *words, cwd=here, JAX_NUM_CPU_DEVICES="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    told = re.fullmatch(r"Suggested LR: (\d\.\d\de-\d\d)", result.stdout.splitlines()[-1])
-    assert told
-    assert (here / "lr_finder.png").read_bytes().startswith(b"\x89PNG")
-    config = Config.from_yaml("configs/default_config.yaml")
-    config.n_devices = 1
-    suggested_lr, lr_history, loss_history = Trainer(config).find_lr(
-        "data/corpus.txt",
-        min_lr=1e-6,
-        max_lr=1e-2,
-        num_steps=100,
-    )
-    print(f"Suggested LR: {suggested_lr:.2e}")
-    assert suggested_lr == pytest.approx(float(told[1]), rel=0.01)
-    assert len(lr_history) == len(loss_history)
-
-
 def test_on_several_devices(here):
     config = Config(
         dim=32, n_heads=2, head_size=16, num_blocks=1, max_context=32, kv_heads=1, tokenizer_type="char",
-        batch_size=16, # split evenly: 4 a device
+        batch_size=16,  # split evenly: 4 a device
         n_devices=4, max_steps=2,
     )  # fmt: skip
     run_dir = Trainer(config).fit("data/corpus.txt", run_dir="four")
-    words = ["--n_devices", "4", "--batch_size", "16", "--max_steps", 2, "--run_dir", "four_more", "--epochs", 2]
+    words = ["--n_devices", "4", "--batch_size", "16", "--max_steps", "2", "--run_dir", "four_more"]
     result = run("train", *CONFIG, *words, cwd=here, JAX_NUM_CPU_DEVICES="8")
     assert result.returncode == 0, result.stdout + result.stderr
     assert list(rows(run_dir)) == list(rows("four_more")) == [1, 2]
     assert "4 device(s)" in result.stdout
 
 
-@pytest.mark.slow
-def test_a_fine_tune_with_adapters(here, trained):
-    base = f"runs/{trained.name}"
-    Path("data/finetune_corpus.txt").write_text(Path("data/corpus.txt").read_text()[:8000])
-    ft_config = Config.from_yaml(f"{base}/config.yaml")
-    ft_config.use_lora = True
-    ft_config.lora_rank = 8
-    ft_config.lora_alpha = 16.0
-    ft_config.lora_targets = "attention"  # only Q/K/V/O projections
-    ft_config.max_steps = 2
-    run_dir = Trainer(ft_config).fit("data/finetune_corpus.txt", run_dir="adapted")
-    words = ["--use_lora", "True", "--lora_rank", 8, "--lora_targets", "attention", "--max_steps", 2]
-    more = ["--config", f"{base}/config.yaml", "--data_path", "data/finetune_corpus.txt", "--run_dir", "adapted_too"]
-    result = run("train", *more, *words, cwd=here)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"init_from is {base}" in result.stdout
-    assert rows(run_dir)[2]["train_loss"] == pytest.approx(rows("adapted_too")[2]["train_loss"], abs=1e-4)
-    model = Transformer.from_pretrained(run_dir)
-    kernels = []
-    for module in model.modules():
-        if isinstance(module, LoRALinear):
-            merged_kernel = module.merge_weights()
-            kernels.append(merged_kernel.shape)
-    assert sorted(kernels) == [(32, 32), (32, 96)]
-
-
 def test_the_sharding_helpers():
     mesh = make_mesh(n_devices=4)
-    assert f"Training on {num_devices(mesh)} GPUs" == "Training on 4 GPUs"
     state = replicate({"w": np.ones((3, 5), np.float32)}, mesh)
     x = shard_batch(np.arange(32).reshape(8, 4), mesh)
     assert state["w"].sharding.is_fully_replicated

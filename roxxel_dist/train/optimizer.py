@@ -90,7 +90,7 @@ class FixedOptimizer:
 
 
 def as_optimizer(optimizer: Any) -> Optimizer:
-    """One of ours as it is; an `optax.GradientTransformation`, or the one of an `nnx.Optimizer`, as a fixed one.
+    """One of ours as it is; an optax transformation, `optax.MultiSteps`, or that of an `nnx.Optimizer`, as a fixed one.
 
     Of an `nnx.Optimizer` the transformation alone is used: its state is made anew from the parameters. Parameters reach
     the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays.
@@ -105,6 +105,8 @@ def as_optimizer(optimizer: Any) -> Optimizer:
                 f"with wrt=nnx.Param"
             )
         return FixedOptimizer(optimizer.tx)
+    if isinstance(optimizer, optax.MultiSteps):
+        return FixedOptimizer(optimizer.gradient_transformation())
     if isinstance(optimizer, optax.GradientTransformation):
         return FixedOptimizer(optimizer)
     if isinstance(optimizer, Optimizer):

@@ -13,45 +13,13 @@ from roxxel_dist.sweep.trial_config import config_of
 
 ROOT = Path(__file__).parent.parent.parent
 DEFAULT = load_yaml(ROOT / "configs" / "default_config.yaml")
-SECOND_SEED = """
-method: bayes
-metric:
-  name: val_loss
-  goal: minimize
-parameters:
-  lr:
-    distribution: log_uniform_values
-    min: 0.0001
-    max: 0.005
-  batch_size:
-    values: [16, 32, 64]
-  grad_accum:
-    values: [2, 4, 8]
-  warmup_steps:
-    values: [50, 100, 200]
-  dim:
-    values: [256, 512]
-  num_blocks:
-    values: [4, 8, 12]
-  optimizer:
-    values: ["adamw", "adafactor", "lion"]
-  tokenizer_type:
-    values: ["char", "bpe"]
-  dropout_rate:
-    values: [0.0, 0.1, 0.15]
-  use_moe:
-    values: [true, false]
-"""
 
 
-@pytest.mark.parametrize("name", ["sweep.yaml", "demo.yaml", "seed.yaml", "extras.yaml"])
+@pytest.mark.parametrize("name", ["sweeps/sweep.yaml", "sweeps/demo.yaml", "configs/sweep.yaml", "sweeps/extras.yaml"])
 @pytest.mark.parametrize("base", [DEFAULT, {"dim": 384, "n_heads": 6, "head_size": 64, "kv_heads": 3}], ids=str)
-def test_every_trial_of_a_sweep_is_a_config(tmp_path, name, base):
-    (tmp_path / "seed.yaml").write_text(SECOND_SEED)
-    file = {"seed.yaml": tmp_path / name, "extras.yaml": ROOT / "sweeps" / "sweep.yaml"}.get(
-        name, ROOT / "sweeps" / name
-    )
-    sweep = read_sweep(file, ROOT / "sweeps" / name if name == "extras.yaml" else None)
+def test_every_trial_of_a_sweep_is_a_config(name, base):
+    extras = name == "sweeps/extras.yaml"
+    sweep = read_sweep(ROOT / ("sweeps/sweep.yaml" if extras else name), ROOT / name if extras else None)
     chosen = random.Random(0)
     swept, found = {one.name for one in sweep.space.parameters}, 0
     for _ in range(200):

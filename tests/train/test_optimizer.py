@@ -234,6 +234,16 @@ def test_optax_and_nnx_optimizers_are_taken_as_they_are():
         assert optimizer.rate({}, 0) is None
 
 
+def test_multi_steps_updates_with_the_mean_of_so_many_gradients():
+    tx = as_optimizer(optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2)).build({}, 0)
+    params, updates = {"w": jnp.zeros(3)}, []
+    state = tx.init(params)
+    for gradient in (1.0, 3.0):
+        found, state = tx.update({"w": jnp.full(3, gradient)}, state, params)
+        updates.append(found["w"].tolist())
+    assert updates == [[0, 0, 0], [-1, -1, -1]]
+
+
 def test_what_is_no_optimizer_is_told():
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"wrt=.*BatchStat.*: what is trained is nnx.Param, so make it with wrt=nnx"):
