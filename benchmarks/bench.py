@@ -50,10 +50,10 @@ def chosen(names: Iterable[str], quick: bool) -> list[Table]:
     return [table for table in TABLES if {table.name, table.part} & wanted]
 
 
-def measure(table: Table, quick: bool, folder: Path) -> int:
+def measure(table: Table, quick: bool, folder: Path, programs: Path = HERE) -> int:
     """One table. Its file is begun anew, so that a program that ends early leaves no older lines behind."""
     file, quick = folder / f"{table.name}.jsonl", quick and bool(table.quick)
-    words = [sys.executable, str(HERE / f"{table.name}.py"), *table.words, *(["--quick"] if quick else [])]
+    words = [sys.executable, str(programs / f"{table.name}.py"), *table.words, *(["--quick"] if quick else [])]
     print(f"== {table.title}", file=sys.stderr, flush=True)
     begun = time.monotonic()
     file.write_text(json.dumps({"begin": about() | {"table": table.name, "quick": quick}}) + "\n", encoding="utf-8")

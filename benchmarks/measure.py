@@ -47,7 +47,7 @@ class Result:
         if self.measured is None:
             measured = f"failed: {self.failed}" if self.failed else "not installed"
         else:
-            measured = f"{self.measured:.3g}"
+            measured = f"{self.measured:,.0f}" if abs(self.measured) >= 1000 else f"{self.measured:.3g}"
         return self.what, self.against, measured, target, {True: "yes", False: "MISSED", None: ""}[self.reached]
 
     @classmethod

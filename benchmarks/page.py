@@ -103,20 +103,23 @@ def machines(found: Iterable[Measured]) -> str:
 
 
 def summary(found: dict[str, Measured]) -> str:
-    """How many targets are reached, and which are not."""
+    """How many targets are reached, and which are not; what could not be measured."""
     named = {table.name: table.title for table in TABLES}
-    told = [(name, result) for name, one in found.items() for result in one.results]
-    reached = sum(result.reached is True for _, result in told)
-    missed = [(name, result) for name, result in told if result.reached is False]
-    lines = [f"{reached} of {reached + len(missed)} targets are reached.\n"]
-    for name, result in missed:
+    told = [(named[name], result) for name, one in found.items() for result in one.results]
+    reached = [result for _, result in told if result.reached]
+    missed = [(title, result) for title, result in told if result.reached is False and result.measured is not None]
+    lines = [f"{len(reached)} of the {len(reached) + len(missed)} targets that were measured are reached.\n"]
+    for title, result in missed:
         what, against, measured, target, _ = cells(result)
         unit = f" {against}" if against else ""
-        seen = f"{measured}{unit}, target {target}{_because(result)}" if result.measured is not None else measured
-        lines.append(f"\n- MISSED: {named[name]}: {what}: {seen}")
+        lines.append(f"\n- MISSED: {title}: {what}: {measured}{unit}, target {target}{_because(result)}")
+    for title, result in told:
+        if result.measured is None:
+            what, against, reason, *_ = cells(result)
+            lines.append(f"\n- {title}: {what}{', ' if against else ''}{against}: {reason}")
     for name, one in found.items():
         if one.failed:
-            lines.append(f"\n- failed: {named[name]}: {plain(one.failed)}")
+            lines.append(f"\n- {named[name]}: failed: {plain(one.failed)}")
     return "".join(lines) + "\n"
 
 
