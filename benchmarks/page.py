@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from measure import Result
@@ -15,6 +16,8 @@ from pictures import draw, drawn
 from tables import TABLES, Table
 
 HERE = Path(__file__).parent
+LONGEST = 160
+"""Characters of a reason."""
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 NOT_HERE = """A GPU and a TPU: nothing on this page was measured on one, and nothing on it says how fast training is
 there. `make bench-gpu` measures a 124M-parameter model where there is a GPU, and is no part of this page. Nor are
@@ -58,7 +61,7 @@ class Measured:
     @property
     def failed(self) -> str:
         """Why the program that measures it did not come to its end."""
-        return self.end.get("failed", "") if self.end else "stopped before its end"
+        return shorten(self.end.get("failed", ""), LONGEST) if self.end else "stopped before its end"
 
 
 def read(folder: Path) -> dict[str, Measured]:
@@ -166,12 +169,12 @@ def rows(results: Sequence[Result]) -> str:
 
 def _because(result: Result) -> str:
     """Why a line that was measured is missed all the same."""
-    return f": {plain(result.failed)}" if result.failed and result.measured is not None else ""
+    return f": {plain(shorten(result.failed, LONGEST))}" if result.failed and result.measured is not None else ""
 
 
 def cells(result: Result) -> tuple[str, ...]:
     """The line's texts, as they may stand in a table."""
-    *texts, reached = (plain(cell) for cell in result.cells)
+    *texts, reached = (plain(shorten(cell, LONGEST)) for cell in result.cells)
     words = {True: "reached", False: "failed" if result.measured is None else "MISSED", None: ""}
     return (*texts, words[result.reached] if reached else "")
 

@@ -10,6 +10,7 @@ REACHED, MISSED = "#3b6ea5", "#d9730d"
 MOST = 2.5
 """Longer bars are cut here; the number beside them is that of the whole."""
 LABEL = 58
+NO_BREAK = "\u00a0"
 
 
 def drawn(results: Sequence[Result]) -> list[Result]:
@@ -19,8 +20,8 @@ def drawn(results: Sequence[Result]) -> list[Result]:
 
 def label(result: Result) -> str:
     """What a bar is of."""
-    bound = f"{'<=' if result.at_most else '>='} {result.target:.4g}"
-    return textwrap.fill(f"{result.what} [{bound} {result.against}".rstrip() + "]", LABEL)
+    bound = f"[{'<=' if result.at_most else '>='} {result.target:.4g} {result.against}".rstrip() + "]"
+    return textwrap.fill(f"{result.what} {bound.replace(' ', NO_BREAK)}", LABEL)
 
 
 def draw(title: str, results: Sequence[Result], path: Path) -> None:
@@ -38,9 +39,13 @@ def draw(title: str, results: Sequence[Result], path: Path) -> None:
         assert result.target
         share = result.measured / result.target
         good = result.reached is True
-        axes.barh(place, min(share, MOST), color=REACHED if good else MISSED, hatch=None if good else "//", height=0.6)
+        length = min(max(share, 0.0), MOST)
+        axes.barh(place, length, color=REACHED if good else MISSED, hatch=None if good else "//", height=0.6)
         text = f"{share:.2f}{'' if share <= MOST else ' >'} {'' if good else 'MISSED'}".strip()
-        axes.text(min(share, MOST) + 0.03, place, text, va="center", fontsize=7, color="black" if good else MISSED)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line at the target does not cross it
+        axes.text(
+            length + 0.03, place, text, va="center", fontsize=7, color="black" if good else MISSED, bbox=behind
+        )  # fmt: skip
     axes.axvline(1.0, color="black", linewidth=1.2)
     axes.set_yticks(range(len(shown)), [label(result) for result in shown], fontsize=6.5)
     axes.set_xlim(0, MOST + 0.45)

@@ -189,10 +189,16 @@ def main() -> int:
             absent[name] = reason
             engines.remove(name)
     seeds = range(asked.seeds or (4 if asked.quick else 20))
-    found = search(known(asked.results), cells(surfaces, engines), seeds, asked.processes, asked.results)
+
+    def compared(name: str) -> Iterator[Result]:
+        """A surface is told as soon as its searches have ended."""
+        runs = known(asked.results)
+        found = search(runs, cells([name], engines), seeds, asked.processes, asked.results)
+        return compare(found, name) if sweep_peers.OURS in engines else iter(())
+
+    for name in surfaces:
+        report.add(name, lambda name=name: compared(name))
     if sweep_peers.OURS in engines:
-        for name in surfaces:
-            report.add(name, lambda name=name: compare(found, name))
         report.add("suggestions", lambda: costs(surfaces))
     for name, reason in absent.items():
         report.tell(Result(what=f"the engine {name}", against=reason, measured=None))
