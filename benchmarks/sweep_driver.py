@@ -119,8 +119,11 @@ def alone(what: str, trials: int) -> float:
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{here.parent}:{here}"}
     env |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
     done = subprocess.run(
-        [sys.executable, __file__, what, str(trials)], env=env, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, __file__, what, str(trials)], env=env, capture_output=True, text=True, check=False
     )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1])
     return float(done.stdout.strip().splitlines()[-1])
 
 
