@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from measure import without_paths
 from tables import PARTS, TABLES, Table
 
 HERE = Path(__file__).parent
@@ -61,7 +62,7 @@ def measure(table: Table, quick: bool, folder: Path, programs: Path = HERE) -> i
     end = {"seconds": round(time.monotonic() - begun, 1), "load": load()}
     lines = file.read_text(encoding="utf-8").splitlines()[1:]
     if code and not any(json.loads(line)["failed"] for line in lines):  # it fell before it could say why
-        end["failed"] = last or f"its program ended with code {code}"
+        end["failed"] = without_paths(last) or f"its program ended with code {code}"
     with file.open("a", encoding="utf-8") as opened:
         opened.write(json.dumps({"end": end}) + "\n")
     return code

@@ -67,7 +67,7 @@ class Row:
             kind += f"; {self.note}"
         failed = f"{len(self.missed)} of {count} went wrong: {self.missed[0].splitlines()[0]}" if self.missed else ""
         if not count:
-            return Result(what=self.what, against="", measured=None, target=self.limit, at_most=True, note=self.note)
+            return Result(what=self.what, against="", measured=None, target=self.limit, at_most=True)
         measured = self.value if self.times else None
         return Result(
             what=self.what, against=self.unit, measured=measured, target=self.limit, at_most=True, note=kind,

@@ -96,6 +96,11 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
+def without_paths(reason: str) -> str:
+    """A reason without the place of this checkout and of this Python: it is published."""
+    return reason.replace(f"{Path(__file__).resolve().parent.parent}/", "").replace(f"{sys.prefix}/", "")
+
+
 def flags(doc: str | None) -> argparse.ArgumentParser:
     """What every benchmark's command line has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,7 +128,7 @@ class Lines:
                 self.tell(result)
         except Exception as problem:
             traceback.print_exc()
-            reason = (str(problem).splitlines() or [""])[0]
+            reason = without_paths((str(problem).splitlines() or [""])[0])
             self.tell(Result(what=what, against="", measured=None, failed=f"{type(problem).__name__}: {reason}"))
 
     def tell(self, result: Result) -> None:
