@@ -8,8 +8,8 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all test-pythons docs bench-data bench-train bench-launch bench-model bench-ngram bench-gpu \
-    bench-sweep chaos hf docker-check lint format clean
+.PHONY: demo test test-all test-pythons docs bench bench-data bench-train bench-launch bench-model bench-ngram \
+    bench-sweep bench-page bench-gpu chaos hf docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -31,30 +31,36 @@ docs: $(VENV)/dev-installed ## build these pages into .cache/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built: .cache/site/index.html"
 
-bench-data: $(VENV)/bench-installed ## what reading data costs, against other loaders: a table of ratios
-	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/data_read.py .cache/benchmarks
-	@$(BIN)/python benchmarks/data_build.py
+# `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
+MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
 
-bench-train: $(VENV)/demo-installed ## what the training loop costs over the bare compiled step: a table of ratios
-	@$(BIN)/python benchmarks/train_loop.py
+bench: $(VENV)/dev-installed $(VENV)/bench-installed ## every table, docs/benchmarks.md and its pictures: about two hours; as root
+	-$(MEASURE)
+	@$(BIN)/python benchmarks/page.py
 
-bench-launch: $(VENV)/bench-installed ## how soon a job is gone, or goes on, when something fails: a table; needs root
-	@$(BIN)/python benchmarks/launch.py
+bench-page: $(VENV)/demo-installed ## docs/benchmarks.md and its pictures, from the results that are there
+	@$(BIN)/python benchmarks/page.py
 
-bench-model: $(VENV)/demo-installed ## what experts, and decoding with a cache, cost against the plain forms: tables of ratios
-	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/model.py
-	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/decode.py
+bench-data: $(VENV)/bench-installed ## what reading and building data costs, against other loaders
+	$(MEASURE) data
+
+bench-train: $(VENV)/demo-installed ## what the training loop costs over the bare compiled step
+	$(MEASURE) train
+
+bench-launch: $(VENV)/bench-installed ## how soon a job is gone, or goes on, when something fails; needs root
+	$(MEASURE) launch
+
+bench-model: $(VENV)/demo-installed ## what experts, and decoding with a cache, cost against the plain forms
+	$(MEASURE) model
 
 bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes
-	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/ngram.py .cache/benchmarks
+	$(MEASURE) ngram
+
+bench-sweep: $(VENV)/dev-installed $(VENV)/bench-installed ## sweeps: the driver against Ray Tune, the engines against each other, a real one: about an hour
+	$(MEASURE) sweep
 
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py
-
-bench-sweep: $(VENV)/dev-installed $(VENV)/bench-installed ## sweeps: a real one, the driver against Ray Tune, the engines against each other: about an hour
-	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/sweep_real.py .cache/benchmarks/sweep
-	@$(BIN)/python benchmarks/sweep_driver.py
-	@$(BIN)/python benchmarks/sweep_engines.py
 
 chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: as root
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))

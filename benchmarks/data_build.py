@@ -1,6 +1,6 @@
 """`data build` of text with a BPE tokenizer against bare `encode_batch` of the `tokenizers` library on the same cores.
 
-    python benchmarks/data_build.py [MEGABYTES] [ROUNDS]
+    python benchmarks/data_build.py [--megabytes N] [--rounds N] [--quick] [--json FILE]
 
 Both sides have the same texts (the standard library's sources), the same tokenizer and all cores, each in a process of
 its own, in turns. Building also finds, reads and checks the files and writes the shards. The ratio is of the medians of
@@ -14,7 +14,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+
+from measure import Lines, Result, flags
 
 TARGET = 0.9
 BARE = """
@@ -64,11 +67,22 @@ def measure(code: str, *words: object) -> tuple[float, float]:
     return wall, cpu
 
 
-def main() -> None:
-    """Print one line: the target and what was measured."""
+def main() -> int:
+    """Print the table."""
+    parser = flags(__doc__)
+    parser.add_argument("--megabytes", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    report = Lines(asked.json)
+    megabytes = asked.megabytes or (8 if asked.quick else 24)
+    report.add("building text", lambda: building(megabytes, asked.rounds))
+    return report.end()
+
+
+def building(megabytes: int, rounds: int) -> Iterable[Result]:
+    """Both sides in turns."""
     from roxxel_dist.data.tokenizer import train_tokenizer
 
-    megabytes, rounds = int((sys.argv[1:] or [24])[0]), int((sys.argv[2:] or [3])[0])
     with tempfile.TemporaryDirectory() as name:
         folder, texts = Path(name), Path(name) / "texts"
         texts.mkdir()
@@ -80,15 +94,15 @@ def main() -> None:
             bare.append(measure(BARE, folder / "tokenizer.json", texts))
             built.append(measure(BUILD, folder / "tokenizer.json", texts, folder / "out"))
             shutil.rmtree(folder / "out")
-    bare_times, build_times = (
+    (bare_wall, bare_cpu), (wall, cpu) = (
         [statistics.median(column) for column in zip(*side, strict=True)] for side in (bare, built)
     )
-    print(
-        f"data build of {megabytes} MiB of text: target >= {TARGET} x bare encode_batch, measured "
-        f"{bare_times[0] / build_times[0]:.2f} x by wall time ({bare_times[0]:.1f} s and {build_times[0]:.1f} s), "
-        f"{bare_times[1] / build_times[1]:.2f} x by CPU time"
+    what, note = f"data build of {megabytes} MiB of text", f"{wall:.1f} s, bare {bare_wall:.1f} s"
+    yield Result(
+        what=what, against="x bare encode_batch, wall time", measured=bare_wall / wall, target=TARGET, note=note
     )
+    yield Result(what=what, against="x bare encode_batch, CPU time", measured=bare_cpu / cpu)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Reading: shuffled batches to numpy and to a mesh, a cold start, memory, and verification.
 
-    python benchmarks/data_read.py [FOLDER]
+    python benchmarks/data_read.py [FOLDER] [--quick] [--json FILE]
 
 FOLDER keeps the data that is made at first: 2^27 random tokens as one file, as eight shards, and as a peer's archive.
 Another row of the table is another function in ROWS.
@@ -8,6 +8,7 @@ Another row of the table is another function in ROWS.
 
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np
 import peers
 import plans
-from measure import Result, interleave, ratios, table
+from measure import QUICK_ROUNDS, ROUNDS, Lines, Result, flags, interleave, ratios
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
@@ -39,6 +40,7 @@ class Corpus:
     """The data that all rows read."""
 
     folder: Path
+    rounds: int = ROUNDS
 
     @cached_property
     def shards(self) -> Roxxel:
@@ -76,7 +78,8 @@ def to_numpy(corpus: Corpus) -> Iterable[Result]:
     targets = {(16, 1025): (0.22, 2.5, 12), (1, 32769): (0.60, None, None), (256, 2049): (0.20, None, None)}
     for (batch, seq_len), (copy, torch, grain) in targets.items():
         name = f"{batch}x{seq_len} to numpy"
-        times = interleave(_to_numpy(corpus, batch, seq_len), max(10, 3_000_000 // (batch * seq_len)))
+        calls = max(10, 3_000_000 // (batch * seq_len))
+        times = interleave(_to_numpy(corpus, batch, seq_len), calls, rounds=corpus.rounds)
         yield from ratios(name, "ours", times, {"sequential copy": copy})
         yield from ratios(f"{name}, order known", "ours without the plan", times, {"sequential copy": None})
         if torch is not None:
@@ -128,7 +131,7 @@ def to_mesh(corpus: Corpus) -> Iterable[Result]:
     if grain is not None:
         found["grain + the same put"] = lambda: put(grain())
     ready = {name: _blocking(call) for name, call in found.items() if call is not None}
-    times = interleave(ready, 200, time.perf_counter, rounds=15)
+    times = interleave(ready, 200, time.perf_counter, rounds=5 * corpus.rounds // 3)
     name = f"{batch}x{seq_len} to {DEVICES} devices"
     targets = {"raw slice + the same put": 0.85, "roxxel": 1.4, "grain + the same put": 4}
     yield from ratios(name, "ours", times, targets)
@@ -137,7 +140,7 @@ def to_mesh(corpus: Corpus) -> Iterable[Result]:
     peer = peers.roxxel_stream(corpus.folder, corpus.tokens, batch, seq_len, one)
     numpy_stream = Stream(corpus.plan(batch, seq_len), corpus.shards, None)
     both = {"ours": lambda: next(numpy_stream), **({"roxxel (with its put)": _blocking(peer)} if peer else {})}
-    times = interleave(both, 200, time.perf_counter)
+    times = interleave(both, 200, time.perf_counter, corpus.rounds)
     yield from ratios(f"{batch}x{seq_len} to numpy", "ours", times, {"roxxel (with its put)": 5})
 
 
@@ -158,13 +161,17 @@ assert batch.shape == (16, 1025) and "jax" not in sys.modules
 def cold_start(corpus: Corpus) -> Iterable[Result]:
     """CPU seconds of a process from its start to its first batch and its end."""
     found = []
-    for _ in range(7):
+    for _ in range(corpus.rounds):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", COLD, corpus.shards.filepath], check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     yield Result(
-        what="cold process to the first batch", against="s CPU", measured=sorted(found)[3], target=0.4, at_most=True
+        what="cold process to the first batch",
+        against="s CPU",
+        measured=statistics.median(found),
+        target=0.4,
+        at_most=True,
     )
 
 
@@ -207,18 +214,18 @@ def verify(corpus: Corpus) -> Iterable[Result]:
     def check() -> None:
         assert not list(find_damage(corpus.shards.shards, Report(False), workers=1))
 
-    times = interleave({"reading the files once": read_once, "ours": check}, 1)
+    times = interleave({"reading the files once": read_once, "ours": check}, 1, rounds=corpus.rounds)
     yield from ratios("data verify", "ours", times, {"reading the files once": 0.5})
 
 
 def plan_rows(corpus: Corpus) -> Iterable[Result]:
     """Finding the rows of a step, in order and at random."""
-    return plans.rows()
+    return plans.rows(corpus.rounds)
 
 
 def far_start(corpus: Corpus) -> Iterable[Result]:
     """Open ten sparse shards and read a batch far into them."""
-    return plans.far_start(corpus.folder / "sparse")
+    return plans.far_start(corpus.folder / "sparse", 2 * corpus.rounds)
 
 
 ROWS: list[Callable[[Corpus], Iterable[Result]]] = [
@@ -226,18 +233,19 @@ ROWS: list[Callable[[Corpus], Iterable[Result]]] = [
 ]  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     """Print the table."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".cache/benchmarks")
-    folder.mkdir(parents=True, exist_ok=True)
-    corpus = Corpus(folder)
+    parser = flags(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(".cache/benchmarks"))
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    corpus = Corpus(asked.folder, QUICK_ROUNDS if asked.quick else ROUNDS)
     corpus.warm()
-    results: list[Result] = []
+    report = Lines(asked.json)
     for row in ROWS:
-        print(f"{(row.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
-        results += row(corpus)
-    print(table(results))
+        report.add((row.__doc__ or "").splitlines()[0], lambda row=row: row(corpus))
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

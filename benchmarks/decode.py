@@ -1,15 +1,16 @@
 """What a token costs while decoding with a cache: behind prompts of two lengths, and against no cache: ratios.
 
-python benchmarks/decode.py
+python benchmarks/decode.py [--quick] [--json FILE]
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
 from flax import nnx
-from measure import Result, interleave, table
+from measure import QUICK_ROUNDS, Lines, Result, flags, interleave
 
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
@@ -32,11 +33,14 @@ class Uncached(nnx.Module):
         return self.model(tokens_BxL)
 
 
-def main() -> None:
-    print(table(of_decoding()))
+def main() -> int:
+    asked = flags(__doc__).parse_args()
+    report = Lines(asked.json)
+    report.add("decoding", lambda: of_decoding(QUICK_ROUNDS if asked.quick else ROUNDS))
+    return report.end()
 
 
-def of_decoding() -> Iterable[Result]:
+def of_decoding(rounds: int) -> Iterable[Result]:
     """Seconds a new token by the wall clock, prefill taken away: the time of many new tokens less that of one."""
     model = Transformer(SHAPE, nnx.Rngs(0))
     calls: dict[str, Callable[[], object]] = {}
@@ -46,7 +50,7 @@ def of_decoding() -> Iterable[Result]:
     without = Uncached(model)
     for new in (1, 1 + NEW_WITHOUT):
         calls[f"without, {MIDDLE} + {new}"] = partial(add, without, MIDDLE, new)
-    times = interleave(calls, 1, time.perf_counter, ROUNDS)
+    times = interleave(calls, 1, time.perf_counter, rounds)
     a_token = {n: (times[f"{n} + {1 + NEW}"] - times[f"{n} + 1"]) / NEW for n in (SHORT, MIDDLE, LONG)}
     first, last = (times[f"without, {MIDDLE} + {new}"] for new in (1, 1 + NEW_WITHOUT))
     what = f"a token decoded behind {LONG:,}"
@@ -66,4 +70,4 @@ def add(model: nnx.Module, length: int, new: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

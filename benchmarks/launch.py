@@ -1,18 +1,18 @@
 """What becomes of a job, and how soon, when something goes wrong: the launcher's table of targets, measured.
 
-python benchmarks/launch.py [--quick] [--only WORD …] [--out FILE]
+python benchmarks/launch.py [--quick] [--only WORD …] [--out FILE] [--json FILE]
 
 It needs what tests/hosts.py needs (root, openssh-server, iproute2), and takes half an hour on two cores. Nothing else
 should run on the machine. torchrun and mpirun are compared where they are installed.
 """
 
-import argparse
 import json
 import os
 import platform
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +23,7 @@ import launch_peers
 import launch_starts
 from launch_table import Row, Setting, table
 from machines import missing
+from measure import Lines, Result, flags
 
 GROUPS = {
     "kills": launch_faults.kills,
@@ -38,9 +39,8 @@ COUNT, QUICK = 10, 3
 
 
 def main() -> int:
-    """Measure, print the table, and write all numbers to a file. 1 where a target is missed."""
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions of each, not {COUNT}")
+    """Measure, print the table, and write all numbers to a file."""
+    args = flags(__doc__)
     args.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="these groups of rows")
     args.add_argument("--out", type=Path, default=Path(".cache/benchmarks/launch.json"))
     given = args.parse_args()
@@ -53,13 +53,18 @@ def main() -> int:
     os.environ["PYTHONPATH"] = str(ROOT)  # as on the hosts: what is measured is this checkout
     rows: list[Row] = []
     begun, load = time.time(), os.getloadavg()[0]
-    for name in given.only:
-        for row in GROUPS[name](Setting(count=QUICK if given.quick else COUNT)):
+    report, setting = Lines(given.json), Setting(count=QUICK if given.quick else COUNT)
+
+    def measured(name: str) -> Iterator[Result]:
+        for row in GROUPS[name](setting):
             rows.append(row)
-            print(table([row]).splitlines()[1], file=sys.stderr, flush=True)
             write(given.out, rows, begun, load)
-    print(table(rows))
-    return int(any(row.met is False for row in rows))
+            yield row.as_result()
+
+    for name in given.only:
+        report.add(name, lambda name=name: measured(name))
+    print(table(rows), file=sys.stderr)
+    return report.end()
 
 
 def write(path: Path, rows: list[Row], begun: float, load: float) -> None:

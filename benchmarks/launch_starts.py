@@ -247,8 +247,16 @@ def _variables(pid: int) -> dict[str, str]:
 
 def _record(pid: int) -> progress.Record:
     variables = _variables(pid)
-    records = progress.read(variables[progress.ENV]) if progress.ENV in variables else []
-    return records[int(variables["ROXXEL_PROCESS_ID"])] if records else progress.Record()
+    if progress.ENV not in variables:
+        return progress.Record()
+    try:
+        file = os.open(variables[progress.ENV], os.O_RDONLY)
+    except FileNotFoundError:  # its agent has ended
+        return progress.Record()
+    try:
+        return progress.read(file, 2)[int(variables["ROXXEL_PROCESS_ID"])]
+    finally:
+        os.close(file)
 
 
 def _born(pid: int) -> float:

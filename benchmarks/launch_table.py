@@ -11,6 +11,7 @@ from typing import Any
 
 from hosts import Cluster
 from launch_jobs import MissedError
+from measure import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,23 @@ class Row:
         if self.missed:
             parts.append(f"{len(self.missed)} went wrong")
         return "; ".join([*parts, *([self.note] if self.note else [])])
+
+    def as_result(self) -> Result:
+        """The line of a table that all benchmarks share."""
+        count = len(self.times) + len(self.missed)
+        kind = f"median of {count}" if self.by_median else f"p95 of {count}"
+        if self.times == [0.0] * len(self.times):  # what only has to go well is not timed
+            kind = self.note or kind
+        elif self.note:
+            kind += f"; {self.note}"
+        failed = f"{len(self.missed)} of {count} went wrong: {self.missed[0].splitlines()[0]}" if self.missed else ""
+        if not count:
+            return Result(what=self.what, against="", measured=None, target=self.limit, at_most=True)
+        measured = self.value if self.times else None
+        return Result(
+            what=self.what, against=self.unit, measured=measured, target=self.limit, at_most=True, note=kind,
+            failed=failed,
+        )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

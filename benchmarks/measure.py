@@ -1,11 +1,18 @@
-"""How the benchmarks measure: contenders take turns, medians are compared, and only ratios are printed."""
+"""How the benchmarks measure: contenders take turns, medians are compared, and a table is told as it is measured."""
 
+import argparse
+import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
 
 ROUNDS = 9
+QUICK_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,22 +23,37 @@ class Result:
     against: str
     """What it is compared with, or the unit of `measured`."""
     measured: float | None
-    """None: the peer is not installed."""
+    """None: the peer is not installed, or `failed` says why."""
     target: float | None = None
     at_most: bool = False
     """Whether the target is an upper bound."""
+    note: str = ""
+    failed: str = ""
+    """Why there is nothing measured, or why the target is missed whatever was measured."""
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target is; None where there is none, or nothing to compare it with."""
+        if self.failed:
+            return False
+        if self.target is None or self.measured is None:
+            return None
+        return self.measured <= self.target if self.at_most else self.measured >= self.target
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
         """The line's texts."""
-        measured = "not installed" if self.measured is None else f"{self.measured:.3g}"
-        if self.target is None:
-            return self.what, self.against, measured, "", ""
-        target = f"{'<=' if self.at_most else '>='} {self.target:g}"
+        target = "" if self.target is None else f"{'<=' if self.at_most else '>='} {self.target:.4g}"
         if self.measured is None:
-            return self.what, self.against, measured, target, ""
-        reached = self.measured <= self.target if self.at_most else self.measured >= self.target
-        return self.what, self.against, measured, target, "yes" if reached else "NO"
+            measured = f"failed: {self.failed}" if self.failed else "not installed"
+        else:
+            measured = f"{self.measured:,.0f}" if abs(self.measured) >= 1000 else f"{self.measured:.3g}"
+        return self.what, self.against, measured, target, {True: "yes", False: "MISSED", None: ""}[self.reached]
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Self:
+        """One that was written down."""
+        return cls(**line)
 
 
 def interleave(
@@ -72,3 +94,52 @@ def table(results: Iterable[Result]) -> str:
     rows = [("what", "against", "measured", "target", "reached"), *(result.cells for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def without_paths(reason: str) -> str:
+    """A reason without the place of this checkout and of this Python: it is published."""
+    return reason.replace(f"{Path(__file__).resolve().parent.parent}/", "").replace(f"{sys.prefix}/", "")
+
+
+def flags(doc: str | None) -> argparse.ArgumentParser:
+    """What every benchmark's command line has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a short form: fewer rounds, or less of each")
+    parser.add_argument("--json", type=Path, help="add the lines to this file, one JSON object each")
+    return parser
+
+
+class Lines:
+    """The lines of a table: each is written down as soon as it is measured, and all are printed at the end.
+
+    Args:
+        file: where; nowhere if None.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self.results: list[Result] = []
+
+    def add(self, what: str, group: Callable[[], Iterable[Result]]) -> None:
+        """Some lines. If measuring them fails, that is a line too, and the others are measured all the same."""
+        print(what, file=sys.stderr, flush=True)
+        try:
+            for result in group():
+                self.tell(result)
+        except Exception as problem:
+            traceback.print_exc()
+            reason = without_paths((str(problem).splitlines() or [""])[0])
+            self.tell(Result(what=what, against="", measured=None, failed=f"{type(problem).__name__}: {reason}"))
+
+    def tell(self, result: Result) -> None:
+        """One line."""
+        self.results.append(result)
+        print("  " + "  ".join(result.cells), file=sys.stderr, flush=True)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(result)) + "\n")
+
+    def end(self) -> int:
+        """Print the table. The exit code: 1 where a group could not be measured; a target missed is no failure."""
+        print(table(self.results), flush=True)
+        return int(any(result.failed and result.measured is None for result in self.results))

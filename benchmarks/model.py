@@ -1,8 +1,9 @@
 """What a mixture of experts costs, against computing every expert for every token: a table of ratios.
 
-python benchmarks/model.py
+python benchmarks/model.py [--quick] [--json FILE]
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from measure import Result, interleave, table
+from measure import QUICK_ROUNDS, Lines, Result, flags, interleave
 
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.moe import MixtureOfExperts, choose
@@ -23,11 +24,15 @@ ROUNDS = 5
 Layer = Callable[[Any, jax.Array], jax.Array]
 
 
-def main() -> None:
-    print(table([*of_mixture("forward", forward), *of_mixture("forward and backward", backward)]))
+def main() -> int:
+    asked = flags(__doc__).parse_args()
+    report, rounds = Lines(asked.json), QUICK_ROUNDS if asked.quick else ROUNDS
+    report.add("forward", lambda: of_mixture("forward", forward, rounds))
+    report.add("forward and backward", lambda: of_mixture("forward and backward", backward, rounds))
+    return report.end()
 
 
-def of_mixture(what: str, mode: Callable[[Layer], Callable[..., Any]]) -> Iterable[Result]:
+def of_mixture(what: str, mode: Callable[[Layer], Callable[..., Any]], rounds: int) -> Iterable[Result]:
     """The layer alone, compiled, by the wall clock: every form may use all of the cores."""
     graphdef, weights = nnx.split(MixtureOfExperts(SHAPE, nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(1), (TOKENS, 1, SHAPE.dim))
@@ -42,7 +47,7 @@ def of_mixture(what: str, mode: Callable[[Layer], Callable[..., Any]]) -> Iterab
     }
     compiled = {name: jax.jit(mode(layer(form))) for name, form in forms.items()}
     calls = {name: lambda run=run: jax.block_until_ready(run(weights, x)) for name, run in compiled.items()}
-    times = interleave(calls, 1, time.perf_counter, ROUNDS)
+    times = interleave(calls, 1, time.perf_counter, rounds)
     for name in list(forms)[1:]:
         yield Result(
             what=f"{SHAPE.top_k_mlp} of {SHAPE.n_experts} experts, dim {SHAPE.dim}, {TOKENS:,} tokens: {what}",
@@ -82,4 +87,4 @@ def _weights(moe: MixtureOfExperts, x: jax.Array) -> jax.Array:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

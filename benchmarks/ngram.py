@@ -4,7 +4,7 @@ The 3-gram is interpolated with modified Kneser-Ney smoothing (Chen and Goodman,
 techniques for language modeling", 1998). It counts what the training has read, no more and no less, and both predict
 every token of the held-out part in the same rows of 257 tokens: all but the first of a row, from those before it there.
 
-python benchmarks/ngram.py FOLDER
+python benchmarks/ngram.py FOLDER [--json FILE]
 """
 
 import resource
@@ -12,12 +12,13 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
-from measure import Result, table
+from measure import Lines, Result, flags
 
 from roxxel_dist import Config, Plan, Roxxel
 from roxxel_dist.load import load_run
@@ -30,7 +31,17 @@ ROWS_AT_ONCE = 16
 CPU_LIMIT_S = 600.0
 
 
-def main(folder: Path) -> None:
+def main() -> int:
+    parser = flags(__doc__)
+    parser.add_argument("folder", type=Path)
+    asked = parser.parse_args()
+    report = Lines(asked.json)
+    report.add("the demo's model and n-grams", lambda: of_demo(asked.folder))
+    return report.end()
+
+
+def of_demo(folder: Path) -> Iterable[Result]:
+    """Train the demo's model; then count what it has read."""
     data, run = folder / "demo_data", folder / f"ngram_{time.strftime('%Y%m%d_%H%M%S')}"
     if not data.exists():
         build(data)
@@ -44,12 +55,12 @@ def main(folder: Path) -> None:
     grams = of_grams(tokens_read(corpus, plan), rows, config.vocab_size)
     tokens = sum(plan.tokens(step) for step in range(plan.total_steps))
     what = f"configs/demo.yaml, {tokens:,} tokens read, {rows[:, 1:].size:,} held out"
-    results = [Result(what="the model", against="nats a token", measured=mine)]
-    results += [Result(what=f"{n}-gram", against="nats a token", measured=loss) for n, loss in enumerate(grams, 1)]
-    results.append(Result(what=what, against="x 3-gram", measured=mine / grams[-1], target=1.0, at_most=True))
+    yield Result(what="the model", against="nats a token", measured=mine)
+    for n, loss in enumerate(grams, 1):
+        yield Result(what=f"{n}-gram", against="nats a token", measured=loss)
+    yield Result(what=what, against="x 3-gram", measured=mine / grams[-1], target=1.0, at_most=True)
     cpu = used.ru_utime + used.ru_stime
-    results.append(Result(what="CPU time of the training", against="s", measured=cpu, target=CPU_LIMIT_S, at_most=True))
-    print(table(results))
+    yield Result(what="CPU time of the training", against="s", measured=cpu, target=CPU_LIMIT_S, at_most=True)
 
 
 def build(out: Path) -> None:
@@ -137,4 +148,4 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main())

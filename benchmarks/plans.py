@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from measure import ROUNDS, Result
+from measure import Result
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
@@ -23,7 +23,7 @@ STEPS, START = 1_500_000, 1_000_000
 TERABYTE, IN_ORDER, AT_RANDOM = 10**12, 1024, 50
 
 
-def rows() -> Iterable[Result]:
+def rows(rounds: int) -> Iterable[Result]:
     """Microseconds of `Plan.rows` over 10 TB, one step after the other and at random steps."""
     ranges = {name: [(i * TERABYTE // 2, TERABYTE // 2) for i in range(count)] for name, count in SHARDS.items()}
     for batch in (16, 256):
@@ -33,14 +33,14 @@ def rows() -> Iterable[Result]:
             plan = Plan([shape], {name: ranges[name] for name in shares}, 1)
             name = f"Plan.rows, {batch} rows of {what}"
             for how, target, at_random in (("in order", 50, False), ("at random", 1000, True)):
-                measured = 1e6 * _rows(plan, at_random)
+                measured = 1e6 * _rows(plan, at_random, rounds)
                 yield Result(what=name, against=f"us {how}", measured=measured, target=target, at_most=True)
 
 
-def _rows(plan: Plan, at_random: bool) -> float:
+def _rows(plan: Plan, at_random: bool, rounds: int) -> float:
     """Median CPU seconds of a call."""
     pick, found = random.Random(0), []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         begin = number * IN_ORDER
         steps = [pick.randrange(STEPS) for _ in range(AT_RANDOM)] if at_random else range(begin, begin + IN_ORDER)
         start = time.thread_time()
@@ -50,14 +50,14 @@ def _rows(plan: Plan, at_random: bool) -> float:
     return statistics.median(found)
 
 
-def far_start(folder: Path) -> Iterable[Result]:
+def far_start(folder: Path, rounds: int) -> Iterable[Result]:
     """CPU milliseconds to open ten shards, plan a blend in three phases and read the batch of step 1,000,000."""
     sizes = {"10 TB": TERABYTE, "100 MB": 10**7}
     times: dict[str, list[float]] = {name: [] for name in sizes}
     for name, size in sizes.items():
         _make_sparse(folder / name.replace(" ", ""), size)
         _begin(folder / name.replace(" ", ""))
-    for _ in range(2 * ROUNDS):
+    for _ in range(rounds):
         for name, found in times.items():
             found.append(_begin(folder / name.replace(" ", "")))
     large, small = (statistics.median(found) for found in times.values())

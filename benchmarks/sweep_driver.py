@@ -1,6 +1,6 @@
 """What a trial costs the driver of a sweep, against Ray Tune's own, and how soon a journal is read.
 
-A trial does nothing and reports once. CPU seconds of the driver's process alone: `python sweep_driver.py [TRIALS]`.
+A trial does nothing and reports once. CPU seconds of the driver's process alone: `python sweep_driver.py [--trials N]`.
 """
 
 import json
@@ -10,15 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measure import Result, table
+from measure import Lines, Result, flags
 
 WORKERS = 4
-TRIALS = 60
+TRIALS, QUICK_TRIALS = 60, 24
 FIRST = 10
 """Trials that only warm up: Ray makes threads and caches."""
 ROUNDS = 3
@@ -119,32 +119,46 @@ def alone(what: str, trials: int) -> float:
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{here.parent}:{here}"}
     env |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
     done = subprocess.run(
-        [sys.executable, __file__, what, str(trials)], env=env, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, __file__, what, str(trials)], env=env, capture_output=True, text=True, check=False
     )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1])
     return float(done.stdout.strip().splitlines()[-1])
 
 
-def main() -> None:
-    trials = int(sys.argv[1]) if len(sys.argv) > 1 else TRIALS
+def costs(trials: int, rounds: int) -> Iterable[Result]:
+    """Both drivers in turns."""
     peer = all(find_spec(name) for name in ("pandas", "pyarrow"))
     times: dict[str, list[float]] = {"ours": [], "tune": []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         times["ours"].append(alone("ours", trials))
         if peer:
             times["tune"].append(alone("tunes", trials))
     mine = statistics.median(times["ours"])
-    tune = statistics.median(times["tune"]) if peer else None
-    ratio = None if tune is None else mine / tune
-    rows = [
-        Result(what="driver, a no-op trial", against="ms CPU", measured=mine * 1000, target=10, at_most=True),
-        Result(what="driver, a no-op trial", against="x Ray Tune", measured=ratio, target=0.7, at_most=True),
-        Result(what="journal of 1,000 trials", against="s to read", measured=replay(), target=1, at_most=True),
-    ]
-    print(table(rows))
+    ratio = mine / statistics.median(times["tune"]) if peer else None
+    yield Result(what="driver, a no-op trial", against="ms CPU", measured=mine * 1000, target=10, at_most=True)
+    yield Result(what="driver, a no-op trial", against="x Ray Tune", measured=ratio, target=0.7, at_most=True)
+
+
+def reading() -> Iterable[Result]:
+    """The journal of a long study."""
+    yield Result(what="journal of 1,000 trials", against="s to read", measured=replay(), target=1, at_most=True)
+
+
+def main() -> int:
+    parser = flags(__doc__)
+    parser.add_argument("--trials", type=int)
+    asked = parser.parse_args()
+    report = Lines(asked.json)
+    trials, rounds = (QUICK_TRIALS, 1) if asked.quick else (TRIALS, ROUNDS)
+    report.add("the drivers", lambda: costs(asked.trials or trials, rounds))
+    report.add("the journal", reading)
+    return report.end()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if sys.argv[1:2] in (["ours"], ["tunes"]):
         print({"ours": ours, "tunes": tunes}[sys.argv[1]](int(sys.argv[2])))
     else:
-        main()
+        sys.exit(main())

@@ -1,6 +1,7 @@
 """Engines of sweeps against each other: the best of 50 trials, failures, several trials at once, CPU a suggestion.
 
     python benchmarks/sweep_engines.py [--quick] [--seeds N] [--surfaces NAME,…] [--engines NAME,…] [--results FILE]
+        [--json FILE]
 
 A run's result is the value without noise of the trial that reported the best one. Each median is over the seeds.
 A line is printed as each cell ends, and every run is added to FILE at once: what stands there already is not run again,
@@ -12,10 +13,10 @@ import os
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # the peers' threads would wait for each other: two runs share the machine
 
-import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import time
 import warnings
 from collections import deque
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import sweep_peers
-from measure import Result, table
+from measure import Lines, Result, flags
 from sweep_surfaces import SURFACES, Surface
 
 TRIALS = 50
@@ -170,28 +171,39 @@ def costs(surfaces: Iterable[str]) -> Iterator[Result]:
                 yield Result(what=what, against="ms CPU", measured=cost, target=SUGGESTION_MS, at_most=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 seeds, and no sampler that needs torch")
-    parser.add_argument("--seeds", type=int, default=20)
+def main() -> int:
+    parser = flags(__doc__)
+    parser.add_argument("--seeds", type=int, help="20; with --quick 4, and no sampler that needs torch")
     parser.add_argument("--surfaces", default=",".join(NAMES))
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, help="JSON lines, one a run; those in it are not run again")
-    flags = parser.parse_args()
-    surfaces, engines = flags.surfaces.split(","), flags.engines.split(",")
+    asked = parser.parse_args()
+    report, absent = Lines(asked.json), dict[str, str]()
+    surfaces, engines = asked.surfaces.split(","), asked.engines.split(",")
     if stray := [name for name in (*surfaces, *engines) if name not in (*NAMES, *ENGINES)]:
         parser.error(f"{stray[0]!r} is none: there are surfaces {', '.join(NAMES)} and engines {', '.join(ENGINES)}")
-    engines = [name for name in engines if not (flags.quick and name == sweep_peers.TORCH)]
+    engines = [name for name in engines if not (asked.quick and name == sweep_peers.TORCH)]
     for name in list(engines):
         if reason := sweep_peers.missing(name):
-            print(f"{name} is left out: {reason}")
+            absent[name] = reason
             engines.remove(name)
-    seeds = range(4 if flags.quick else flags.seeds)
-    found = search(known(flags.results), cells(surfaces, engines), seeds, flags.processes, flags.results)
+    seeds = range(asked.seeds or (4 if asked.quick else 20))
+
+    def compared(name: str) -> Iterator[Result]:
+        """A surface is told as soon as its searches have ended."""
+        runs = known(asked.results)
+        found = search(runs, cells([name], engines), seeds, asked.processes, asked.results)
+        return compare(found, name) if sweep_peers.OURS in engines else iter(())
+
+    for name in surfaces:
+        report.add(name, lambda name=name: compared(name))
     if sweep_peers.OURS in engines:
-        print(table([*(row for name in surfaces for row in compare(found, name)), *costs(surfaces)]))
+        report.add("suggestions", lambda: costs(surfaces))
+    for name, reason in absent.items():
+        report.tell(Result(what=f"the engine {name}", against=reason, measured=None))
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,11 @@
 """A real sweep on real text, on this CPU: twelve short trials, two at once, against the default configuration.
 
-    python benchmarks/sweep_real.py FOLDER [--count 12]
+    python benchmarks/sweep_real.py FOLDER [--count 12] [--quick] [--json FILE]
 
 Trains on the sources of Python's standard library. Says how long it took, how many trials reported, what the best one
 gave, and what the same training gives with the defaults of the searched fields.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -14,15 +13,19 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
+from measure import Lines, Result, flags
 
 from roxxel_dist.sweep.study import read_study
 
 ROOT = Path(__file__).parent.parent
 SWEEP = ROOT / "sweeps" / "demo.yaml"
-LIMIT_S = 15 * 60
+COUNT, QUICK_COUNT = 12, 4
+MINUTES = 15
+"""What twelve trials may take."""
 
 
 def roxxel(*words: object) -> None:
@@ -45,31 +48,40 @@ def default_loss(folder: Path) -> float:
     return min(row["val_loss"] for row in rows if "val_loss" in row)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--count", type=int, default=12)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    asked.folder.mkdir(parents=True)
+def sweeping(folder: Path, count: int) -> Iterable[Result]:
+    """The sweep, then the same training with the defaults."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     source = sysconfig.get_paths()["stdlib"]
     left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
-    roxxel("data", "build", source, "--out", asked.folder / "data", "--tokenizer", "bpe", "--vocab_size", 1024,
+    roxxel("data", "build", source, "--out", folder / "data", "--tokenizer", "bpe", "--vocab_size", 1024,
            "--include", "*.py", "--exclude", *left_out)  # fmt: skip
-    study, begun = asked.folder / "study", time.monotonic()
-    roxxel("sweep", "--sweep_config", SWEEP, "--data_path", asked.folder / "data", "--study", study,
-           "--count", asked.count, "--workers", 2)  # fmt: skip
+    study, begun = folder / "study", time.monotonic()
+    roxxel("sweep", "--sweep_config", SWEEP, "--data_path", folder / "data", "--study", study,
+           "--count", count, "--workers", 2)  # fmt: skip
     took = time.monotonic() - begun
     found = read_study(study)
     reported = sum(bool(one.reports) for one in found.history.trials.values())
-    best, usual = found.done[0], default_loss(asked.folder)
-    print(f"\n{'':32}  seen        target")
-    print(f"{'minutes':32}  {took / 60:<10.1f}  {LIMIT_S / 60:g}  {'met' if took <= LIMIT_S else 'NOT MET'}")
-    met = "met" if reported == asked.count else "NOT MET"
-    print(f"{'trials that reported':32}  {reported:<10}  {asked.count}  {met}")
-    met = "met" if float(best.value or 0) < usual else "NOT MET"
-    print(f"{'best val_loss, beside the default':32}  {best.value:<10.4f}  < {usual:.4f}  {met}")
+    best, usual = float(found.done[0].value or 0), default_loss(folder)
+    what = f"a sweep of {count} trials"
+    yield Result(what=what, against="minutes", measured=took / 60, target=MINUTES * count / COUNT, at_most=True)
+    yield Result(what=what, against="trials that reported", measured=reported, target=count)
+    yield Result(
+        what=f"{what}: the best val_loss", against="x that of the defaults", measured=best / usual, target=1.0,
+        at_most=True, note=f"{best:.4f}, the defaults {usual:.4f}",
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = flags(__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--count", type=int)
+    asked = parser.parse_args()
+    report = Lines(asked.json)
+    count = asked.count or (QUICK_COUNT if asked.quick else COUNT)
+    report.add("a real sweep", lambda: sweeping(asked.folder, count))
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

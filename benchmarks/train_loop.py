@@ -1,6 +1,6 @@
 """The training loop: what it costs over the bare compiled step, what it fetches, saves, phase boundaries, restarts.
 
-    python benchmarks/train_loop.py [FOLDER]
+    python benchmarks/train_loop.py [FOLDER] [--only ROW …] [--quick] [--json FILE]
 
 The rows of `train_save.py`, `train_restart.py` and `train_rate.py` are in the table too. Another row is another
 function in ROWS.
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -19,7 +20,7 @@ import jax
 import train_rate
 import train_restart
 import train_save
-from measure import Result, table
+from measure import Lines, Result, flags
 from training import conversions, make_trainer, random_tokens, stall, step_times, take_turns
 
 from roxxel_dist.curriculum.phases import Phase
@@ -30,17 +31,26 @@ LEAVES, VOCABULARY = 86, 512
 NEVER = 1_000_000
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What all rows share."""
+
+    data: Roxxel
+    folder: Path
+    quick: bool
+
+
 def tiny(dim: int = 32) -> ModelConfig:
     """A Transformer whose parameters are 86 arrays, the next number above 82."""
     return ModelConfig(dim=dim, num_blocks=14, max_context=512, vocab_size=VOCABULARY)
 
 
-def main_thread_time(data: Roxxel, folder: Path) -> Iterable[Result]:
+def main_thread_time(given: Setting) -> Iterable[Result]:
     """CPU time of the main thread, with a row every 50 steps."""
-    block, turns = 100, 6
+    block, turns = 100, 3 if given.quick else 6
     phase = Phase(block * (turns + 1) + 25, 2, 33)
     options = {"log_every": 50, "eval_every": NEVER, "checkpoint_every": NEVER}
-    trainer = make_trainer(data, [phase], tiny(), folder / "cpu", **options)
+    trainer = make_trainer(given.data, [phase], tiny(), given.folder / "cpu", **options)
     assert len(trainer.state.params) == LEAVES
     ((mine, bare),) = take_turns(trainer, block, 25, [time.thread_time])
     trainer.close()
@@ -49,12 +59,12 @@ def main_thread_time(data: Roxxel, folder: Path) -> Iterable[Result]:
     yield Result(what="the bare step", against="ms of that thread", measured=1000 * bare)
 
 
-def wall_time(data: Roxxel, folder: Path) -> Iterable[Result]:
+def wall_time(given: Setting) -> Iterable[Result]:
     """Wall clock with a row every 10 steps and a checkpoint every 100; and what is fetched from the devices."""
-    block, turns = 100, 4
+    block, turns = 100, 3 if given.quick else 4
     steps = block * (turns + 1) + 50
     options = {"log_every": 10, "eval_every": NEVER, "checkpoint_every": 100}
-    trainer = make_trainer(data, [Phase(steps, 4, 65)], tiny(), folder / "wall", **options)
+    trainer = make_trainer(given.data, [Phase(steps, 4, 65)], tiny(), given.folder / "wall", **options)
     with conversions(lambda: trainer.step) as converted:
         ((mine, bare),) = take_turns(trainer, block, 50, [time.perf_counter])
     trainer.close()
@@ -74,12 +84,12 @@ def wall_time(data: Roxxel, folder: Path) -> Iterable[Result]:
     )  # fmt: skip
 
 
-def phase_boundary(data: Roxxel, folder: Path) -> Iterable[Result]:
+def phase_boundary(given: Setting) -> Iterable[Result]:
     """The first step of a phase whose program was compiled ahead; no program comes from a cache here."""
     first = 120
     phases = [Phase(first, 8, 65), Phase(40, 4, 129)]
     options = {"log_every": 50, "eval_every": NEVER, "checkpoint_every": NEVER}
-    trainer = make_trainer(data, phases, tiny(), folder / "phases", **options)
+    trainer = make_trainer(given.data, phases, tiny(), given.folder / "phases", **options)
 
     def wait(step: int) -> None:
         while step == first // 2 and len(trainer._programs.seconds) < 2:  # ahead of the boundary on a busy machine too
@@ -95,44 +105,44 @@ def phase_boundary(data: Roxxel, folder: Path) -> Iterable[Result]:
     yield Result(what="that compilation", against="s", measured=compiling)
 
 
-def saving(data: Roxxel, folder: Path) -> Iterable[Result]:
+def saving(given: Setting) -> Iterable[Result]:
     """Saves in the background against saves that are waited for."""
-    return train_save.saving(folder / "save")
+    return train_save.saving(given.folder / "save", 3 if given.quick else train_save.ROUNDS)
 
 
-def restarting(data: Roxxel, folder: Path) -> Iterable[Result]:
+def restarting(given: Setting) -> Iterable[Result]:
     """Whole processes: a restart against a cold start."""
-    return train_restart.restarts(folder)
+    return train_restart.restarts(given.folder, 1 if given.quick else train_restart.ROUNDS)
 
 
-def suggested_rates(data: Roxxel, folder: Path) -> Iterable[Result]:
+def suggested_rates(given: Setting) -> Iterable[Result]:
     """Training at the rate that find-lr suggests against training at seven others."""
-    return train_rate.suggested_rates(folder)
+    return train_rate.suggested_rates(given.folder, train_rate.WIDTHS[:1] if given.quick else train_rate.WIDTHS)
 
 
-ROWS: list[Callable[[Roxxel, Path], Iterable[Result]]] = [
+ROWS: list[Callable[[Setting], Iterable[Result]]] = [
     main_thread_time, wall_time, phase_boundary, saving, restarting, suggested_rates,
 ]  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     """Print the table."""
-    chosen = [row for row in ROWS if len(sys.argv) < 3 or row.__name__ in sys.argv[2:]]
-    parent = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as name:
-        folder, results = Path(name), []
-        data = random_tokens(folder / "tokens.rox", 1 << 21, VOCABULARY)
-        for row in chosen:
-            print(f"{(row.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
-            found = list(row(data, folder))
-            print(table(found), file=sys.stderr, flush=True)
-            results += found
-    print(table(results))
-    sys.stdout.flush()
+    parser = flags(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--only", nargs="+", choices=[row.__name__ for row in ROWS])
+    asked = parser.parse_args()
+    if asked.folder is not None:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+    report = Lines(asked.json)
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+        folder = Path(name)
+        given = Setting(random_tokens(folder / "tokens.rox", 1 << 21, VOCABULARY), folder, asked.quick)
+        for row in ROWS:
+            if asked.only is None or row.__name__ in asked.only:
+                report.add((row.__doc__ or "").splitlines()[0], lambda row=row: row(given))
+    return report.end()
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_compilation_cache", False)
-    main()
+    sys.exit(main())

@@ -17,12 +17,12 @@ STEPS = 200
 WIDTHS = (32, 96)
 
 
-def suggested_rates(folder: Path) -> Iterable[Result]:
+def suggested_rates(folder: Path, widths: Iterable[int] = WIDTHS) -> Iterable[Result]:
     """The final validation loss at the suggested rate, as a share of the lowest one, for each width."""
     source = Path(sysconfig.get_paths()["stdlib"])
     data = folder / "sources"
     build([source / "email", source / "asyncio"], data, tokenizer="byte").close()
-    for dim in WIDTHS:
+    for dim in widths:
         fields = {
             "dim": dim, "n_heads": dim // 32, "num_blocks": 2, "max_context": 64, "dropout_rate": 0.0, "seed": 0,
             "phases": [{"steps": STEPS, "batch_size": 16, "seq_len": 65}],

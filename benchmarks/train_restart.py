@@ -39,7 +39,7 @@ def main() -> None:
         print(table(restarts(Path(folder))))
 
 
-def restarts(folder: Path) -> Iterable[Result]:
+def restarts(folder: Path, rounds: int = ROUNDS) -> Iterable[Result]:
     """Cold starts and restarts in turns; what a killed run had cached and saved is what its restart finds."""
     data, config = folder / "corpus.rox", folder / "config.yaml"
     tokens = np.random.default_rng(0).integers(0, 2048, 1 << 20, np.uint16)
@@ -47,7 +47,7 @@ def restarts(folder: Path) -> Iterable[Result]:
     config.write_text(CONFIG, encoding="utf-8")
     for name, model in MODELS.items():
         cold, warm = [], []
-        for number in range(ROUNDS):
+        for number in range(rounds):
             run, cache = folder / f"run-{len(name)}-{number}", folder / f"cache-{len(name)}-{number}"
             command = [sys.executable, "-m", "roxxel_dist", "train", "--config", config, "--data_path", data]
             command += ["--run_dir", run, "--resume", *model]

@@ -29,7 +29,7 @@ def main() -> None:
         print(table([*saving(Path(folder)), *restoring(Path(folder))]))
 
 
-def saving(folder: Path) -> list[Result]:
+def saving(folder: Path, rounds: int = ROUNDS) -> list[Result]:
     """Saves in the background and saves that are waited for, in turns."""
     state, step = make_state(SHAPE), jax.jit(lambda state: jax.tree.map(lambda x: x * 0.5, state), donate_argnums=0)
     state = jax.block_until_ready(step(state))
@@ -38,7 +38,7 @@ def saving(folder: Path) -> list[Result]:
     whole: list[float] = []
     after: list[float] = []
     quiet: list[float] = []
-    for number in range(2 * ROUNDS):
+    for number in range(2 * rounds):
         in_background = number % 2 == 0
         start = time.perf_counter()
         store.save(number, state, {})

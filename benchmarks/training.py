@@ -61,7 +61,7 @@ class Bare:
         self._state = jax.tree.map(jnp.copy, trainer._state)
         self._settings = trainer._settings
         self._batch = next(trainer._stream_from(0))
-        self._in_flight = InFlight(trainer._programs._mesh)
+        self._in_flight = InFlight(trainer.mesh)
 
     def run(self, steps: int) -> None:
         """So many steps, to the end of the last."""

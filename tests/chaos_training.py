@@ -133,10 +133,14 @@ class Training:
 
 def activity(rank: int) -> str:
     """What a rank says that it does, by its pid."""
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, FileNotFoundError):
         variables = psutil.Process(rank).environ()
-        records = progress.read(variables[progress.ENV])
-        return records[int(variables["ROXXEL_PROCESS_ID"])].activity if records else ""
+        number = int(variables["ROXXEL_PROCESS_ID"])
+        file = os.open(variables[progress.ENV], os.O_RDONLY)
+        try:
+            return progress.read(file, number + 1)[number].activity
+        finally:
+            os.close(file)
     return ""
 
 

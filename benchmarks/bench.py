@@ -1,0 +1,127 @@
+"""Measure tables, one after the other, and write down what came of each and on what machine: benchmarks/results/.
+
+    python benchmarks/bench.py [--quick] [--results FOLDER] [PART or TABLE …]
+
+Without names all of them. A program that fails, or is not there, is written down as failed; the others are measured
+all the same. `page.py` makes the page from what is written here.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from measure import without_paths
+from tables import PARTS, TABLES, Table
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PACKAGES = ("jax", "numpy", "ray", "torch", "grain", "roxxel", "optuna", "sweeps", "tokenizers")
+
+
+def main() -> int:
+    """1 where a table could not be measured whole."""
+    names = [*PARTS, *(table.name for table in TABLES if table.name not in PARTS)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="the short forms")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if stray := [name for name in asked.names if name not in names]:
+        parser.error(f"{stray[0]!r} is none of {', '.join(names)}")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    codes = [measure(table, asked.quick, asked.results) for table in chosen(asked.names, asked.quick)]
+    return int(any(codes))
+
+
+def chosen(names: Iterable[str], quick: bool) -> list[Table]:
+    """The tables of these names, or parts; all where there is none, but for those that have no short form."""
+    wanted = set(names)
+    if not wanted:
+        return [table for table in TABLES if table.quick or not quick]
+    return [table for table in TABLES if {table.name, table.part} & wanted]
+
+
+def measure(table: Table, quick: bool, folder: Path, programs: Path = HERE) -> int:
+    """One table. Its file is begun anew, so that a program that ends early leaves no older lines behind."""
+    file, quick = folder / f"{table.name}.jsonl", quick and bool(table.quick)
+    words = [sys.executable, str(programs / f"{table.name}.py"), *table.words, *(["--quick"] if quick else [])]
+    print(f"== {table.title}", file=sys.stderr, flush=True)
+    begun = time.monotonic()
+    file.write_text(json.dumps({"begin": about() | {"table": table.name, "quick": quick}}) + "\n", encoding="utf-8")
+    code, last = run([*words, "--json", str(file.resolve())])
+    end = {"seconds": round(time.monotonic() - begun, 1), "load": load()}
+    lines = file.read_text(encoding="utf-8").splitlines()[1:]
+    if code and not any(json.loads(line)["failed"] for line in lines):  # it fell before it could say why
+        end["failed"] = without_paths(last) or f"its program ended with code {code}"
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps({"end": end}) + "\n")
+    return code
+
+
+def run(words: list[str]) -> tuple[int, str]:
+    """The exit code of a program, and the last line that it said on stderr, which is passed on."""
+    last = ""
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        for line in process.stderr or ():
+            sys.stderr.write(line)
+            last = line.strip() or last
+    return process.returncode, last
+
+
+def about() -> dict[str, Any]:
+    """When, what and on what machine."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "cores": os.cpu_count(),
+        "cpu": cpu(),
+        "memory_gib": round(memory / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load": load(),
+    }
+
+
+def load() -> float:
+    """How many processes wanted a core during the last minute, this one's own included."""
+    return round(os.getloadavg()[0], 2)
+
+
+def cpu() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    """Of the sources; with a plus where they differ from it."""
+    git = ["git", "-C", str(HERE.parent)]
+    try:
+        short = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "roxxel_dist", "benchmarks/*.py"], check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return short.stdout.strip() + ("+" if changed.returncode else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The tables of `make bench`: what each asks, who measures it, and what it leaves out."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table, which one program measures."""
+
+    name: str
+    """Of its program in this folder, its results and its picture."""
+    part: str
+    """`make bench-PART` measures it."""
+    title: str
+    question: str
+    words: tuple[str, ...] = ()
+    """Of the program's command line, beside --quick and --json."""
+    how: str
+    """What takes turns with what, and by which clock."""
+    quick: str
+    """What the short form has less of; empty where there is none, and the table is left as it is."""
+    left_out: str
+    """What is not measured."""
+
+
+CACHE = ".cache/benchmarks"
+TABLES = (
+    Table(
+        name="data_read", part="data", title="Reading data", words=(CACHE,),
+        question="What does the next shuffled batch cost, against copying the same tokens in order and against other "
+        "loaders? How soon does a process have its first batch, and how much memory does it take?",
+        how="2^27 random tokens in the page cache. Batches to numpy by CPU time of the calling thread, batches to "
+        "eight simulated devices by wall time, because jax copies in threads of its own. \"Order known\" is the same "
+        "without the time to find the rows.",
+        quick="3 rounds, not 9",
+        left_out="Reading from a cold disk or over a network; loaders with worker processes; copies to a GPU or TPU.",
+    ),
+    Table(
+        name="data_build", part="data", title="Building a corpus",
+        question="How much slower is `data build` with a BPE tokenizer than the tokenizer alone?",
+        how="Whole processes in turns, on all cores, on the same texts. The build also finds, reads and checks the "
+        "files and writes the shards.",
+        quick="8 MiB of text, not 24",
+        left_out="Parquet and JSON lines; corpora larger than the memory.",
+    ),
+    Table(
+        name="train_loop", part="train", title="The training loop", words=(CACHE,),
+        question="What does the loop add to the bare compiled step: in every step, at a phase boundary, for a "
+        "checkpoint, at a restart? Is the rate that `find-lr` suggests a good one?",
+        how="Blocks of the trainer's steps take turns with the same compiled program called in a bare loop. The main "
+        "thread is timed by its own CPU time.",
+        quick="half the turns, one restart of each model, one width for `find-lr`",
+        left_out="A GPU or TPU (`make bench-gpu` has a program for a GPU); several processes; remote storage.",
+    ),
+    Table(
+        name="model", part="model", title="A mixture of experts",
+        question="Does a layer with 2 of 8 experts cost less than computing all eight?",
+        how="The compiled layer alone, by wall time, in turns with the two plain forms.",
+        quick="3 rounds, not 5",
+        left_out="A GPU or TPU; experts sharded over devices.",
+    ),
+    Table(
+        name="decode", part="model", title="Decoding with a cache",
+        question="Does a token cost the same behind a long prompt as behind a short one, and what does the cache save?",
+        how="Wall time of many new tokens less that of one, so that reading the prompt does not count.",
+        quick="3 rounds, not 5",
+        left_out="A GPU or TPU; batches of prompts; other programs that serve models.",
+    ),
+    Table(
+        name="ngram", part="ngram", title="The demo's model against a 3-gram", words=(CACHE,),
+        question="Does the model of `make demo` learn more from its tokens than an interpolated Kneser-Ney 3-gram that "
+        "counts the very same tokens?",
+        how="Both predict the same held-out rows. The CPU time of the training is that of its process.",
+        quick="",
+        left_out="Larger models and corpora.",
+    ),
+    Table(
+        name="launch", part="launch", title="Launching: faults, starts and restarts",
+        question="How soon is every process of a job gone when something fails? What does the launcher add to a start, "
+        "and how soon does a job go on after a restart?",
+        how="Real jobs on one machine, and on up to four hosts that are network namespaces with an ssh server each. "
+        "Wall time from the fault to the end of the last process, which the kernel tells.",
+        quick="3 repetitions, not 10",
+        left_out="Hosts of their own, real networks, SLURM, Kubernetes and Ray.",
+    ),
+    Table(
+        name="sweep_driver", part="sweep", title="The driver of a sweep",
+        question="What does a trial cost the process that leads a sweep, against Ray Tune's?",
+        how="Trials that do nothing and report once. CPU time of the driver's process alone, each driver in a new "
+        "process, in turns; the time for suggestions is taken out of ours.",
+        quick="1 round of 24 trials, not 3 of 60",
+        left_out="Clusters of more than one node.",
+    ),
+    Table(
+        name="sweep_engines", part="sweep", title="Engines of a search",
+        question="Is the best of 50 trials of `bayes` as good as that of other engines, does it keep clear of trials "
+        "that fail, does it work with 4 trials at once, and what does a suggestion cost?",
+        how="Searches of made surfaces, the same seeds for all engines. The value is that of the trial which reported "
+        "the best, without its noise. Medians over the seeds; a peer's own median is the target.",
+        quick="4 seeds, not 20, and not the sampler that needs torch",
+        left_out="Other search spaces; searches of thousands of trials.",
+    ),
+    Table(
+        name="sweep_real", part="sweep", title="A real sweep", words=(f"{CACHE}/sweep",),
+        question="Does a sweep of twelve short trainings on real text end within 15 minutes of two cores, and does it "
+        "find something better than the defaults?",
+        how="`roxxel-dist sweep` with `sweeps/demo.yaml`, two trials at once, from nothing to its end; the limit is in "
+        "proportion to the number of trials.",
+        quick="4 trials, not 12",
+        left_out="Larger models; W&B servers; a Ray cluster of several machines.",
+    ),
+)  # fmt: skip
+PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
