@@ -101,7 +101,7 @@ def _line(pid: int) -> str:
 def ray_nodes(
     count: int, *, token: bool = True, head: tuple[object, ...] = (), prefix: str = "h"
 ) -> Iterator[RayNodes]:
-    """Ray on so many hosts, gone at the end. `head`: options of the first one's `ray start`; `prefix`: of their names."""
+    """Ray on so many hosts, gone at the end. `head`: options of the first `ray start`; `prefix`: of the names."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets are made in it: their paths must be short
     secret = folder / "token"
     secret.touch(mode=0o600)
