@@ -22,6 +22,7 @@ RUN_BY = {
     "docs/howto/slurm.md": "test_howto_slurm.py",
     "docs/howto/ray.md": "test_howto_ray.py",
     "docs/howto/kubernetes.md": "test_howto_kubernetes.py",
+    "docs/howto/tpu.md": "test_howto_kubernetes.py",
     "docs/howto/wandb.md": "test_howto_wandb.py",
     "docs/troubleshooting.md": "test_troubleshooting.py",
     "docs/reference/api.md": "test_guides.py",
@@ -31,7 +32,7 @@ RUN_BY = {
     "docs/reference/files.md": "test_guides.py",
 }
 """Every block of these pages is run by the module, but those with a note (`left_out`)."""
-LEFT_OUT = ("not run: ", "run by tests/")
+LEFT_OUT = ("not run: ", "run by tests/", "run by docker/check")
 """How the comment right above a block begins that the page's own test passes over."""
 
 
