@@ -8,8 +8,8 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep chaos hf \
-    docker-check lint format clean
+.PHONY: demo test test-all test-pythons bench-data bench-train bench-launch bench-model bench-ngram bench-gpu bench-sweep \
+    chaos hf docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -23,6 +23,9 @@ test: $(VENV)/dev-installed lint ## every test and the linters: what CI runs
 
 test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with each other Python (3.12, 3.13) that is on this machine
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m slow tests/test_wheel.py || [ $$? = 5 ]  # 5: there is no other
 
 bench-data: $(VENV)/bench-installed ## what reading data costs, against other loaders: a table of ratios
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/data_read.py .cache/benchmarks

@@ -17,7 +17,7 @@ from roxxel_dist.cli_export import export
 from roxxel_dist.cli_generate import generate
 from roxxel_dist.cli_jobs import attach, logs, ps, stop
 from roxxel_dist.cli_k8s import launch_k8s
-from roxxel_dist.cli_launch import launch_local, launch_ssh
+from roxxel_dist.cli_launch import command_of
 from roxxel_dist.cli_member import launch_member
 from roxxel_dist.cli_plan import plan
 from roxxel_dist.cli_ray import launch_ray
@@ -111,15 +111,11 @@ def data(words: list[str]) -> int:
 
 def launch(words: list[str]) -> int:
     """Start a program as many processes and watch over them: local, ssh, slurm, ray, k8s, member."""
-    backends = {
-        "local": launch_local,
-        "ssh": launch_ssh,
-        "slurm": launch_slurm,
-        "ray": launch_ray,
-        "k8s": launch_k8s,
-        "member": launch_member,
-    }
-    return _dispatch("launch", backends, words)
+    from roxxel_dist.launcher.backends import options
+
+    made = {name: command_of(name, kind) for name, kind in options().items()}
+    own = {"slurm": launch_slurm, "ray": launch_ray, "k8s": launch_k8s, "member": launch_member}
+    return _dispatch("launch", made | own, words)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 import dataclasses
 import os
 import sys
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
@@ -49,93 +50,23 @@ class JobArgs:
     """With --dry-run: print it as JSON."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankArgs:
-    """How many; a class of its own so that `--help` begins with it."""
-
-    nprocs: int = 1
-    """Processes to start."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalArgs(JobArgs, RankArgs):
-    """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
-
-    CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.
-    docs/howto/launching.md tells what is started again, and how a stuck rank is found.
-    """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostArgs:
-    """Which hosts; a class of its own so that `--help` begins with it."""
-
-    hosts: str | None = None
-    """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
-    hostfile: str | None = None
-    """A file with a host a line, or `host slots=N`."""
-    procs_per_host: int | None = None
-    """Processes to start on each host; the slots of the host file, or 1."""
-    spare_hosts: int = 0
-    """How many of the hosts, the last ones, wait until another one fails, and take its place."""
-    min_hosts: int | None = None
-    """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
-    host_timeout: float = 60.0
-    """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
-    ssh_config: str | None = None
-    """A file for `ssh -F`; not given, ssh reads ~/.ssh/config."""
-    python: str | None = None
-    """The interpreter on the hosts; not given, the path of this one."""
-    directory: str | None = None
-    """The working directory on the hosts; not given, that of the launcher."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SshArgs(JobArgs, HostArgs):
-    """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
-
-    It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each
-    host needs this Python environment, the working directory and the data at the same paths.
-    """
-
-
-def launch_local(words: list[str]) -> int:
-    """Start ranks on this machine."""
-    args, command = launch_words(LocalArgs, words, "local", "--nprocs 2")
-    with usage_errors():
-        from roxxel_dist.launcher.backends.local import LocalBackend
-
-        backend = LocalBackend()
-        job = job_of(args, args.nprocs, command, backend)
-    return start(args, job, backend)
-
-
-def launch_ssh(words: list[str]) -> int:
-    """Start ranks on hosts that ssh reaches."""
-    args, command = launch_words(SshArgs, words, "ssh", "--hosts a,b")
-    with usage_errors():
-        from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
-
-        hosts, slots = hosts_of(args.hosts, args.hostfile)
-        procs = slots or 1 if args.procs_per_host is None else args.procs_per_host
-        if procs < 1:
-            raise ValueError(f"--procs-per-host {procs}: must be at least 1")
-        backend = SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
-        working = count_working(len(hosts), args.spare_hosts, args.min_hosts)
-        job = job_of(args, procs * working, command, backend)
-    return start(args, job, backend)
-
-
-def count_working(hosts: int, spare: int, least: int | None) -> int:
-    """How many hosts have ranks at a time. Raises ValueError where the numbers do not fit together."""
-    if not 0 <= spare < hosts:
-        raise ValueError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
-    if least is not None and least > hosts - spare:
-        raise ValueError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
-    return hosts - spare
-
-
 A = TypeVar("A")
+
+
+def command_of(name: str, options: type[Any]) -> Callable[[list[str]], int]:
+    """The command `launch NAME` of a backend whose flags are those of all launchers and its own `Options`."""
+    kind = dataclasses.make_dataclass(f"{name.title()}Args", [], bases=(JobArgs, options), frozen=True, kw_only=True)
+    kind.__doc__ = options.__doc__
+
+    def command(words: list[str]) -> int:
+        args, program = launch_words(kind, words, name, options.example)
+        with usage_errors():
+            backend, nprocs = args.backend()
+            job = job_of(args, nprocs, program, backend)
+        return start(args, job, backend)
+
+    command.__doc__ = (options.__doc__ or "").partition(":")[0]  # without how it is called
+    return command
 
 
 def launch_words(kind: type[A], words: list[str], name: str, example: str) -> tuple[A, list[str]]:

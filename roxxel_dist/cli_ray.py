@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import ExitStack
 
-from roxxel_dist.cli_launch import JobArgs, count_working, job_of, launch_words, start
+from roxxel_dist.cli_launch import JobArgs, job_of, launch_words, start
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch
@@ -56,6 +56,7 @@ def launch_ray(words: list[str]) -> int:
         )
     with usage_errors():
         from roxxel_dist.launcher.backends.ray import RayBackend
+        from roxxel_dist.launcher.crew import count_working
         from roxxel_dist.launcher.ray_cluster import ClusterError
 
         if args.procs_per_host < 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from roxxel_dist.cli_launch import JobArgs, count_working, job_of, launch_words, start
+from roxxel_dist.cli_launch import JobArgs, job_of, launch_words, start
 from roxxel_dist.cluster.contract import EXIT_FAILED
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, plain_switches
@@ -103,6 +103,7 @@ def _check(args: SlurmArgs) -> None:
 def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], command: list[str]) -> int:
     """Hand the job to sbatch, or print what it would be handed."""
     from roxxel_dist.launcher.backends.slurm import SlurmBackend
+    from roxxel_dist.launcher.crew import count_working
     from roxxel_dist.launcher.sbatch import JOB_RUN_ID, NotSubmittedError, hide_secrets, output_for, script, submit
 
     with usage_errors():
@@ -161,6 +162,7 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
     """Run on the nodes that this job has."""
     with usage_errors():
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
+        from roxxel_dist.launcher.crew import count_working
 
         if shutil.which("srun") is None:
             raise ValueError(f"this is SLURM job {inside.job_id}, and there is no `srun`: add SLURM's commands to PATH")

@@ -34,7 +34,7 @@ class SweepArgs:
     count: int | None = None
     """Trials in all, those of earlier starts included; run_cap of the YAML where not given, else until Ctrl-C."""
     study: str | None = None
-    """Where the study is kept; studies/NAME, after the file, where not given. What is there is gone on with."""
+    """Where the study is kept; studies/NAME, after the file or the id, where not given. What is there goes on."""
     workers: int | None = None
     """Trials that run at once; 1 where not given."""
     method: str | None = None
@@ -145,16 +145,17 @@ def _read(words: list[str]) -> tuple[SweepArgs, Any, set[str]]:
     from roxxel_dist.sweep.begin import base_file
 
     told = dict(flags_in(words))
-    study = Path(told["study"]) if "study" in told else default_study(told.get("sweep_config"))
+    study = Path(told["study"]) if "study" in told else default_study(told.get("sweep_config"), told.get("sweep_id"))
     args, config = parse_config(SweepArgs, words, "sweep", base_file(study))
     if args.sweep_config is None and args.study is None and args.sweep_id is None:
         raise ValueError("what shall be searched? name a file with --sweep_config, or a study with --study")
     return dataclasses.replace(args, study=str(study)), config, set(told)
 
 
-def default_study(sweep_config: str | None) -> Path:
-    """Where a study is kept whose folder was not named."""
-    return Path("studies") / (Path(sweep_config).stem if sweep_config else "sweep")
+def default_study(sweep_config: str | None, sweep_id: str | None) -> Path:
+    """Where a study is kept whose folder was not named: after its file, or its id on a W&B server."""
+    name = Path(sweep_config).stem if sweep_config else (sweep_id or "").rpartition("/")[2]
+    return Path("studies") / (name or "sweep")
 
 
 def seconds(text: str | None) -> float | None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,13 +45,7 @@ class Block:
 def blocks(page: Path, section: str = "") -> list[Block]:
     """The fenced blocks of a page, or of the one section with this heading and what is below it."""
     whole = page.read_text()
-    begin, end = 0, len(whole)
-    if section:
-        heading = re.search(rf"^(#+) {re.escape(section)}$", whole, re.MULTILINE)
-        assert heading, f"{page}: no heading {section!r}"
-        begin = heading.end()
-        after = re.compile(rf"^#{{1,{len(heading.group(1))}}} (?=[A-Z])", re.MULTILINE).search(whole, begin)
-        end = after.start() if after else end
+    begin, end = _section(whole, section) if section else (0, len(whole))
     found = []
     for match in FENCE.finditer(whole, begin, end):
         indent, note = match["indent"], NOTE.search(whole, 0, match.start())
@@ -64,11 +59,35 @@ def blocks(page: Path, section: str = "") -> list[Block]:
     return found
 
 
-class Reader:
-    """Someone in a folder who does what the blocks say, on one process or, with `processes`, on several."""
+def _section(page: str, heading: str) -> tuple[int, int]:
+    """Where the text below a heading begins and ends; what stands in blocks is no heading."""
+    masked = FENCE.sub(lambda match: " " * len(match[0]), page)
+    found = re.search(rf"^(#+) {re.escape(heading)}$", masked, re.MULTILINE)
+    assert found, f"no heading {heading!r}"
+    after = re.compile(rf"^#{{1,{len(found[1])}}} ", re.MULTILINE).search(masked, found.end())
+    return found.end(), after.start() if after else len(page)
 
-    def __init__(self, folder: Path, processes: int = 1, timeout: float = 240, **more: str):
-        self.folder, self.processes, self.timeout = folder, processes, timeout
+
+def here(words: list[str], *, cwd: Path, env: dict[str, str], timeout: float) -> "subprocess.CompletedProcess[str]":
+    """`subprocess.run` on this machine."""
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+class Reader:
+    """Someone in a folder who does what the blocks say, on one process or, with `processes`, on several.
+
+    `start` runs words to their end, here or on another host: it takes `cwd`, `env` and `timeout` as well.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        processes: int = 1,
+        timeout: float = 240,
+        start: Callable[..., "subprocess.CompletedProcess[str]"] = here,
+        **more: str,
+    ):
+        self.folder, self.processes, self.timeout, self.start = folder, processes, timeout, start
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.environment = environment(PATH=path, **more)
         self.files: dict[str, dict] = {}
@@ -105,9 +124,7 @@ class Reader:
 
     def run(self, words: list[str], block: Block) -> str:
         """What the command said on stdout; an assertion with both streams' ends where it failed."""
-        result = subprocess.run(
-            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=self.timeout
-        )
+        result = self.start(words, cwd=self.folder, env=self.environment, timeout=self.timeout)
         told = f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
         assert result.returncode == 0, f"{block.where}: exit code {result.returncode}\n{block.text}\n{told}"
         self.said.append(result.stdout)

@@ -1,10 +1,19 @@
 """The command line with real processes: what a newcomer types, and mistypes."""
 
 import os
+import shlex
 import socket
+import subprocess
+import sys
 
 import pytest
-from commands import make_corpus, run
+from commands import command, environment, make_corpus, run
+
+CHILD = """
+import os, sys
+with open(sys.argv[1], "w") as file:
+    print(file.fileno() > 2, os.path.basename(os.readlink("/proc/self/fd/0")), file=file)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +174,14 @@ def test_training_on_a_text_file(work, kind):
         assert "Traceback" not in strange.stderr
     else:
         assert strange.stdout.startswith("π")
+
+
+def test_closed_streams(tmp_path):
+    """Started as some daemons start programs: what it opens, and what its children have, is not taken for a stream."""
+    child = shlex.join(command("launch", "local", "--nprocs", 1, "--", sys.executable, "-c", CHILD, tmp_path / "told"))
+    closed = subprocess.run(["sh", "-c", f"exec {child} <&- >&- 2>&-"], cwd=tmp_path, env=environment(), check=False)
+    assert closed.returncode == 0
+    assert (tmp_path / "told").read_text() == "True null\n"
+    said = f"exec {shlex.join(command('--version'))} >&-"
+    done = subprocess.run(["sh", "-c", said], cwd=tmp_path, env=environment(), capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

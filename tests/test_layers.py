@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,49 @@ def test_data_needs_no_jax():
 
 def test_the_layers_name_every_file():
     assert {layer(path) for path in FILES} == set(RANK)
+
+
+def named(path):
+    """The module of a file."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def at_module_level(body):
+    """The imports that run when a module is imported."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for part in ("orelse",) if typing_only else ("body", "orelse", "finalbody"):
+                yield from at_module_level(getattr(node, part, ()))
+
+
+def test_no_module_waits_for_itself():
+    """No cycles: a module is whole before another one uses it."""
+    modules = {named(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {}
+    for name, path in modules.items():
+        found = set()
+        for node in at_module_level(ast.parse(path.read_text()).body):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module, *(f"{node.module}.{one}" for one in names)]
+            found.update(names)
+        graph[name] = (found & modules.keys()) - {name}
+    assert graph["roxxel_dist.cli"] > {"roxxel_dist.cli_sweep", "roxxel_dist.flags"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a cycle: {' <- '.join(error.args[1])}") from None
+
+
+def test_neither_launcher_nor_sweep_needs_jax():
+    """Every module of them, where it is imported alone: the launcher without numpy too."""
+    report = "print(*sorted(({'jax', 'flax', 'orbax', 'ray', 'wandb', 'optuna'} | more) & set(sys.modules)))"
+    for folder, more in (("launcher", {"numpy"}), ("sweep", set())):
+        names = [named(path) for path in sorted((PACKAGE / folder).rglob("*.py"))]
+        code = f"import sys, importlib; more = {more!r}\nfor name in {names!r}: importlib.import_module(name)\n{report}"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == "", folder

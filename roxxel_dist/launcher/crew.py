@@ -86,3 +86,12 @@ def micro_batches(command: Sequence[str]) -> list[int]:
     if not config.phases:
         return [config.batch_size]
     return [Phase.of(phase).batch_size // config.grad_accum for phase in config.phases]
+
+
+def count_working(hosts: int, spare: int, least: int | None) -> int:
+    """How many hosts have ranks at a time. Raises ValueError where the numbers do not fit together."""
+    if not 0 <= spare < hosts:
+        raise ValueError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
+    if least is not None and least > hosts - spare:
+        raise ValueError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
+    return hosts - spare

@@ -88,7 +88,7 @@ class Bayes:
         if record.told >= HAND_OVER:
             from roxxel_dist.sweep.tpe import Tpe
 
-            self._late = self._late or Tpe(self._sweep.space)
+            self._late = self._late or Tpe(self._sweep)
             yield from self._late(record, trial)
             return
         chance = np.random.default_rng([record.seed, trial])

@@ -18,17 +18,41 @@ MINE = {BASE, EXTRAS, f".{DEFINITION}.tmp", f"{BASE}.tmp", ".lock"}
 
 def base_file(study: Path) -> str | None:
     """The config that the trials of a study begin from; None where there is no study yet."""
-    return str(study / BASE) if (study / BASE).is_file() else None
+    return str(study / BASE) if (study / DEFINITION).is_file() and (study / BASE).is_file() else None
 
 
 def settings(study: Path) -> dict[str, Any]:
     """What the trials of a study begin from, by field; empty where there is no study yet."""
-    return load_yaml(study / BASE) if (study / BASE).is_file() else {}
+    file = base_file(study)
+    return {} if file is None else load_yaml(file)
 
 
 def recorded(study: Path, what: str) -> str | None:
     """What a study was begun with: DATA_PATH, the DIRECTORY of its trials, SERVER (the W&B sweep that leads it)."""
     return (settings(study).get(RECORD) or {}).get(what)
+
+
+def leader(study: Path, asked: str | None) -> str | None:
+    """The sweep of a W&B server that leads a study, or shall lead one that begins; None where the search is made here.
+
+    Args:
+        study: the folder.
+        asked: ENTITY/PROJECT/ID, "" for a new one, None for what the study has.
+
+    Raises:
+        ValueError: the study was begun with another: one journal cannot hold the trials of two searches.
+    """
+    if base_file(study) is None or asked is None:
+        return asked if base_file(study) is None else recorded(study, SERVER)
+    known = recorded(study, SERVER)
+    if known is None:
+        wanted = f"the W&B sweep {asked}" if asked else "a W&B server (--wandb online)"
+        raise ValueError(
+            f"{study} was begun with a search of its own, which {wanted} cannot lead: name another --study"
+        )
+    if asked not in ("", known):
+        raise ValueError(f"{study} was begun with the W&B sweep {known}, not with {asked}: name another --study")
+    return known
 
 
 def look(

@@ -9,14 +9,21 @@ made anew and given the same history, it goes on as if nothing had happened.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from roxxel_dist.sweep.plain import at_random, in_order
 from roxxel_dist.sweep.search import Search, UsedUp
 from roxxel_dist.sweep.space import Params, Sweep, sweep_of
 
-__all__ = ["METHODS", "Engine", "UsedUp", "make"]
-METHODS = ("bayes", "random", "grid", "tpe", "wandb")
+__all__ = ["ENGINES", "Engine", "UsedUp", "make"]
+ENGINES = {
+    "bayes": "roxxel_dist.sweep.bayes:Bayes",
+    "random": "roxxel_dist.sweep.plain:at_random",
+    "grid": "roxxel_dist.sweep.plain:in_order",
+    "tpe": "roxxel_dist.sweep.tpe:Tpe",
+    "wandb": "roxxel_dist.sweep.wandb_engine:Wandb",
+}
+"""What makes the `Proposer` of a sweep, by the name of its method; imported when it is asked for."""
 
 
 class Engine(Protocol):
@@ -51,7 +58,7 @@ def make(
     Args:
         sweep: as W&B's YAML has it, or read already.
         seed: of everything random.
-        method: bayes | random | grid | tpe | wandb; None: the sweep's own.
+        method: one of ENGINES; None: the sweep's own.
         accept: raises ValueError for parameters that no trial can be made of; asked only of those about to be chosen.
 
     Raises:
@@ -60,20 +67,7 @@ def make(
     """
     sweep = sweep if isinstance(sweep, Sweep) else sweep_of(sweep)
     method = method or sweep.method
-    if method == "grid":
-        return Search(sweep, seed, in_order(sweep.space), accept, fill=False)
-    if method == "random":
-        return Search(sweep, seed, at_random, accept)
-    if method == "bayes":
-        from roxxel_dist.sweep.bayes import Bayes
-
-        return Search(sweep, seed, Bayes(sweep), accept)
-    if method == "tpe":
-        from roxxel_dist.sweep.tpe import Tpe
-
-        return Search(sweep, seed, Tpe(sweep.space), accept)
-    if method == "wandb":
-        from roxxel_dist.sweep.wandb_engine import Wandb
-
-        return Search(sweep, seed, Wandb(sweep.space), accept)
-    raise ValueError(f"method: {method!r} is none: there are {', '.join(METHODS)}")
+    if method not in ENGINES:
+        raise ValueError(f"method: {method!r} is none: there are {', '.join(ENGINES)}")
+    proposer = resolve_name(ENGINES[method])(sweep)
+    return Search(sweep, seed, proposer, accept, fill=method != "grid")

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.ray_cluster import forget_token
+from roxxel_dist.launcher.ray_cluster import ClusterError, forget_token
 
 PREFIX = "roxxel-ray-"
 HELD = "held"
@@ -40,7 +40,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
     Its ports are open to whom has the token, which is in its directory, readable for this user alone.
 
-    Raises ValueError where Ray is not installed, is in use by this process, or does not start.
+    Raises ValueError where Ray is not installed or in use by this process, ClusterError where it does not start.
     """
     if find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
@@ -60,17 +60,20 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
             raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
         forget_token()
         try:
-            ray.init(
-                address="local",  # also where RAY_ADDRESS names a cluster
-                num_cpus=max(1, math.ceil(workers * cpus)),
-                object_store_memory=STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
-                _node_ip_address="127.0.0.1",
-            )
+            try:
+                ray.init(
+                    address="local",  # also where RAY_ADDRESS names a cluster
+                    num_cpus=max(1, math.ceil(workers * cpus)),
+                    object_store_memory=STORE_BYTES,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
+                    _node_ip_address="127.0.0.1",
+                )
+            except Exception as error:  # a bare one, where its processes took too long
+                raise ClusterError(f"Ray does not start on this machine: {error}") from error
             yield ray
         finally:
             ray.shutdown()

@@ -3,18 +3,23 @@
 from collections.abc import Iterator
 
 from roxxel_dist.sweep.search import Proposer, Record, generator
-from roxxel_dist.sweep.space import Space
+from roxxel_dist.sweep.space import Sweep
 
 
-def at_random(record: Record, trial: int) -> Iterator[list[float]]:
+def at_random(sweep: Sweep) -> Proposer:
     """Every parameter by itself, as its distribution says."""
-    chance = generator(record.seed, trial, "random")
-    while True:
-        yield [chance.random() for _ in record.space.free]
+    width = len(sweep.space.free)
+
+    def points(record: Record, trial: int) -> Iterator[list[float]]:
+        chance = generator(record.seed, trial, "random")
+        while True:
+            yield [chance.random() for _ in range(width)]
+
+    return points
 
 
-def in_order(space: Space) -> Proposer:
+def in_order(sweep: Sweep) -> Proposer:
     """The points of a grid, one after the other. Raises ValueError where they are endless."""
-    next(space.grid())
-    points = space.grid()  # gone through once: what was passed was run, or can never be
+    next(sweep.space.grid())
+    points = sweep.space.grid()  # gone through once: what was passed was run, or can never be
     return lambda record, trial: points

@@ -1,6 +1,5 @@
 """A trial inside a Ray worker: runs the trial's generator, hears Ray's cancel at once, and dies with the driver."""
 
-import importlib
 import math
 import os
 import select
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
@@ -64,7 +64,7 @@ def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
 
 def _told(run: str, task: Item) -> Iterator[Item]:
     try:
-        function = _imported(run)
+        function = resolve_name(run)
     except (ImportError, AttributeError) as error:
         yield {
             "broken": {"reason": f"{_node()} cannot import {run} ({error}): install the same packages there as here"}
@@ -97,14 +97,6 @@ def _keep(text: str, log: str | None) -> None:
             Path(log).parent.mkdir(parents=True, exist_ok=True)
             with Path(log).open("a", encoding="utf-8") as file:
                 file.write(text)
-
-
-def _imported(name: str) -> Callable[[Item], Iterator[Item]]:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _node() -> str:

@@ -22,7 +22,7 @@ class Rules:
     constraints: tuple[Expression, ...] = ()
     when: Mapping[str, Expression] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Of each trial, as Ray counts them: CPU, GPU, and custom ones."""
+    """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
 
     def complete(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.

@@ -9,7 +9,7 @@ from typing import Any
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import SECTIONS, UsageError, field_types, load_yaml, unknown, usage_errors
 from roxxel_dist.reading import absolute_paths, primary_path
-from roxxel_dist.sweep.begin import DATA_PATH, DIRECTORY, SERVER, look, recorded, take_back, write_down
+from roxxel_dist.sweep.begin import DATA_PATH, DIRECTORY, SERVER, leader, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of
 from roxxel_dist.sweep.engine import Engine, UsedUp, make
 from roxxel_dist.sweep.forecast import Plan, forecast, trials
@@ -46,8 +46,9 @@ class Session:
         if config.wandb != "off" and find_spec("wandb") is None:
             raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
         config = dataclasses.replace(config, **absolute_paths(config))
+        self._server = leader(wanted.study, wanted.wandb_sweep)
         self._sweep, self._data = look(wanted.study, sweep_config, extras, config, data_path)
-        self._server = recorded(wanted.study, SERVER) or wanted.wandb_sweep
+        self._share = wanted.share(self._sweep.rules.resources)
         self._definition = {} if sweep_config is None else load_yaml(sweep_config)
         self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
         self._is_new = False
@@ -118,8 +119,8 @@ class Session:
             "program": self._program,
             "hosts": wanted.hosts,
             "procs_per_host": wanted.procs_per_host,
-            "gpus_per_host": wanted.gpus_per_host,
-            "cpus_per_host": wanted.cpus_per_host,
+            "gpus_per_host": self._share.gpus,
+            "cpus_per_host": self._share.cpus,
             "insecure": wanted.insecure,
             "max_time_s": wanted.max_time_s,
             "ray_address": wanted.ray_address,
@@ -179,21 +180,13 @@ class Session:
         wanted = self._wanted
         options = Options(
             count=wanted.count, workers=wanted.workers, max_failures=wanted.max_failures,
-            resources=self._resources(), ray_address=wanted.ray_address, insecure=wanted.insecure,
+            resources=self._share.task, ray_address=wanted.ray_address, insecure=wanted.insecure,
             method=self._method, seed=wanted.seed,
         )  # fmt: skip
         return run_sweep(
             wanted.study, self._sweep, self._engine, body, self.task_of, options,
             on_change=screen.show, say=screen.say,
         )  # fmt: skip
-
-    def _resources(self) -> dict[str, float]:
-        """What Ray keeps for a trial. One of several hosts takes its own, through the launcher."""
-        wanted = self._wanted
-        if wanted.hosts > 1:
-            return {"CPU": 0.0}
-        cpus = wanted.cpus_per_host or self._sweep.rules.resources.get("CPU", wanted.cpus)
-        return {"CPU": cpus} | ({"GPU": wanted.gpus_per_host} if wanted.gpus_per_host else {})
 
     def _notes(self) -> list[str]:
         """What a person should know before it begins."""
@@ -232,7 +225,7 @@ class Session:
         return Plan(
             study=wanted.study, what=self._what(), count=self._count, size=self._sweep.space.size,
             workers=wanted.workers, hosts=wanted.hosts, procs_per_host=wanted.procs_per_host,
-            gpus_per_host=wanted.gpus_per_host, ray_address=wanted.ray_address, max_time_s=wanted.max_time_s,
+            gpus_per_host=self._share.gpus, ray_address=wanted.ray_address, max_time_s=wanted.max_time_s,
             history=read_history(wanted.study) if is_study(wanted.study) else History(),
         )  # fmt: skip
 

@@ -165,8 +165,7 @@ def _sweep(told: Mapping[str, Any], place: Place, rules: Rules) -> Sweep:
             raise place.error([str(key)], f"there is no such key: {nearest(key, KEYS)}")
     method = told.get("method", "bayes")
     if method not in METHODS:
-        more = "; --method has others" if method in ("tpe", "wandb") else ""
-        raise place.error(["method"], f"{method!r} is none of W&B's: {nearest(method, METHODS)}{more}")
+        raise place.error(["method"], f"{method!r} is none of W&B's: {nearest(method, METHODS)}; --method has others")
     metric = told.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
         raise place.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.sweep.search import Point, Record, generator, packages
-from roxxel_dist.sweep.space import Space
+from roxxel_dist.sweep.space import Sweep
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -22,12 +22,12 @@ CATEGORIES = 30
 class Tpe:
     """Proposes points for a sweep. Choices have no order here: that made it worse when measured."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         with packages("tpe", "optuna"):
             import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._kinds = [one.distribution for one in space.free]
+        self._kinds = [one.distribution for one in sweep.space.free]
         self._dims: dict[str, BaseDistribution] = {}
         for dim, kind in enumerate(self._kinds):
             count = len(kind.choices or ())

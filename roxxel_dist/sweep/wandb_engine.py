@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from roxxel_dist.sweep.search import Record, generator, one_thread, packages
-from roxxel_dist.sweep.space import Space
+from roxxel_dist.sweep.space import Sweep
 
 OFFERS = 8
 
@@ -26,11 +26,11 @@ class Wandb:
     by their number: so it can search nested parameters and probabilities too, and no value is rounded out of its range.
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         with packages("wandb", "sweeps==0.2.0"), _quiet():
             from sweeps import next_run  # noqa: F401 - a folder `sweeps` can be imported too, and has no such name
 
-        self._kinds = [one.distribution for one in space.free]
+        self._kinds = [one.distribution for one in sweep.space.free]
         self._whole = [kind.choices is not None and kind.weights is None for kind in self._kinds]
         parameters: dict[str, Any] = {
             self._name(dim): {"distribution": "int_uniform", "min": 0, "max": len(kind.choices or ()) - 1}

@@ -1,6 +1,7 @@
 """What a person asked of a sweep, checked."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Wanted:
     hosts: int
     procs_per_host: int
     cpus_per_host: float | None
-    """None: what the sweep's second file says, or else as `cpus`."""
+    """None: what the sweep's second file says, or else one a process."""
     gpus_per_host: int | None
     max_time_s: float | None
     max_failures: int
@@ -54,7 +55,50 @@ class Wanted:
                 f"{self.procs_per_host}: use a multiple"
             )
 
-    @property
-    def cpus(self) -> float:
-        """A CPU a process; on this machine not more than there are: they are shared, as with `launch local`."""
-        return self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)
+    def share(self, rules: Mapping[str, float]) -> "Share":
+        """What a trial takes.
+
+        Args:
+            rules: `resources` of the sweep's second file: CPU on each host, GPU over all of them, and custom ones. The
+                flags win over them.
+
+        Raises:
+            ValueError: so much cannot be dealt to hosts and processes.
+        """
+        # A CPU a process; on this machine not more than there are: they are shared, as with `launch local`.
+        each = self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)
+        cpus = rules.get("CPU", each) if self.cpus_per_host is None else self.cpus_per_host
+        gpus = self._gpus(rules.get("GPU", 0)) if self.gpus_per_host is None else self.gpus_per_host
+        if self.hosts == 1:
+            return Share(cpus=cpus, gpus=gpus, task={"CPU": cpus} | ({"GPU": gpus} if gpus else {}))
+        if custom := sorted(rules.keys() - {"CPU", "GPU"}):
+            raise ValueError(
+                f"resources: {', '.join(custom)}: a trial of --hosts_per_trial {self.hosts} can ask for CPU and GPU "
+                "alone: leave the others out"
+            )
+        # The launcher takes its own on each of the hosts; the task that waits for it takes nothing.
+        return Share(cpus=cpus or each, gpus=gpus, task=dict.fromkeys({"CPU", *rules}, 0.0))
+
+    def _gpus(self, amount: float) -> int | None:
+        """The GPUs of each host, where they are to be dealt."""
+        parts = self.hosts * self.procs_per_host
+        if not amount or parts == 1:  # one process has what Ray gives it, a part of a GPU too
+            return None
+        if amount % parts:
+            raise ValueError(
+                f"resources.GPU: {amount:g} does not divide by the {parts} processes of a trial (--hosts_per_trial x "
+                "--procs_per_host): use a multiple"
+            )
+        return int(amount) // self.hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a trial takes of the machines."""
+
+    cpus: float
+    """Of each host."""
+    gpus: int | None
+    """Of each host, dealt to its processes; None: what is there, or what Ray gives the task."""
+    task: Mapping[str, float]
+    """What Ray keeps for the trial's task; before the `resources` of the sweep's second file."""

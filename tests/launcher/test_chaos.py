@@ -18,6 +18,7 @@ def test_a_seed_chooses_the_same_faults_each_time_and_every_kind_of_them() -> No
     assert sorted(fault.kind for fault in chosen) == sorted([*KINDS, *KINDS])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_training_under_faults_is_the_undisturbed_one(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
     hosts = cluster(3)

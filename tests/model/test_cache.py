@@ -64,7 +64,9 @@ def check_incremental(model, cuts):
     assert np.array_equal(cache.length_B, [LENGTH, LENGTH])
 
 
-@pytest.mark.parametrize("fields", VARIANTS)
+@pytest.mark.parametrize(
+    "fields", [f if f in (VARIANTS[1], VARIANTS[4]) else pytest.param(f, marks=pytest.mark.slow) for f in VARIANTS]
+)
 def test_it_is_the_whole_pass(fields):
     """Shorter than the window, then longer, then one by one."""
     check_incremental(build(**fields), [3, 12])
@@ -90,7 +92,7 @@ def test_what_a_cache_holds():
     assert len(plain.layers) == 2
 
 
-@pytest.mark.parametrize("fields", [{}, {**MLA, **WINDOW}])
+@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.slow), {**MLA, **WINDOW}])
 def test_rows_of_different_lengths(fields):
     """Padding behind the end of a prompt is not kept, also where it would take the slots of a window."""
     model, text = build(**fields, num_blocks=1), tokens(3)
@@ -133,7 +135,9 @@ class Plain(nnx.Module):
         return self.model(tokens)
 
 
-@pytest.mark.parametrize("fields", [{"dropout_rate": 0.5, "num_blocks": 1}, {**MLA, **WINDOW}])
+@pytest.mark.parametrize(
+    "fields", [{"dropout_rate": 0.5, "num_blocks": 1}, pytest.param({**MLA, **WINDOW}, marks=pytest.mark.slow)]
+)
 def test_text_is_the_same_with_and_without(fields):
     model = build(**fields, max_context=96)
     for prompt, temperature in (([3, 1, 4], 0.0), (list(range(50)) * 2, 1.0)):

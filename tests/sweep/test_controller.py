@@ -4,21 +4,10 @@ from pathlib import Path
 import pytest
 import trial_bodies
 from commands import wait_for
-from sweep_runs import ONE, Study, shared_ray
+from sweep_runs import ONE, Study
 
 from roxxel_dist.sweep.controller import Options
 from roxxel_dist.sweep.pool import check_room
-
-
-@pytest.fixture(scope="module")
-def address():
-    with shared_ray(4) as address:
-        yield address
-
-
-@pytest.fixture
-def study(address, tmp_path):
-    return Study(tmp_path, address)
 
 
 def test_trials_are_run_reported_and_kept(study):

@@ -8,20 +8,8 @@ import time
 import psutil
 import pytest
 import trial_bodies
-from sweep_runs import Study, shared_ray
 
 LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def address():
-    with shared_ray(4) as address:
-        yield address
-
-
-@pytest.fixture
-def study(address, tmp_path):
-    return Study(tmp_path, address)
 
 
 def until(condition, what):

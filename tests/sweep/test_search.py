@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from engines import MIXED, engine, named, searched
 
-from roxxel_dist.sweep.engine import METHODS, UsedUp
+from roxxel_dist.sweep.engine import ENGINES, UsedUp
 from roxxel_dist.sweep.search import REFUSALS
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENGINES)
 def test_a_small_space_is_used_up_and_says_so(method: str) -> None:
     parameters = {"a": {"values": [1, 2, 3]}, "b": {"values": ["x", "y"]}, "c": {"value": 0}}
     found = engine(parameters, method)

@@ -3,24 +3,14 @@
 import sys
 
 import pytest
-import yaml
 from commands import make_corpus
 from machines import missing
 from ray_nodes import RAY, ray_nodes
+from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.sweep.study import read_study
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-BASE = """
-dim: 16
-num_blocks: 1
-max_context: 32
-dropout_rate: 0.0
-phases: [{steps: 4, batch_size: 8, seq_len: 33}]
-log_every: 2
-eval_every: 2
-eval_iters: 1
-"""
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 
 
@@ -35,8 +25,8 @@ def nodes():
 @pytest.fixture
 def desk(tmp_path):
     make_corpus(tmp_path)
-    (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+    write_base(tmp_path, 4, 2)
+    write_sweep(tmp_path, SWEEP)
     return tmp_path
 
 

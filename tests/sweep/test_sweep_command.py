@@ -10,22 +10,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import command, environment, on_terminal, run, wait_for
+from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.sweep.study import read_study
 
-BASE = """
-dim: 16
-num_blocks: 1
-max_context: 32
-dropout_rate: 0.0
-tokenizer_type: byte
-phases: [{steps: 6, batch_size: 8, seq_len: 33}]
-log_every: 3
-eval_every: 3
-eval_iters: 1
-"""
 SWEEP = {
     "method": "bayes",
     "metric": {"name": "val_loss", "goal": "minimize"},
@@ -43,8 +32,8 @@ def desk(tmp_path):
     (tmp_path / "text").mkdir()
     source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
     (tmp_path / "text" / "argparse.txt").write_text(source.read_text())
-    (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SWEEP))
+    write_base(tmp_path, 6, 3, tokenizer_type="byte")
+    write_sweep(tmp_path, SWEEP, "small.yaml")
     return tmp_path
 
 
@@ -88,8 +77,7 @@ def test_a_sweep_and_its_continuation(desk):
 
 @pytest.mark.slow
 def test_ctrl_c_and_on(desk):
-    endless = BASE.replace("steps: 6", "steps: 100000").replace("every: 3", "every: 100")
-    (desk / "base.yaml").write_text(endless)
+    write_base(desk, 100_000, 100, tokenizer_type="byte")
     with subprocess.Popen(
         command(*WORDS, "--count", 1), cwd=desk, env=environment(), stderr=subprocess.PIPE, text=True
     ) as process:
@@ -180,7 +168,7 @@ def test_a_first_start_that_was_refused_can_be_mended(desk):
     ],
 )
 def test_slips_in_the_file(desk, change, said):
-    (desk / "small.yaml").write_text(yaml.safe_dump(SWEEP | change))
+    write_sweep(desk, SWEEP | change, "small.yaml")
     done = run(*WORDS, "--count", 1, cwd=desk)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
@@ -188,26 +176,25 @@ def test_slips_in_the_file(desk, change, said):
 
 
 def test_a_study_is_of_one_sweep_and_one_base(desk):
-    small = BASE.replace("steps: 6", "steps: 1")
-    (desk / "base.yaml").write_text(small)
+    write_base(desk, 1, 3, tokenizer_type="byte")
     assert run(*WORDS, "--count", 1, "--wandb", "off", cwd=desk).returncode == 0
     for more, said in (
         (["--seed", "7"], "begun with other settings (seed 42 -> 7)"),
         (["--wandb", "offline"], "begun with other settings (wandb off -> offline)"),
         (["--data_path", "base.yaml"], "was begun with"),
+        (["--wandb", "online"], "was begun with a search of its own, which a W&B server (--wandb online) cannot lead"),
     ):
         refused = run(*WORDS, "--count", 1, *more, cwd=desk)
         assert refused.returncode == 2
         assert said in refused.stderr
-    other = {**SWEEP, "parameters": {"dim": {"values": [16, 64]}}}
-    (desk / "small.yaml").write_text(yaml.safe_dump(other))
+    write_sweep(desk, {**SWEEP, "parameters": {"dim": {"values": [16, 64]}}}, "small.yaml")
     refused = run(*WORDS, "--count", 1, "--wandb", "off", cwd=desk)
     assert refused.returncode == 2
     assert "is not what studies/small was begun with" in refused.stderr
 
 
 def test_a_terminal_shows_a_table(desk):
-    (desk / "base.yaml").write_text(BASE.replace("steps: 6", "steps: 3"))
+    write_base(desk, 3, 3, tokenizer_type="byte")
     words = [sys.executable, "-m", "roxxel_dist", *WORDS, "--count", "1", "--wandb", "off"]
     env = environment(TERM="xterm", COLUMNS="140", LINES="40")
 

@@ -7,25 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import environment, run
+from sweep_desk import write_base, write_sweep
 from wandb_sweeps import SweepServer
 
 from roxxel_dist.sweep.study import read_study
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("sweep", "--config", "base.yaml", "--data_path", "text.txt")
-BASE = """
-dim: 16
-num_blocks: 1
-max_context: 32
-dropout_rate: 0.0
-tokenizer_type: byte
-phases: [{steps: 4, batch_size: 8, seq_len: 33}]
-log_every: 2
-eval_every: 2
-eval_iters: 1
-"""
 SWEEP = {
     "method": "random",
     "metric": {"name": "val_loss", "goal": "minimize"},
@@ -44,8 +33,8 @@ def server():
 @pytest.fixture
 def desk(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(2000)))
-    (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+    write_base(tmp_path, 4, 2, tokenizer_type="byte")
+    write_sweep(tmp_path, SWEEP)
     return tmp_path
 
 
@@ -93,8 +82,8 @@ def test_a_sweep_is_joined_by_its_id(desk, server):
     assert failed.returncode == 1
     assert "trial 0 failed: python: can't open file" in failed.stdout  # the program that its YAML names
     shutil.copy(ROOT / "sweeps" / "train_sweep.py", desk)
-    search(desk, server, *words, "--study", "joined")
-    (trial,) = read_study(desk / "joined").done
+    search(desk, server, *words)
+    (trial,) = read_study(desk / "studies" / sweep.name).done
     assert trial.params == list(server.params.values())[-1]
 
 

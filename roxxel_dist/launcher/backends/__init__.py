@@ -1,30 +1,35 @@
-"""Where ranks can run, a file each."""
+"""Where ranks can run, a file each.
+
+A backend is a class with what `link.Backend` says, and a line in BACKENDS. Where its file has a class `Options` too
+(`options.Options` says what of), `roxxel-dist launch NAME` is made of it; the others have commands of their own.
+"""
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.link import Backend
+
+BACKENDS = {
+    "local": "roxxel_dist.launcher.backends.local:LocalBackend",
+    "ssh": "roxxel_dist.launcher.backends.ssh:SshBackend",
+    "member": "roxxel_dist.launcher.backends.member:MemberBackend",
+    "slurm": "roxxel_dist.launcher.backends.slurm:SlurmBackend",
+}
+"""By the `kind` of their descriptions: those that a controller in a process of its own can have."""
 
 
 def make(description: Mapping[str, Any]) -> "Backend":
     """The backend that said this in `describe`. Raises ValueError for a kind that there is not."""
     values = dict(description)
     kind = values.pop("kind")
-    if kind == "local":
-        from roxxel_dist.launcher.backends.local import LocalBackend
+    if kind not in BACKENDS:
+        raise ValueError(f"there is no way to launch that is called {kind!r}: use {', '.join(BACKENDS)}")
+    return resolve_name(BACKENDS[kind])(**values)
 
-        return LocalBackend(**values)
-    if kind == "ssh":
-        from roxxel_dist.launcher.backends.ssh import SshBackend
 
-        return SshBackend(**values)
-    if kind == "member":
-        from roxxel_dist.launcher.backends.member import MemberBackend
-
-        return MemberBackend(**values)
-    if kind == "slurm":
-        from roxxel_dist.launcher.backends.slurm import SlurmBackend
-
-        return SlurmBackend(**values)
-    raise ValueError(f"there is no way to launch that is called {kind!r}: use local, ssh, member or slurm")
+def options() -> dict[str, type[Any]]:
+    """The class `Options` of every backend that has one, by the backend's name."""
+    modules = {name: resolve_name(place.partition(":")[0]) for name, place in BACKENDS.items()}
+    return {name: module.Options for name, module in modules.items() if hasattr(module, "Options")}

@@ -5,7 +5,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 
 class LocalBackend:
@@ -43,3 +44,19 @@ class LocalBackend:
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""
         return {"kind": "local"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
+
+    CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.
+    """
+
+    example: ClassVar[str] = "--nprocs 2"
+    nprocs: int = 1
+    """Processes to start."""
+
+    def backend(self) -> tuple[LocalBackend, int]:
+        """This machine, and how many processes."""
+        return LocalBackend(), self.nprocs

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.near import LEASH_S, start_near
+from roxxel_dist.launcher.crew import count_working
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
@@ -148,3 +150,41 @@ def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | 
     if hostfile is not None:
         return read_hostfile(hostfile)
     return [host.strip() for host in (hosts or "").split(",") if host.strip()], None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
+
+    It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each
+    host needs this Python environment, the working directory and the data at the same paths.
+    """
+
+    example: ClassVar[str] = "--hosts a,b"
+    hosts: str | None = None
+    """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
+    hostfile: str | None = None
+    """A file with a host a line, or `host slots=N`."""
+    procs_per_host: int | None = None
+    """Processes to start on each host; the slots of the host file, or 1."""
+    spare_hosts: int = 0
+    """How many of the hosts, the last ones, wait until another one fails, and take its place."""
+    min_hosts: int | None = None
+    """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
+    host_timeout: float = 60.0
+    """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
+    ssh_config: str | None = None
+    """A file for `ssh -F`; not given, ssh reads ~/.ssh/config."""
+    python: str | None = None
+    """The interpreter on the hosts; not given, the path of this one."""
+    directory: str | None = None
+    """The working directory on the hosts; not given, that of the launcher."""
+
+    def backend(self) -> tuple[SshBackend, int]:
+        """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
+        hosts, slots = hosts_of(self.hosts, self.hostfile)
+        procs = slots or 1 if self.procs_per_host is None else self.procs_per_host
+        if procs < 1:
+            raise ValueError(f"--procs-per-host {procs}: must be at least 1")
+        found = SshBackend(hosts, config=self.ssh_config, python=self.python, directory=self.directory)
+        return found, procs * count_working(len(hosts), self.spare_hosts, self.min_hosts)

@@ -1,13 +1,22 @@
 """Which trackers a process has."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
 from roxxel_dist.cluster.contract import STATUS_ENV
 from roxxel_dist.cluster.process import is_primary, process_index
 from roxxel_dist.train.log_queue import Tracker
 from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker
-from roxxel_dist.train.trackers.table import CsvTracker, JsonlTracker
+
+METRICS = (
+    "roxxel_dist.train.trackers.table:csv_of",
+    "roxxel_dist.train.trackers.table:jsonl_of",
+)
+"""What makes the trackers of every run's metrics, on rank 0: called with the run directory and the step that this
+process goes on from (a tracker drops later rows); None where there is nothing to track to. W&B's, which has settings of
+its own, comes with them from the `Experiment`."""
 
 
 def trackers_for(run: Path, total_steps: int, restored_step: int) -> list[Tracker]:
@@ -26,7 +35,8 @@ def trackers_for(run: Path, total_steps: int, restored_step: int) -> list[Tracke
         trackers.append(ConsoleTracker(total_steps))
     if not launched:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
-    if is_primary():
-        trackers.append(CsvTracker(run / "training_log.csv", restored_step))
-        trackers.append(JsonlTracker(run / "metrics.jsonl", restored_step))
+    for place in METRICS if is_primary() else ():
+        make: Callable[[Path, int], Tracker | None] = resolve_name(place)
+        if (tracker := make(run, restored_step)) is not None:
+            trackers.append(tracker)
     return trackers

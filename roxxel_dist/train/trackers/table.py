@@ -168,3 +168,13 @@ def _step(line: str, step_of: Callable[[str], int]) -> float:
         return step_of(line)
     except (ValueError, KeyError, TypeError):
         return math.nan  # not a row: drop it
+
+
+def csv_of(run: Path, restored_step: int) -> CsvTracker:
+    """`training_log.csv` of a run directory."""
+    return CsvTracker(run / "training_log.csv", restored_step)
+
+
+def jsonl_of(run: Path, restored_step: int) -> JsonlTracker:
+    """`metrics.jsonl` of a run directory."""
+    return JsonlTracker(run / "metrics.jsonl", restored_step)

@@ -1,0 +1,45 @@
+import pytest
+from sweep_desk import write_sweep
+
+from roxxel_dist.config import Config
+from roxxel_dist.sweep.begin import SERVER, base_file, leader, recorded, write_down
+
+SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Begins a study that a sweep of a W&B server leads, or none."""
+
+    def begin(server):
+        write_sweep(tmp_path, SWEEP)
+        study = tmp_path / "study"
+        assert leader(study, server) == server
+        assert write_down(study, str(tmp_path / "sweep.yaml"), None, Config(), {SERVER: server})
+        return study
+
+    return begin
+
+
+def test_a_study_keeps_who_searches(begun):
+    study = begun("e/p/a")
+    assert [leader(study, asked) for asked in (None, "", "e/p/a")] == ["e/p/a"] * 3
+    with pytest.raises(ValueError, match=r"begun with the W&B sweep e/p/a, not with e/p/b: name another --study"):
+        leader(study, "e/p/b")
+
+
+def test_a_study_searched_here_is_led_by_nobody(begun):
+    study = begun(None)
+    assert leader(study, None) is None
+    for asked in ("", "e/p/b"):
+        with pytest.raises(ValueError, match="begun with a search of its own"):
+            leader(study, asked)
+
+
+def test_a_start_that_was_killed_before_the_study_was_there_decides_nothing(begun):
+    study = begun("e/p/a")
+    (study / "study.yaml").unlink()  # it is written last
+    assert base_file(study) is None
+    assert recorded(study, SERVER) is None
+    assert leader(study, None) is None
+    assert leader(study, "e/p/b") == "e/p/b"

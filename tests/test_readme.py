@@ -1,0 +1,73 @@
+"""README.md: its five jobs, one after the other, as a person would copy them into an empty folder."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from commands import losses, rows
+from machines import missing
+from ray_nodes import RayNodes, ray_nodes
+from reader import ROOT, Reader, blocks
+
+from roxxel_dist.config import Config
+from roxxel_dist.sweep.study import read_study
+
+PAGE = ROOT / "README.md"
+HOSTS = ("node1", "node2")
+LINES = 10
+"""The most that a job may ask a person to copy."""
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """The page's two hosts, with sshd and Ray on both; ssh on the machine beside them needs no options."""
+    if why := missing():
+        pytest.skip(why)
+    with ray_nodes(2, names=HOSTS) as started:
+        started.hosts.bind("controller", started.hosts.ssh_config, "/etc/ssh/ssh_config")
+        yield started
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Reader:
+    """Someone in an empty folder with the page's two folders of text."""
+    person = Reader(tmp_path, HOME=str(tmp_path))
+    for block in blocks(PAGE, "Five jobs")[:2]:
+        if not block.note:
+            person.follow(block)
+    return person
+
+
+def job(heading: str):
+    """The one block of a job."""
+    (block,) = blocks(PAGE, heading)
+    assert block.text.count("\n") <= LINES
+    return block
+
+
+@pytest.mark.timeout(900)  # a dozen commands, each a program of jax
+def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes) -> None:
+    hosts, runs = nodes.hosts, person.folder / "runs"
+    person.follow(job("1. Train my model on my tokens"))
+    assert max(rows(runs / "mine")) > 1
+    assert person.said[-1].strip()
+    person.follow(job("2. A curriculum with blends"))
+    assert max(rows(runs / "blend")) == 80
+
+    person.start = hosts.run
+    said = person.follow(job("3. Many hosts"))
+    assert "2 of 2 cpu devices" in said + (runs / "two" / "logs" / "rank-0.log").read_text()
+    assert max(rows(runs / "two")) == 80
+
+    person.start = partial(hosts.run, on="node1")
+    person.environment |= nodes.environment
+    person.follow(job("4. A sweep on a Ray cluster"))
+    assert len(read_study(person.folder / "studies" / "sweep").done) == 4
+    assert Config.from_yaml(person.folder / "best.yaml").dim in (64, 128)
+
+    person.start = Reader(person.folder).start
+    said = person.follow(job("5. Pick up after a crash"))
+    assert "resuming after step 20 of" in said
+    assert losses(runs / "crash") == losses(runs / "blend")
