@@ -57,16 +57,13 @@ SetEnv {variables}
 class Cluster:
     """Hosts h1, h2 … (10.77.0.1, …2 …) and a machine named "controller" (10.77.0.254); a context manager.
 
-    Args:
-        count: how many hosts.
-        prefix: of their names.
-
-    From each of them `ssh -F {ssh_config} h2` logs in as root. Sessions find PYTHONPATH (this checkout) and HOME (a
-    folder of the host's own). Clusters do not see each other, whatever their addresses.
+    `names` calls the hosts otherwise. From each of them `ssh -F {ssh_config} h2` logs in as root. Sessions find
+    PYTHONPATH (this checkout) and HOME (a folder of the host's own). Clusters do not see each other, whatever their
+    addresses.
     """
 
-    def __init__(self, count: int, prefix: str = "h") -> None:
-        self.names = tuple(f"{prefix}{number + 1}" for number in range(count))
+    def __init__(self, count: int, names: tuple[str, ...] = ()) -> None:
+        self.names = names or tuple(f"h{number + 1}" for number in range(count))
         self._addresses = {name: f"10.77.0.{number + 1}" for number, name in enumerate(self.names)}
         self._addresses[CONTROLLER] = "10.77.0.254"
         self.folder = Path(tempfile.mkdtemp(prefix="roxxel-hosts-"))

@@ -6,14 +6,14 @@ line; … stands for whatever varies.
 
 import os
 import re
-import subprocess
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hosts import CONTROLLER, ROOT, Cluster
 from machines import PATH
-from reader import Block, Reader, blocks
+from reader import Block, Reader, blocks, here
 
 from roxxel_dist.data.dataset import Roxxel
 
@@ -38,7 +38,6 @@ if "runs/night" in sys.orig_argv and "--resume" not in sys.orig_argv:
 """
 STEPS = {1, *range(10, 61, 10)}
 """That are logged."""
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def prepare(folder: Path) -> None:
@@ -62,14 +61,14 @@ class Follower(Reader):
 
     Args:
         folder: where commands are given.
-        on: runs words there, as `subprocess.run` does; on this machine where not given.
+        start: runs words there, as `reader.here` does.
         more: variables.
     """
 
-    def __init__(self, folder: Path, on: Run | None = None, **more: str) -> None:
+    def __init__(self, folder: Path, start: Any = here, **more: str) -> None:
         prepare(folder)
-        super().__init__(folder, timeout=240, **({"XLA_FLAGS": FAST, "PYTHONPATH": python_path(folder)} | more))
-        self.on, self.printed = on, ""
+        super().__init__(folder, start=start, **({"XLA_FLAGS": FAST, "PYTHONPATH": python_path(folder)} | more))
+        self.printed = ""
 
     def page(self, name: str, *sections: str, without: str = "") -> None:
         """Follow the blocks of a page, or of some of its sections, but for those that hold `without`."""
@@ -92,11 +91,7 @@ class Follower(Reader):
 
     def run(self, words: list[str], block: Block | None = None) -> str:
         """Run the words of a block, or others, where the page is followed; what they said on stdout."""
-        options = {"cwd": self.folder, "env": self.environment, "timeout": self.timeout}
-        if self.on is None:
-            result = subprocess.run(words, capture_output=True, text=True, **options)
-        else:
-            result = self.on(words, **options)
+        result = self.start(words, cwd=self.folder, env=self.environment, timeout=self.timeout)
         self.printed = result.stdout + result.stderr
         what = f"{block.where}:\n{block.text}" if block else " ".join(words)
         assert result.returncode == 0, f"{what}\nexit code {result.returncode}\n{self.printed[-6000:]}"
@@ -110,7 +105,7 @@ def on_hosts(hosts: Cluster, folder: Path, machine: str = CONTROLLER, **more: st
         hosts.bind(name, hosts.ssh_config, "/etc/ssh/ssh_config")
     home = hosts.home(machine)
     own = {"HOME": str(home), "XDG_STATE_HOME": str(home / "state")} | more
-    doing = Follower(folder, lambda words, **options: hosts.run(words, on=machine, **options), **own)
+    doing = Follower(folder, partial(hosts.run, on=machine), **own)
     # Who logs in at a host finds its tools.
     doing.environment["PATH"] = os.pathsep.join((doing.environment["PATH"], PATH))
     return doing

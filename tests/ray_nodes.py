@@ -99,15 +99,15 @@ def _line(pid: int) -> str:
 
 @contextmanager
 def ray_nodes(
-    count: int, *, token: bool = True, head: tuple[object, ...] = (), prefix: str = "h"
+    count: int, *, token: bool = True, head: tuple[object, ...] = (), names: tuple[str, ...] = ()
 ) -> Iterator[RayNodes]:
-    """Ray on so many hosts, gone at the end. `head`: options of the first `ray start`; `prefix`: of the names."""
+    """Ray on so many hosts, gone at the end. `head`: options of the first `ray start`; `names`: of the hosts."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets are made in it: their paths must be short
     secret = folder / "token"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))
     try:
-        with Cluster(count, prefix) as hosts:
+        with Cluster(count, names) as hosts:
             nodes = RayNodes(hosts=hosts, folder=folder, token=token)
             try:
                 for name in hosts.names:

@@ -11,7 +11,7 @@ from machines import missing
 def reader(tmp_path):
     if why := missing():
         pytest.skip(why)
-    with Cluster(2, prefix="node") as hosts:
+    with Cluster(2, ("node1", "node2")) as hosts:
         doing = on_hosts(hosts, tmp_path / "work")
         for name in hosts.names:
             hosts.set_env(name, PYTHONPATH=python_path(doing.folder), XLA_FLAGS=doing.environment["XLA_FLAGS"])

@@ -24,7 +24,7 @@ def nodes():
     """The page's two hosts, with sshd and Ray on both; ssh on the machine beside them needs no options."""
     if why := missing():
         pytest.skip(why)
-    with ray_nodes(2, prefix="node") as started:
+    with ray_nodes(2, names=("node1", "node2")) as started:
         started.hosts.bind("controller", started.hosts.ssh_config, "/etc/ssh/ssh_config")
         yield started
 
