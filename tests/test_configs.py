@@ -24,7 +24,8 @@ from roxxel_dist.train.phase_programs import check_batches
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if "parameters" not in load_yaml(path))
 LARGE_VOCABULARY = 32768
-SHARDS = ("corpus", *(f"{name}/{part}" for name in ("web", "code", "books") for part in ("train", "val")))
+SHARDS = {"corpus": 1000} | {f"{name}/{part}": 250 for name in ("web", "code", "books") for part in ("train", "val")}
+"""Documents of 4,000 tokens: the largest batch of `multi_host` has 512 rows of 4,097."""
 TINY = ["--dim", "32", "--num_blocks", "1", "--n_heads", "2", "--head_size", "16"]
 
 
@@ -40,8 +41,8 @@ def desk(tmp_path_factory):
     (folder / "texts").mkdir()
     (folder / "texts" / "text.txt").write_text(text[0])
     rng = np.random.default_rng(0)
-    for name in SHARDS:
-        documents = (rng.integers(1, LARGE_VOCABULARY, 4000, dtype=np.uint16) for _ in range(500))
+    for name, count in SHARDS.items():
+        documents = (rng.integers(1, LARGE_VOCABULARY, 4000, dtype=np.uint16) for _ in range(count))
         (folder / "data" / name).mkdir(parents=True)
         Roxxel(folder / "data" / name / "made_*.rox").write(documents, separator=0, vocab_size=LARGE_VOCABULARY)
     with pytest.MonkeyPatch.context() as patch:
