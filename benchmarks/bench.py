@@ -59,7 +59,7 @@ def measure(table: Table, quick: bool, folder: Path, programs: Path = HERE) -> i
     begun = time.monotonic()
     file.write_text(json.dumps({"begin": about() | {"table": table.name, "quick": quick}}) + "\n", encoding="utf-8")
     code, last = run([*words, "--json", str(file.resolve())])
-    end = {"seconds": round(time.monotonic() - begun, 1), "load": load()}
+    end: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1), "load": load()}
     lines = file.read_text(encoding="utf-8").splitlines()[1:]
     if code and not any(json.loads(line)["failed"] for line in lines):  # it fell before it could say why
         end["failed"] = without_paths(last) or f"its program ended with code {code}"

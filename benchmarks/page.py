@@ -162,7 +162,8 @@ def rows(results: Sequence[Result]) -> str:
         share = ratio(result)
         over = "" if share is None else f"{share:.2f}"
         said = f"**{reached}**" if result.reached is False else reached
-        against = f"{against} ({plain(result.note)})" if result.note else against
+        if result.note and result.measured is not None:
+            against = f"{against} ({plain(result.note)})"
         lines.append(f"| {what} | {measured} | {against.strip()} | {target} | {over} | {said}{_because(result)} |")
     return "\n".join(lines) + "\n"
 
