@@ -22,7 +22,7 @@ from roxxel_dist.record import changed_fields
 from roxxel_dist.run_directory import CURVE, DATA, LOG, RunDirectory, default_run_dir
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
-from roxxel_dist.train.origin import Origin
+from roxxel_dist.train.origin import Origin, RunStep
 from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
 
@@ -80,16 +80,10 @@ class Experiment:
         """
         resume = resume or int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
         with usage_errors():
-            self.config.validate()
-            # A launched run without a name has the launcher's: started again, it is the same folder.
-            folder = Path(run_dir or default_run_dir())
-            saved = saved_config(folder) if resume else {}
-            self.config = with_shape_of(self.config)
-            parent = forked_from(fork, saved, folder)
+            saved, parent, before = self._past(Path(run_dir or default_run_dir()), resume, fork)
             origin = Origin(
                 fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps
             )
-            before = saved_config(parent.run) if parent and not saved else saved
             self._name_sets(before, data_path)
             if self.config.deterministic:
                 make_deterministic()
@@ -103,8 +97,9 @@ class Experiment:
             with _nothing_left_behind(directory), usage_errors():
                 whose = str(parent) if parent and not saved else ""
                 changed = changed_fields(before, self.config, amend=amend or bool(whose), whose=whose)
-                named = primary_path(self.config, data_path)
-                path = named or data_of(before, parent.run if parent and not saved else None)
+                path = primary_path(self.config, data_path) or data_of(
+                    before, parent.run if parent and not saved else None
+                )
                 made = recipe(self.config, self._open(path, run, resume, begins=not before))
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
@@ -119,6 +114,22 @@ class Experiment:
             finally:
                 trainer.close()
         return run
+
+    def _past(
+        self, folder: Path, resume: bool, fork: str | None
+    ) -> tuple[dict[str, Any], RunStep | None, dict[str, Any]]:
+        """(what this run was so far, the run that it is forked from, which of them it goes on from).
+
+        Args:
+            folder: of this run; a launched run without a name has the launcher's: started again, it is the same.
+            resume: see `fit`.
+            fork: see `fit`.
+        """
+        self.config.validate()
+        saved = saved_config(folder) if resume else {}
+        self.config = with_shape_of(self.config)
+        parent = forked_from(fork, saved, folder)
+        return saved, parent, saved_config(parent.run) if parent and not saved else saved
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100

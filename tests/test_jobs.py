@@ -4,76 +4,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import command, environment, gone, wait_for
+from commands import gone, wait_for
+from job_desk import LIMIT_S, Desk, words_of_all_processes
 
-LIMIT_S = 60
 WAIT = "echo up $ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
 DRAIN = "trap 'echo saving; until [ -e go ]; do sleep 0.02; done; echo saved; exit 42' TERM; " + WAIT
-
-
-@dataclass
-class Desk:
-    """A folder to work in, with a list of jobs of its own."""
-
-    folder: Path
-    started: list[subprocess.Popen[str]]
-
-    def open(self, *words: object, **more: Any) -> subprocess.Popen[str]:
-        """Start a command."""
-        env = environment(XDG_STATE_HOME=str(self.folder / "state"), TMPDIR=str(self.folder / "tmp"))
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
-        process = subprocess.Popen(command(*words), cwd=self.folder, env=env, text=True, **pipes)
-        self.started.append(process)
-        return process
-
-    def controller(self) -> subprocess.Popen[str]:
-        """Start what `--detach` starts; it waits for a job on its stdin."""
-        env = environment(XDG_STATE_HOME=str(self.folder / "state"))
-        words = [sys.executable, "-m", "roxxel_dist.launcher.detached"]
-        process = subprocess.Popen(
-            words, cwd=self.folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.started.append(process)
-        return process
-
-    def run(self, *words: object) -> tuple[int, str, str]:
-        """Run a command to its end: its code, what it showed, and its messages."""
-        process = self.open(*words)
-        out, err = process.communicate(timeout=LIMIT_S)
-        return process.returncode, out, err
-
-    def launch(self, script: str, *options: object, nprocs: int = 1) -> str:
-        """Launch `bash -c SCRIPT` and leave it; the run id."""
-        words = ["--max-restarts", 0, "--nprocs", nprocs, *options, "--", "bash", "-c", script]
-        code, out, err = self.run("launch", "local", "--detach", *words)
-        assert (code, out.count("\n")) == (0, 1), err
-        return out.strip()
-
-    def up(self, nprocs: int = 1) -> None:
-        """Wait until the ranks have begun."""
-        wait_for(lambda: len(list(self.folder.glob("up.*"))) == nprocs, LIMIT_S, "the start of the ranks")
-
-    def jobs(self) -> list[dict[str, Any]]:
-        return json.loads(self.run("ps", "--all", "--json")[1])
-
-    def job(self) -> dict[str, Any]:
-        (job,) = self.jobs()
-        return job
-
-    def pid(self) -> int:
-        return self.job()["controller"]["pid"]
-
-    def over(self) -> dict[str, Any]:
-        wait_for(lambda: self.job()["state"] in ("ended", "lost"), LIMIT_S, "the end of the job")
-        return self.job()
 
 
 @pytest.fixture
@@ -98,16 +38,6 @@ def spec(run_id: str, *words: str) -> str:
     """What a detached launcher reads."""
     job = {"command": words, "nprocs": 1, "run_id": run_id, "log_dir": "logs", "max_restarts": 0}
     return json.dumps({"job": job, "backend": {"kind": "local"}, "host": "h"}) + "\n"
-
-
-def words_of_all_processes() -> str:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes().decode(errors="replace"))
-        except OSError:
-            continue
-    return "\n".join(found)
 
 
 def test_a_detached_job_is_of_nobody_and_tells_no_secret(desk: Desk) -> None:

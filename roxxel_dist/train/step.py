@@ -5,6 +5,7 @@ module again while tracing. Numbers that a sweep may change are inputs of the pr
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -119,23 +120,21 @@ def make_step(
         grad_norm = global_norm(grads)
         scalars = {**found.scalars, "loss": found.loss, "grad_norm": grad_norm, "update_norm": global_norm(updates)}
         rate = optimizer.rate(settings, state.step)
-        if rate is not None:
-            scalars["lr"] = rate
+        scalars |= {} if rate is None else {"lr": rate}
         health, bad = observe(
             state.health, state.step + 1, jnp.float32(found.loss), jnp.float32(grad_norm), settings[SPIKE_FACTOR],
             skip=skip_bad,
         )  # fmt: skip
         if skip_bad:
             old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
-            params, rest, opt_state = jax.tree.map(lambda before, after: jnp.where(bad, before, after), old, new)
+            params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
         row_loss = None if found.row_loss is None else jnp.float32(found.row_loss)
         return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(
             jax.tree.map(jnp.float32, scalars), row_loss, health
         )
 
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
-    everywhere = NamedSharding(sharding.mesh, P())
-    return jax.jit(step, donate_argnums=0, out_shardings=(kept, everywhere))
+    return jax.jit(step, donate_argnums=0, out_shardings=(kept, NamedSharding(sharding.mesh, P())))
 
 
 def accumulate(
