@@ -1,4 +1,4 @@
-"""What lies in the folder of a run is what the manual says."""
+"""What lies in the folder of a run is what the page of files says."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from commands import TINY, run
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.weights_file import read_weights
 
-MANUAL = Path(__file__).parent.parent / "docs" / "training.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "files.md"
 
 
 def documented():
-    """Every name in the first column of the manual's table."""
-    section = MANUAL.read_text().split("\n## The run directory\n")[1].split("\n## ")[0]
+    """Every name in the first column of the page's table."""
+    section = PAGE.read_text().split("\n## A run\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 

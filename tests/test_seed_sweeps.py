@@ -11,7 +11,8 @@ from commands import run
 from reader import ROOT
 
 from roxxel_dist.cli import main
-from roxxel_dist.config import load_yaml
+from roxxel_dist.config import Config, load_yaml
+from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.sweep.study import read_study
 
 pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(900)]
@@ -63,6 +64,7 @@ def test_a_small_form_is_run(desk, file, processes):
     assert [trial.state for trial in history.trials.values()] == ["done", "done"], done.stdout
     assert re.search(r"best val_loss: [\d.]+, trial [01]: ", done.stdout)
     for number in history.trials:
-        config = load_yaml(desk / "studies" / "sweep" / "trials" / str(number) / "config.yaml")
-        assert config["n_heads"] * config["head_size"] == config["dim"]
-        assert config["n_heads"] % config["kv_heads"] == 0
+        kept = Config.from_yaml(desk / "studies" / "sweep" / "trials" / str(number) / "config.yaml")
+        n_heads, kv_heads, head_size = kept.part(ModelConfig).heads()
+        assert n_heads * head_size == kept.dim
+        assert n_heads % kv_heads == 0

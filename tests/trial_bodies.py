@@ -82,7 +82,7 @@ def curve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"report": {"step": step, "value": float(task["trial"])}}
         if task["trial"] > 0:
             time.sleep(600)  # not polled: it is to be ended in a system call
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):  # the second, where it comes while what was yielded is sent
         (folder / f"ended.{task['trial']}").touch()
         raise
     yield {"result": {"value": float(task["trial"])}}
