@@ -4,6 +4,8 @@ STATUS_ENV = "ROXXEL_STATUS"
 """Set to 1 where a launcher draws the progress bar."""
 STATUS_MARK = "\x1e"
 """Starts a line that is a record for the bar, in JSON, and not text."""
+FAILED_MARK = f"{STATUS_MARK}failed "
+"""Starts a line by which a rank tells its exit code, before it leaves, and not text."""
 
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""

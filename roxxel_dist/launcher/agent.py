@@ -1,9 +1,9 @@
 """One a host: starts the ranks, watches them, sends their lines to the controller, and ends them.
 
 One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe. epoll hands over
-what is ready in the order in which it became ready, so the first failure is the first one. The agent takes orders from
-its stdin alone (signals do nothing); when that ends, or says nothing for longer than the leash, whoever gave orders is
-gone, and so are the ranks.
+what is ready in the order in which it became ready, and a rank that runs Python tells of its failure before its
+connections close, so the first failure is the first one. The agent takes orders from its stdin alone (signals do
+nothing); when that ends, or says nothing for longer than the leash, whoever gave orders is gone, and so are the ranks.
 """
 
 import math
@@ -24,7 +24,7 @@ from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
 from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
-from roxxel_dist.launcher.logs import take_status
+from roxxel_dist.launcher.logs import take_failure, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
 from roxxel_dist.launcher.rank import Rank, exit_code
 from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
@@ -199,17 +199,25 @@ class Agent:
         for rank in exited:
             self._poll.unregister(rank.pidfd)
             os.close(rank.pidfd)
-            rank.code = exit_code(rank.process.pid)
-            self._outbox.send(
-                {
-                    "type": "exit",
-                    "rank": rank.number,
-                    "pid": rank.process.pid,
-                    "code": rank.code,
-                    "culled": rank.culled,
-                    "step": self._records()[rank.number].entered,
-                }
-            )
+            if rank.code is None:  # else it has told itself
+                self._tell_end(rank, exit_code(rank.process.pid))
+        self._react(exited)
+
+    def _tell_end(self, rank: Rank, code: int) -> None:
+        rank.code = code
+        self._outbox.send(
+            {
+                "type": "exit",
+                "rank": rank.number,
+                "pid": rank.process.pid,
+                "code": code,
+                "culled": rank.culled,
+                "step": self._records()[rank.number].entered,
+            }
+        )
+
+    def _react(self, exited: list[Rank]) -> None:
+        """End the others where one of these has failed, and what these have left."""
         if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
             for rank in exited:
                 self._settle(rank)
@@ -241,11 +249,15 @@ class Agent:
                 self._read_output(rank)
 
     def _deliver(self, rank: Rank, lines: list[str]) -> None:
+        lines, failed = take_failure(lines)
         text, record = take_status(lines)
         if text:
             self._outbox.send({"type": "lines", "rank": rank.number, "time": time.time(), "text": "\n".join(text)})
         if record is not None:
             self._outbox.send({"type": "status", "rank": rank.number, "record": record})
+        if failed is not None and rank.code is None and not rank.culled:
+            self._tell_end(rank, failed)
+            self._react([rank])
 
     def _settle(self, rank: Rank) -> None:
         """Reap a rank when it has ended and all its output was read. Until then its number cannot be reused."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from roxxel_dist.cluster.contract import STATUS_MARK
+from roxxel_dist.cluster.contract import FAILED_MARK, STATUS_MARK
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.variables import masked_words
 
@@ -74,6 +74,21 @@ def take_status(lines: list[str]) -> tuple[list[str], dict[str, Any] | None]:
         if before:
             text.append(before)
     return text, newest
+
+
+def take_failure(lines: list[str]) -> tuple[list[str], int | None]:
+    """Part the text from what a rank says when it fails: the lines of text, and its exit code."""
+    text: list[str] = []
+    code = None
+    for line in lines:
+        before, mark, after = line.partition(FAILED_MARK)
+        if not mark or not after.isdecimal():
+            text.append(line)
+            continue
+        code = int(after)
+        if before:
+            text.append(before)
+    return text, code
 
 
 def _record(text: str) -> dict[str, Any] | None:

@@ -12,18 +12,29 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_TIMEOUT_ENV, ORDERLY, WAITED
+from roxxel_dist.cluster.contract import (
+    EXIT_HANG,
+    EXIT_TIMEOUT_ENV,
+    EXIT_USAGE,
+    FAILED_MARK,
+    ORDERLY,
+    STATUS_ENV,
+    WAITED,
+)
 from roxxel_dist.cluster.progress import Progress
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
 )
 PYTHON = frozenset({"python", "python3", sys.executable})
+LINGER_S = 1.0
+"""How long a rank that has failed waits for its agent to end it."""
 NOT_FOUND = 127
 NOT_RUNNABLE = 126
 
@@ -153,7 +164,7 @@ def _run(program: Callable[[], None]) -> None:
     except SystemExit as end:
         code = _exit_code(end)
         if code not in ORDERLY:
-            _leave(code)
+            _fail(code)
         _limit_the_wait()
         sys.exit(code)
     except KeyboardInterrupt:
@@ -161,7 +172,7 @@ def _run(program: Callable[[], None]) -> None:
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)
-        _leave(1)
+        _fail(1)
     _limit_the_wait()
 
 
@@ -200,11 +211,29 @@ def _say(text: str) -> None:
     print(f"roxxel-dist: {text}", file=sys.stderr)
 
 
+def _fail(code: int) -> NoReturn:
+    """Tell the agent of a failure, and leave it to the agent to end this process.
+
+    Once this process is gone, the others fail too, with the connections to it, and on a busy machine they may be seen
+    first. A mistake of the user's is found by all ranks, and each of them says so.
+    """
+    if os.environ.get(STATUS_ENV) == "1" and code != EXIT_USAGE:
+        _flush()
+        with suppress(OSError):
+            os.write(2, f"{FAILED_MARK}{code}\n".encode())
+            time.sleep(LINGER_S)
+    _leave(code)
+
+
 def _leave(code: int) -> NoReturn:
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or somebody's own object
             stream.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

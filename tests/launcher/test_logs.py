@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist.launcher import logs
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.logs import LONGEST, Lines, Logs, take_status
+from roxxel_dist.launcher.logs import LONGEST, Lines, Logs, take_failure, take_status
 
 
 def cut(data: bytes, sizes: list[int]) -> list[str]:
@@ -76,6 +76,12 @@ def test_status_records_are_no_text() -> None:
     assert text == ["a", "half", *FOREIGN, "b"]
     assert record == {"step": 2, "total": 9, "start": 0, "loss": None}
     assert take_status(["a"]) == (["a"], None)
+
+
+def test_what_a_rank_says_of_its_failure_is_no_text() -> None:
+    foreign = ["failed 7", "\x1efailed x", "\x1efailed", STATUS % 1]
+    assert take_failure(["a", "half\x1efailed 7", *foreign]) == (["a", "half", *foreign], 7)
+    assert take_failure(["a"]) == (["a"], None)
 
 
 said: list[str] = []

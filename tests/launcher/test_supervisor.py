@@ -64,6 +64,15 @@ def test_the_one_that_failed_first_counts_not_those_who_followed(number: int, la
     assert "rank 2 failed first" in err
 
 
+def test_a_failure_that_a_rank_has_told_needs_no_end_of_it(launch: Launch) -> None:
+    """Its connections are open still, so nobody can have followed it."""
+    script = r"[ $ROXXEL_PROCESS_ID != 1 ] || printf 'bye\n\036failed 7\n'; sleep 1000"
+    code, _, err = launch("bash", "-c", script, nprocs=3).wait()
+    assert code == 7
+    assert "rank 1 failed first: exit code 7 (" in err
+    assert err.splitlines()[-1] == "bye"
+
+
 def test_success_says_nothing_and_takes_along_what_ranks_left(launch: Launch, alive: Alive, tmp_path: Path) -> None:
     job = launch("bash", "-c", "sleep 1000 & echo $! > pid.$ROXXEL_PROCESS_ID")
     assert job.wait() == (0, "", "")

@@ -124,6 +124,20 @@ def test_what_is_not_there_is_one_clear_line(command: list[str], code: int, mess
     assert done.stderr.count("\n") == 1
 
 
+def test_a_failure_is_told_while_the_connections_are_open(tmp_path: Path) -> None:
+    """The others fail with them, and might be seen first."""
+    (tmp_path / "fails.py").write_text("raise ValueError('bug in the program')")
+    program = [sys.executable, "-m", "roxxel_dist.launcher.worker", "fails.py"]
+    environ = {**os.environ, "ROXXEL_STATUS": "1"}
+    with subprocess.Popen(program, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as rank:
+        assert rank.stderr is not None
+        lines = list(iter(rank.stderr.readline, "\x1efailed 1\n"))
+        assert rank.poll() is None
+        assert lines[-1] == "ValueError: bug in the program\n"
+        assert rank.stderr.read() == ""
+    assert rank.returncode == 1
+
+
 # What leaves the usual way runs the handler of atexit (or hangs in the thread); nothing printed may be lost either way.
 PRELUDE = "import atexit, os, signal, sys, threading, time\natexit.register(print, 'atexit')\nprint('out', end='')\n"
 
