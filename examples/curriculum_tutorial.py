@@ -114,19 +114,15 @@ def main(
     with Roxxel(pattern) as data:
         short_steps = data.estimate_steps(seq_len=short_len, batch_size=short_batch)
         long_steps = int(data.estimate_steps(seq_len=long_len, batch_size=long_batch) * LONG_SHARE)
-        phases = [
-            Phase(steps=short_steps, batch_size=short_batch, seq_len=short_len),
-            Phase(steps=long_steps, batch_size=long_batch, seq_len=long_len),
-        ]
+        short = Phase(steps=short_steps, batch_size=short_batch, seq_len=short_len)
+        long = Phase(steps=long_steps, batch_size=long_batch, seq_len=long_len)
         model = Bigram(vocab, dim, nnx.Rngs(SEED))
-        tx = optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.nadamw(schedule(short_steps + long_steps), weight_decay=0.01),
-        )
+        nadamw = optax.nadamw(schedule(short_steps + long_steps), weight_decay=0.01)
+        tx = optax.chain(optax.clip_by_global_norm(1.0), nadamw)
         trainer = Trainer(
             model=model,
             optimizer=nnx.Optimizer(model, tx, wrt=nnx.Param),
-            curriculum=Curriculum(primary_streamer=data, phases=phases),
+            curriculum=Curriculum(primary_streamer=data, phases=[short, long]),
             loss_fn=loss_fn,
             save_path=folder / "run",
             eval_fn=sample_now,

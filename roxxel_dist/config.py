@@ -260,14 +260,9 @@ def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "True or False",
-        str: "text",
-        type(None): "nothing",
-        list: "a list",
-        dict: "a mapping",
-    }
+        int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing",
+        list: "a list", dict: "a mapping",
+    }  # fmt: skip
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return " or ".join(names[get_origin(option) or option] for option in options)
 

@@ -72,18 +72,14 @@ class Experiment:
             from_step: go back to this kept checkpoint of the resumed run; later ones are deleted.
             skip_steps: with `from_step`, leave out what these steps (the first and the last, from 1) would have read.
 
-        Returns:
-            The run directory.
-
         Raises:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
         """
         resume = resume or int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
         with usage_errors():
             saved, parent, before = self._past(Path(run_dir or default_run_dir()), resume, fork)
-            origin = Origin(
-                fork=parent if fork or from_step is None else None, from_step=from_step, skip_steps=skip_steps
-            )
+            begun_by = parent if fork or from_step is None else None
+            origin = Origin(fork=begun_by, from_step=from_step, skip_steps=skip_steps)
             self._name_sets(before, data_path)
             if self.config.deterministic:
                 make_deterministic()

@@ -164,9 +164,6 @@ class Trainer:
         Args:
             at_the_end: called on every rank when the last step is saved, the log still open; for a finished run too.
 
-        Returns:
-            The state reached: `state.model`, `state.optimizer` and `state.step`.
-
         Raises:
             BadStep: a loss is no number, and `on_bad_step` does not help.
             SaveError: the last save failed.
