@@ -4,27 +4,20 @@ Each component declares its own fields, in a dataclass beside it; `Config` is th
 freely: the components check the values when they are taken out of it with `part`.
 """
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import errno
-import functools
-import inspect
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
-from roxxel_dist.data.config import DataConfig
+from roxxel_dist.config_fields import PARTS, AllFields, field_types
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.own import OwnConfig
 from roxxel_dist.model.rules import check_sizes
-from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 
-PARTS = (ModelConfig, OwnConfig, DataConfig, LoopConfig, OptimizerConfig)
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
 RECORD = "record"
@@ -56,7 +49,7 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(f"{error.filename or 'the disk'} cannot be written: {error.strerror}") from error
 
 
-class _Methods:
+class Config(AllFields):
     """Every setting of a run, each with a default; all are given by keyword.
 
     It may be changed freely. Values are checked by `validate`, and when they are used.
@@ -131,7 +124,7 @@ class _Methods:
         temporary.replace(path)
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> Any:
+    def from_yaml(cls, path: str | Path) -> Self:
         """A config from a file; fields that it does not name keep their defaults.
 
         Args:
@@ -152,7 +145,7 @@ class _Methods:
         return config
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Any:
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Self:
         """A config from a mapping of field names to values; fields may stand in sections (`SECTIONS`).
 
         Args:
@@ -226,25 +219,6 @@ def unknown(name: str, known: list[str], what: str) -> str:
     )
 
 
-@functools.cache
-def field_types() -> dict[str, Any]:
-    """Every field's type."""
-    return {name: kind for part in PARTS for name, kind in get_type_hints(part).items()}
-
-
-def field_docs(component: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of those it extends, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(component.__bases__):
-        docs |= field_docs(base) if dataclasses.is_dataclass(base) else {}
-    body = ast.parse(inspect.getsource(component)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-    for field, text in itertools.pairwise(body):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                docs[name] = " ".join(doc.split())
-    return docs
-
-
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
@@ -284,16 +258,3 @@ def _with_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_numbers(one) for one in value]
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
-
-
-Config = dataclasses.make_dataclass(
-    "Config",
-    [
-        (f.name, field_types()[f.name], dataclasses.field(default=f.default))
-        for part in PARTS
-        for f in dataclasses.fields(part)
-    ],
-    bases=(_Methods,),
-    kw_only=True,
-    namespace={"__doc__": _Methods.__doc__, "__module__": __name__},
-)

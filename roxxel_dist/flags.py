@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from roxxel_dist.config import PARTS, Config, field_docs, field_types
+from roxxel_dist.config import Config
+from roxxel_dist.config_fields import PARTS, field_docs, field_types
 from roxxel_dist.run_directory import CONFIG, default_run_dir
 from roxxel_dist.train.origin import run_step
 

@@ -14,7 +14,7 @@ class Trainer(Loop):
     """
 
     @overload
-    def __new__(cls, config: Config, /) -> Experiment: ...  # pyright: ignore[reportInvalidTypeForm]
+    def __new__(cls, config: Config, /) -> Experiment: ...
     @overload
     def __new__(cls, *parts: Any, **options: Any) -> "Trainer": ...
     def __new__(cls, *parts: Any, **options: Any) -> Any:

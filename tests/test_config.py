@@ -1,9 +1,10 @@
 from dataclasses import fields
 
 import pytest
+from config_stub import STUB, stub
 
 from roxxel_dist import Config
-from roxxel_dist.config import PARTS, field_docs, field_types
+from roxxel_dist.config_fields import PARTS, field_docs, field_types
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.config import LoopConfig
 
@@ -102,6 +103,10 @@ def test_every_field_has_a_home_and_a_docstring():
         assert set(field_docs(part)) == {field.name for field in fields(part)}, part
     assert set(field_types()) == set(Config().to_dict())
     assert "global" in field_docs(LoopConfig)["phases"]
+
+
+def test_type_checkers_see_every_field():
+    assert STUB.read_text() == stub(), "`python tests/config_stub.py` writes it anew"
 
 
 def test_sections_are_flattened(tmp_path):

@@ -16,7 +16,7 @@ from reader import ROOT, blocks
 import roxxel_dist
 from roxxel_dist import lora, sharding
 from roxxel_dist.cli import COMMANDS
-from roxxel_dist.config import field_types
+from roxxel_dist.config_fields import field_types
 
 pytestmark = pytest.mark.xdist_group("docs")  # one build of the site
 DOCS = ROOT / "docs"

@@ -11,7 +11,8 @@ from pages import left_out, pages_of
 from reader import ROOT, Reader, blocks
 
 from roxxel_dist import Config
-from roxxel_dist.config import SECTIONS, field_types
+from roxxel_dist.config import SECTIONS
+from roxxel_dist.config_fields import field_types
 from roxxel_dist.sweep.space import read_sweep
 
 # One worker, so that the quickstart is done once.

@@ -38,6 +38,7 @@ LAYERS = [
     ["lineage", "reading", "save", "weights"],
     ["record", "run_directory"],
     ["config"],
+    ["config_fields"],
     ["train"],
     ["stream"],
     ["curriculum"],

@@ -11,7 +11,8 @@ import re
 from typing import Any, Literal, get_args, get_origin
 
 from roxxel_dist.cli import COMMANDS, main
-from roxxel_dist.config import PARTS, Config, field_docs, field_types
+from roxxel_dist.config import Config
+from roxxel_dist.config_fields import PARTS, field_docs, field_types
 
 WHOLE = "train"
 """Of the commands that take every field, the one whose help is shown whole."""

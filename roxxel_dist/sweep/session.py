@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
-from roxxel_dist.config import SECTIONS, UsageError, field_types, load_yaml, unknown, usage_errors
+from roxxel_dist.config import SECTIONS, UsageError, load_yaml, unknown, usage_errors
+from roxxel_dist.config_fields import field_types
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.sweep.begin import DATA_PATH, DIRECTORY, SERVER, leader, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from roxxel_dist.config import SECTIONS, Config, field_types
+from roxxel_dist.config import SECTIONS, Config
+from roxxel_dist.config_fields import field_types
 
 HEADS = ("n_heads", "head_size")
 
