@@ -56,7 +56,7 @@ class MixtureOfExperts(nnx.Module):
         return "gate_up" if hasattr(self, "gate_up") else "up"
 
     @property
-    def first(self) -> nnx.Param:
+    def first(self) -> nnx.Param[jax.Array]:
         """[n_experts, dim, width]: the experts' first matrices."""
         return getattr(self, self.first_name)
 

@@ -34,7 +34,7 @@ class Checkpointer:
         self,
         checkpoint_path: str | Path,
         model: nnx.Module,
-        optimizer: nnx.Optimizer | None = None,
+        optimizer: nnx.Optimizer[Any] | None = None,
         max_to_keep: int | None = 3,
     ) -> None:
         self._objects: dict[str, Any] = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
