@@ -14,12 +14,15 @@ import pytest
 
 from roxxel_dist.cluster import progress
 
+pytestmark = pytest.mark.xdist_group("launch")
+# Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.
+WORKER = [sys.executable, "-c", "import sys; from roxxel_dist.launcher.worker import main; main(sys.argv[1:])"]
 WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", "*", "-m"]
 SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 
 
 def worker(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "roxxel_dist.launcher.worker", *command]
+    program = [*WORKER, *command]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(program, cwd=cwd, env=buffered, capture_output=True, text=True, timeout=60, check=False)
 
@@ -75,7 +78,7 @@ def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str],
         place = {"COORDINATOR": f"127.0.0.1:{nobody.getsockname()[1]}", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
         environ = {**os.environ, **{f"ROXXEL_{name}": value for name, value in place.items()}}
         environ["ROXXEL_PROGRESS"] = str(tmp_path / "progress")
-        program = [sys.executable, "-m", "roxxel_dist.launcher.worker", *command]
+        program = [*WORKER, *command]
         with subprocess.Popen(program, cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL) as rank:
             end, said = time.monotonic() + 60, [""]
             while said[-1] != "join" and time.monotonic() < end:
@@ -127,7 +130,7 @@ def test_what_is_not_there_is_one_clear_line(command: list[str], code: int, mess
 def test_a_failure_is_told_while_the_connections_are_open(tmp_path: Path) -> None:
     """The others fail with them, and might be seen first."""
     (tmp_path / "fails.py").write_text("raise ValueError('bug in the program')")
-    program = [sys.executable, "-m", "roxxel_dist.launcher.worker", "fails.py"]
+    program = [*WORKER, "fails.py"]
     environ = {**os.environ, "ROXXEL_STATUS": "1"}
     with subprocess.Popen(program, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as rank:
         assert rank.stderr is not None
