@@ -10,6 +10,8 @@ import sysconfig
 import time
 from pathlib import Path
 
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""For XLA, where programs take a few steps: what it would make faster it takes longer to make."""
 TINY = """
 dim: 32
 num_blocks: 2

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from commands import FAST
+
 ROOT = Path(__file__).parent.parent
 # Before jax is imported, here and in every process that a test starts.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -10,9 +12,7 @@ os.environ["PJRT_NPROC"] = "8"
 os.environ["XDG_STATE_HOME"] = str(ROOT / ".cache" / "state")  # what tests launch is no job of the user's
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Programs of a few steps: what XLA would make faster it takes longer to make.
-FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ.setdefault("XLA_FLAGS", FAST_COMPILATION)
+os.environ.setdefault("XLA_FLAGS", FAST)
 
 import jax
 import numpy as np

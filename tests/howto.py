@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
 from machines import PATH
 from reader import Block, Reader, blocks, here
@@ -23,8 +24,6 @@ CONFIG = """\
  phases: [{steps: 60, batch_size: 8, seq_len: 33}],
  log_every: 10, eval_every: 30, eval_iters: 1, checkpoint_every: 20}
 """
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""For XLA: ranks above 0 find nothing in jax's cache on CPU, so each start compiles; this is four times as fast."""
 # Found by every Python of a reader: the run that pages stop while it trains has time left until then.
 SLOW = """
 import sys, time

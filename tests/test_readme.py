@@ -57,6 +57,7 @@ def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes)
 
     person.start = hosts.run
     person.follow(job("3. Many hosts"))
+    assert "rank 0 of 2: " in (runs / "two" / "logs" / "rank-0.log").read_text()
     assert "node2 1 | " in (runs / "two" / "logs" / "rank-1.log").read_text()
     assert max(rows(runs / "two")) == 80
 

@@ -1,7 +1,7 @@
 """What a launcher and its ranks have agreed on. Standard library only: both sides import this first."""
 
 STATUS_ENV = "ROXXEL_STATUS"
-"""Set to 1 where a launcher draws the progress bar."""
+"""Set to 1 where a launcher reads the lines that begin with the marks below, and draws the progress bar."""
 STATUS_MARK = "\x1e"
 """Starts a line that is a record for the bar, in JSON, and not text."""
 FAILED_MARK = f"{STATUS_MARK}failed "

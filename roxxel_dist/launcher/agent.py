@@ -10,7 +10,6 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import take_failure, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
-from roxxel_dist.launcher.rank import Rank, exit_code
+from roxxel_dist.launcher.rank import Rank, exit_code, start_rank
 from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
 from roxxel_dist.launcher.stacks import ask_for_stack
 from roxxel_dist.launcher.variables import misleads
@@ -115,24 +114,12 @@ class Agent:
         for rank in order["ranks"]:
             env = {**base, **rank["env"], progress.ENV: str(self._progress_file)}
             env[KEY_ENV] = self._guard.key(rank["rank"])
-            reads, writes = os.pipe()
-            os.set_blocking(reads, False)
-            process = subprocess.Popen(
-                worker_argv(order["command"]),
-                stdin=subprocess.DEVNULL,
-                stdout=writes,
-                stderr=writes,
-                env=env,
-                start_new_session=True,
-                preexec_fn=self._guard.watch,  # noqa: PLW1509 - one thread; before exec, so that no rank is unguarded
-            )
-            os.close(writes)
-            started = Rank(number=rank["rank"], process=process, pidfd=os.pidfd_open(process.pid), output=reads)
+            started = start_rank(rank["rank"], worker_argv(order["command"]), env, self._guard.watch)
             self._ranks.append(started)
-            self._by_pidfd[started.pidfd] = self._by_output[reads] = started
+            self._by_pidfd[started.pidfd] = self._by_output[started.output] = started
             self._poll.register(started.pidfd, select.EPOLLIN)
-            self._poll.register(reads, select.EPOLLIN)
-            self._outbox.send({"type": "started", "rank": started.number, "pid": process.pid})
+            self._poll.register(started.output, select.EPOLLIN)
+            self._outbox.send({"type": "started", "rank": started.number, "pid": started.process.pid})
 
     def _stop(self, grace: float) -> None:
         """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from roxxel_dist.cluster.contract import FAILED_MARK, STATUS_MARK
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.variables import masked_words
 
+T = TypeVar("T")
 LONGEST = 8 << 20
 REFUSAL = "roxxel-dist: "
 CHATTER = ("[Gloo] Rank ",)
@@ -62,33 +63,28 @@ def _text(block: bytes) -> list[str]:
 
 def take_status(lines: list[str]) -> tuple[list[str], dict[str, Any] | None]:
     """Part the text from the status records: the lines of text, and the newest record."""
-    text: list[str] = []
-    newest = None
-    for line in lines:
-        before, mark, after = line.partition(STATUS_MARK)
-        record = _record(after) if mark else None
-        if record is None:
-            text.append(line)
-            continue
-        newest = record
-        if before:
-            text.append(before)
-    return text, newest
+    return _part(lines, STATUS_MARK, _record)
 
 
 def take_failure(lines: list[str]) -> tuple[list[str], int | None]:
     """Part the text from what a rank says when it fails: the lines of text, and its exit code."""
+    return _part(lines, FAILED_MARK, lambda after: int(after) if after.isdecimal() else None)
+
+
+def _part(lines: list[str], mark: str, read: Callable[[str], T | None]) -> tuple[list[str], T | None]:
+    """Take out what `read` understands of what stands behind a mark; the newest counts."""
     text: list[str] = []
-    code = None
+    newest = None
     for line in lines:
-        before, mark, after = line.partition(FAILED_MARK)
-        if not mark or not after.isdecimal():
+        before, found, after = line.partition(mark)
+        value = read(after) if found else None
+        if value is None:
             text.append(line)
             continue
-        code = int(after)
+        newest = value
         if before:
             text.append(before)
-    return text, code
+    return text, newest
 
 
 def _record(text: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roxxel_dist.cluster import progress
@@ -22,6 +23,23 @@ class Rank:
     swept: bool = False  # its session is dead; what the pipe still holds is all there will be
     settled: bool = False
     told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
+
+
+def start_rank(number: int, command: Sequence[str], env: Mapping[str, str], watch: Callable[[], None]) -> Rank:
+    """Start a rank in a session of its own, with one pipe for all it says; in it `watch` is called first."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=writes,
+        stderr=writes,
+        env=env,
+        start_new_session=True,
+        preexec_fn=watch,  # noqa: PLW1509 - the agent has one thread; before exec, so that no rank is unguarded
+    )
+    os.close(writes)
+    return Rank(number=number, process=process, pidfd=os.pidfd_open(process.pid), output=reads)
 
 
 def exit_code(pid: int) -> int:

@@ -49,7 +49,7 @@ def run_sweep(
             {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
             the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
             {"over": {"reason"}} (no more trials are to be had) and {"broken": {"reason"}} (none can run as things are).
-            It ends soon after a KeyboardInterrupt.
+            It ends soon after a KeyboardInterrupt, or when it is closed.
         task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
         options: how.
         on_change: called after every line of the journal.

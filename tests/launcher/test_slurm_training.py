@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from commands import FAST
 from hosts import ROOT
 from slurm_desk import LIMIT_S, OVER, Desk
 
@@ -50,8 +51,6 @@ def train(desk: Callable[[int], Desk]) -> Trained:
     return begin
 
 
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""For XLA: ranks above 0 find nothing in jax's cache on CPU, so each start compiles; this is four times as fast."""
 TRAIN = ("train", "--config", "config.yaml", "--data_path", "corpus")
 
 
