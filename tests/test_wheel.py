@@ -49,7 +49,7 @@ def test_what_is_in_it(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
     information = f"roxxel_dist-{wheel.name.split('-')[1]}.dist-info"
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "roxxel_dist").rglob("*.py")}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "roxxel_dist").rglob("*.py*") if path.suffix != ".pyc"}
     expected = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     assert set(names) == modules | {"roxxel_dist/py.typed"} | {f"{information}/{name}" for name in expected}
 

@@ -26,7 +26,10 @@ def ended(process, limit_s=LIMIT_S):
 
 
 def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may end between the two looks
+        return False
 
 
 def ups(study):
