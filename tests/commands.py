@@ -10,7 +10,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FAST = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
 """For XLA, where programs take a few steps: what it would make faster it takes longer to make."""
 TINY = """
 dim: 32

@@ -53,13 +53,13 @@ def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes)
     assert max(rows(runs / "mine")) > 1
     assert person.said[-1].strip()
     person.follow(job("2. A curriculum with blends"))
-    assert max(rows(runs / "blend")) == 80
+    assert max(rows(runs / "blend")) == 40
 
     person.start = hosts.run
     person.follow(job("3. Many hosts"))
     assert "rank 0 of 2: " in (runs / "two" / "logs" / "rank-0.log").read_text()
     assert "node2 1 | " in (runs / "two" / "logs" / "rank-1.log").read_text()
-    assert max(rows(runs / "two")) == 80
+    assert max(rows(runs / "two")) == 40
 
     person.start = partial(hosts.run, on="node1")
     person.environment |= nodes.environment
