@@ -75,8 +75,8 @@ def wall_time(given: Setting) -> Iterable[Result]:
     )  # fmt: skip
     yield Result(what="the bare step", against="ms", measured=1000 * bare)
     yield Result(
-        what="host fetches, by the trainer's count", against="a log interval", measured=trainer.fetches / intervals,
-        target=1, at_most=True,
+        what="host fetches, by the trainer's count", against="a log interval",
+        measured=trainer._reporter.fetches / intervals, target=1, at_most=True,
     )  # fmt: skip
     yield Result(
         what="steps in which jax.Array became numpy", against="a log interval", measured=len(converted) / intervals,

@@ -47,8 +47,8 @@ class Experiment:
     def __init__(self, config: Any) -> None:
         with usage_errors():
             config, self._told = with_base(config)
-        self.config = dataclasses.replace(config, **absolute_paths(config))
-        self.stopped = False
+        self.config: Any = dataclasses.replace(config, **absolute_paths(config))
+        self.stopped: bool = False
 
     def fit(
         self,

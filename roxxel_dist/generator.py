@@ -38,6 +38,11 @@ class Generator:
             text.
     """
 
+    model: Any
+    tokenizer: Tokenizer
+    config: Any
+    step: int
+
     def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None) -> None:
         self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
         check_continues(self.model, self.config)

@@ -59,9 +59,11 @@ class Stream:
         if missing:
             raise ValueError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
         self.plan = plan
-        self.datasets = {number: named[name] for number, name in enumerate(plan.datasets) if name in named}
+        self.datasets: dict[int, Roxxel] = {
+            number: named[name] for number, name in enumerate(plan.datasets) if name in named
+        }
         self.sharding = sharding
-        self.step = start_step
+        self.step: int = start_step
         self._ahead: dict[int, Rows] = {}
         self._next: int | None = None
         self._asks_ahead = False

@@ -27,11 +27,12 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float], items: int, key: Sequence[int]) -> None:
-        self.edges = running_shares(weights)
-        self.sets = len(self.edges)
+        self.edges: list[float] = running_shares(weights)
+        self.sets: int = len(self.edges)
         self.items = items
-        self.weights, self.key = tuple(weights), tuple(key)
-        self.block = block_length(min(weights) / sum(weights))
+        self.weights: tuple[float, ...] = tuple(weights)
+        self.key: tuple[int, ...] = tuple(key)
+        self.block: int = block_length(min(weights) / sum(weights))
         """Items of a block; the last one is longer by what does not fill one."""
         # What does not fill a block lengthens the last one: a block never has fewer items than its rounding needs.
         self._blocks = max(1, items // self.block)

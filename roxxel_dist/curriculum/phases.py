@@ -131,13 +131,13 @@ class Curriculum:
         if not phases:
             raise ValueError("phases: a curriculum needs at least one phase")
         self.primary_streamer = primary_streamer
-        self.mix_streamers = dict(mix_streamers or {})
+        self.mix_streamers: dict[str, Roxxel] = dict(mix_streamers or {})
         if "self" in self.mix_streamers:
             raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
         self._check_vocabularies()
         self._given = [Phase.of(phase) for phase in phases]
         self._longest = max(phase.seq_len or 0 for phase in self._given)
-        self.phases = tuple(self._with_steps(phase) for phase in self._given)
+        self.phases: tuple[Phase, ...] = tuple(self._with_steps(phase) for phase in self._given)
 
     def _with_steps(self, phase: Phase) -> Phase:
         if phase.epochs is None:

@@ -63,24 +63,28 @@ class Plan:
         self._build(seed, max_passes, [first_amendment(phases, datasets)])
 
     def _build(self, seed: int, max_passes: int | None, amendments: Sequence[Amendment]) -> None:
-        self.seed, self.max_passes, self.amendments = seed, max_passes, tuple(amendments)
+        self.seed: int = seed
+        self.max_passes: int | None = max_passes
+        self.amendments: tuple[Amendment, ...] = tuple(amendments)
         self.segments: list[Segment] = []
         """In order; of whole passes that repeat (`Segment.laps`) those of the first."""
-        self.total_steps = 0
+        self.total_steps: int = 0
         for level, amendment in enumerate(amendments):
             positions = self._positions_for(level) if level else beginnings(amendment.sources, seed)
             # A segment that an amendment cuts short keeps its length: its order follows from it.
             self.segments = [s for s in self.segments if s.first_step < amendment.from_step]
             self._firsts = [segment.first_step for segment in self.segments]
             self._known_to = amendment.from_step
-            self.shapes = amendment.shapes
+            self.shapes: tuple[Shape, ...] = amendment.shapes
             self.total_steps = sum(shape.steps for shape in amendment.shapes)
             self._rest = cut(
                 amendment.shapes, amendment.sources, positions,
                 seed=seed, first_step=amendment.from_step, level=level, max_passes=max_passes,
             )  # fmt: skip
             self._know(self.total_steps - 1 if self.total_steps < ENDLESS else amendment.from_step)
-        self.datasets = tuple(dict.fromkeys(name for amendment in amendments for name in amendment.sources))
+        self.datasets: tuple[str, ...] = tuple(
+            dict.fromkeys(name for amendment in amendments for name in amendment.sources)
+        )
         self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0, False))
 
     def _know(self, step: int) -> None:

@@ -38,12 +38,12 @@ class Mapping:
     def __init__(self, paths: Sequence[Path]) -> None:
         sizes = [os.stat(path).st_size for path in paths]
         pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
-        self.size = sum(pages)
+        self.size: int = sum(pages)
         for path, size in zip(paths, sizes, strict=True):
             if not size:
                 raise ValueError(f"{path}: the file is empty. Write it again, or take it away")
         reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self.address = fault.map_memory(None, self.size, PROT_NONE, reserved, -1)
+        self.address: int = fault.map_memory(None, self.size, PROT_NONE, reserved, -1)
         # Not at exit: threads may still read then, and the system unmaps everything anyway.
         weakref.finalize(self, fault.unmap_memory, self.address, self.size).atexit = False
         self.starts: list[int] = []
@@ -107,7 +107,7 @@ class Windows:
         self._arrays = tuple(arrays)  # what keeps the memory there
         self._low = min(addresses)
         self._high = max(address + array.nbytes for address, array in zip(addresses, arrays, strict=True))
-        self.starts = np.array(addresses, np.int64) - self._low
+        self.starts: np.ndarray = np.array(addresses, np.int64) - self._low
         """int64 [arrays]: where each array begins, in bytes from the first."""
         self._of_length: dict[int, np.ndarray] = {}
         self._waits, self._cold_for = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt, 0

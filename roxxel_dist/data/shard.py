@@ -193,7 +193,7 @@ class ShardWriter:
     def __init__(self, path: Path, settings: ShardSettings, *, after: Metadata | None = None) -> None:
         self.path = path
         self.settings = settings
-        self.tokens = 0
+        self.tokens: int = 0
         self._after = after
         self._ends = array("q")
         self._sums = array("Q")

@@ -41,7 +41,7 @@ class Tokenizer:
         # The library does not keep this one in the file.
         inner.encode_special_tokens = True
         self._described: dict[str, Any] = json.loads(inner.to_str())
-        self.kind = _kind(self._described)
+        self.kind: str = _kind(self._described)
         self._characters = frozenset(self._described["model"]["vocab"]) if self.kind == "char" else None
 
     @property

@@ -58,7 +58,7 @@ class Agent:
         self._leash_s = leash_s
         self._heard = time.monotonic()
         self._draining = self._paused = self._writable = self._ended = False
-        self.why = ""  # it ended before its ranks, and nobody asked it to
+        self.why: str = ""  # it ended before its ranks, and nobody asked it to
 
     def serve(self) -> None:
         """Follow orders until there is nobody left to give them."""

@@ -43,7 +43,7 @@ class Guard:
             env=inherited,
             start_new_session=True,
         )
-        self.pid = self._process.pid
+        self.pid: int = self._process.pid
         os.close(reads)
 
     def key(self, rank: int) -> str:

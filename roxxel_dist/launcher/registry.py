@@ -228,7 +228,7 @@ class Register:
         self._started = started
         self._wrote = 0.0
         self._failed = False
-        self._kept = self.entry = Entry(
+        self.entry: Entry = Entry(
             run_id=job.run_id,
             controller=this_process(),
             hosts=tuple(backend.hosts),
@@ -244,6 +244,7 @@ class Register:
             controller_host=controller_host,
             via=via,
         )
+        self._kept = self.entry
 
     def __enter__(self) -> "Register":
         with self._safely():

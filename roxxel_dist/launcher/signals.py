@@ -16,6 +16,8 @@ class Signals:
         stays: take SIGTSTP (Ctrl-Z) too, for a launcher that must not stand still.
     """
 
+    fd: int
+
     def __init__(self, say: Callable[[str], None], *, stays: bool = False) -> None:
         self._say = say
         self._stays = stays

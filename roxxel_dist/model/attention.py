@@ -7,7 +7,7 @@ from flax import nnx
 from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.lora import linear
-from roxxel_dist.model.position import rotary_of, rotate
+from roxxel_dist.model.position import Rotary, rotary_of, rotate
 
 INIT_STD = 0.02
 
@@ -20,16 +20,20 @@ class Attention(nnx.Module):
     by the depth, so that the residual stream's variance does not grow with it (GPT-2).
     """
 
+    n_heads: int
+    kv_heads: int
+    head_size: int
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_heads, self.kv_heads, self.head_size = config.heads()
-        self.window = config.window
-        self.rotary = rotary_of(config)
+        self.window: int | None = config.window
+        self.rotary: Rotary | None = rotary_of(config)
         width = (self.n_heads + 2 * self.kv_heads) * self.head_size
         init = nnx.initializers.normal(INIT_STD)
         init_out = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
-        self.qkv = linear(config, "attention", config.dim, width, init, rngs)
-        self.out = linear(config, "attention", config.dim, config.dim, init_out, rngs)
-        self.gate = Gate(config, rngs) if config.no_sink else None
+        self.qkv: nnx.Linear = linear(config, "attention", config.dim, width, init, rngs)
+        self.out: nnx.Linear = linear(config, "attention", config.dim, config.dim, init_out, rngs)
+        self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
     def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
         """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: keys and values [B, slots, kv_heads, K]."""
@@ -65,7 +69,7 @@ class Gate(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(INIT_STD)
-        self.score = nnx.Linear(config.dim, config.dim, use_bias=False, kernel_init=init, rngs=rngs)
+        self.score: nnx.Linear = nnx.Linear(config.dim, config.dim, use_bias=False, kernel_init=init, rngs=rngs)
 
     def __call__(self, mixed_BxLxD: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
         """The heads' outputs side by side, and the layer's input: an array of the same shape."""

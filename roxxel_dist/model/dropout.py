@@ -16,9 +16,9 @@ class Dropout(nnx.Module):
     """
 
     def __init__(self, rate: float | Setting, *, rngs: nnx.Rngs) -> None:
-        self.rate = rate if isinstance(rate, Setting) else Setting(rate)
+        self.rate: Setting = rate if isinstance(rate, Setting) else Setting(rate)
         self.deterministic = False  # NNX's eval() and train() set it
-        self.rngs = rngs.dropout.fork()
+        self.rngs: nnx.RngStream = rngs.dropout.fork()
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """An array of the same shape and dtype."""

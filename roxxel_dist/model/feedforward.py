@@ -28,13 +28,13 @@ class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         hidden, width = hidden_sizes(config)
         init, init_out = initializers(config)
-        self.activate = activation(config.activation, gated=config.use_swiglu)
+        self.activate: Activation = activation(config.activation, gated=config.use_swiglu)
         first = linear(config, "mlp", config.dim, width, init, rngs)
         if config.use_swiglu:
             self.gate_up = first
         else:
             self.up = first
-        self.down = linear(config, "mlp", hidden, config.dim, init_out, rngs)
+        self.down: nnx.Linear = linear(config, "mlp", hidden, config.dim, init_out, rngs)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, L, dim] to [B, L, dim], and a float32[] 0: one layer has no balance to keep (see `MixtureOfExperts`)."""

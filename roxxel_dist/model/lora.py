@@ -55,10 +55,10 @@ class LoRALinear(nnx.Linear):
         **more: Any,
     ) -> None:
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **more)
-        self.lora_a = LoRAParam(INIT_A(rngs.params(), (in_features, rank), self.param_dtype))
-        self.lora_b = LoRAParam(jnp.zeros((rank, out_features), self.param_dtype))
-        self.scale = alpha / rank
-        self.dropout = Dropout(dropout, rngs=rngs) if dropout else None
+        self.lora_a: LoRAParam[jax.Array] = LoRAParam(INIT_A(rngs.params(), (in_features, rank), self.param_dtype))
+        self.lora_b: LoRAParam[jax.Array] = LoRAParam(jnp.zeros((rank, out_features), self.param_dtype))
+        self.scale: float = alpha / rank
+        self.dropout: Dropout | None = Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in] to [..., out]."""
@@ -83,9 +83,11 @@ class ExpertsAdapter(nnx.Module):
 
     def __init__(self, shape: tuple[int, int, int], config: ModelConfig, rngs: nnx.Rngs) -> None:
         count, inputs, outputs = shape
-        self.lora_a = LoRAParam(INIT_A_OF_EXPERTS(rngs.params(), (count, inputs, config.lora_rank)))
-        self.lora_b = LoRAParam(jnp.zeros((count, config.lora_rank, outputs)))
-        self.scale = config.lora_alpha / config.lora_rank
+        self.lora_a: LoRAParam[jax.Array] = LoRAParam(
+            INIT_A_OF_EXPERTS(rngs.params(), (count, inputs, config.lora_rank))
+        )
+        self.lora_b: LoRAParam[jax.Array] = LoRAParam(jnp.zeros((count, config.lora_rank, outputs)))
+        self.scale: float = config.lora_alpha / config.lora_rank
 
     def merged(self, kernel_ExIxO: jax.Array) -> jax.Array:
         """The experts' matrices with their adapters."""

@@ -9,8 +9,8 @@ from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.lora import kernel_of
 from roxxel_dist.model.lora import linear as plain_or_adapted
-from roxxel_dist.model.norm import make_norm
-from roxxel_dist.model.position import rotary_of, rotate
+from roxxel_dist.model.norm import Norm, make_norm
+from roxxel_dist.model.position import Rotary, rotary_of, rotate
 
 
 class LatentAttention(nnx.Module):
@@ -24,26 +24,30 @@ class LatentAttention(nnx.Module):
     are one key and value head for all query heads. That is the absorbed form, which expands no latent of the past.
     """
 
+    n_heads: int
+    head_size: int
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_heads, _, self.head_size = config.heads()
-        self.window, self.absorbed = config.window, config.inference
-        self.latent_size = config.down_dim_kv
-        self.rotary = rotary_of(config)
-        self.rope_dim = 0 if self.rotary is None else config.rope_dim
+        self.window: int | None = config.window
+        self.absorbed: bool = config.inference
+        self.latent_size: int = config.down_dim_kv
+        self.rotary: Rotary | None = rotary_of(config)
+        self.rope_dim: int = 0 if self.rotary is None else config.rope_dim
 
         def linear(inputs: int, outputs: int, std: float = INIT_STD) -> nnx.Linear:
             return plain_or_adapted(config, "attention", inputs, outputs, nnx.initializers.normal(std), rngs)
 
         heads = self.n_heads * self.head_size
-        self.down_q = linear(config.dim, config.down_dim_q)
-        self.norm_q = make_norm(config, config.down_dim_q, rngs)
-        self.up_q = linear(config.down_dim_q, heads + self.n_heads * self.rope_dim)
-        self.down_kv = linear(config.dim, self.latent_size + self.rope_dim)
-        self.norm_kv = make_norm(config, self.latent_size, rngs)
-        self.up_k = linear(self.latent_size, heads)
-        self.up_v = linear(self.latent_size, heads)
-        self.out = linear(config.dim, config.dim, INIT_STD / (2 * config.num_blocks) ** 0.5)
-        self.gate = Gate(config, rngs) if config.no_sink else None
+        self.down_q: nnx.Linear = linear(config.dim, config.down_dim_q)
+        self.norm_q: Norm = make_norm(config, config.down_dim_q, rngs)
+        self.up_q: nnx.Linear = linear(config.down_dim_q, heads + self.n_heads * self.rope_dim)
+        self.down_kv: nnx.Linear = linear(config.dim, self.latent_size + self.rope_dim)
+        self.norm_kv: Norm = make_norm(config, self.latent_size, rngs)
+        self.up_k: nnx.Linear = linear(self.latent_size, heads)
+        self.up_v: nnx.Linear = linear(self.latent_size, heads)
+        self.out: nnx.Linear = linear(config.dim, config.dim, INIT_STD / (2 * config.num_blocks) ** 0.5)
+        self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
     def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
         """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: latents and rotary keys."""

@@ -12,7 +12,7 @@ from roxxel_dist.cluster.mesh import TENSOR
 from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts import Activate, experts
-from roxxel_dist.model.feedforward import activation, hidden_sizes, initializers
+from roxxel_dist.model.feedforward import Activation, activation, hidden_sizes, initializers
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
 
 
@@ -32,11 +32,12 @@ class MixtureOfExperts(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.n_experts, self.top_k = config.n_experts, config.top_k_mlp
-        self.activate = activation(config.activation, gated=config.use_swiglu)
+        self.n_experts: int = config.n_experts
+        self.top_k: int = config.top_k_mlp
+        self.activate: Activation = activation(config.activation, gated=config.use_swiglu)
         hidden, width = hidden_sizes(config)
         init, init_out = initializers(config)
-        self.router = nnx.Linear(
+        self.router: nnx.Linear = nnx.Linear(
             config.dim, config.n_experts, use_bias=False, dtype=jnp.float32, precision="highest",
             kernel_init=nnx.initializers.normal(INIT_STD), rngs=rngs,
         )  # fmt: skip
@@ -45,7 +46,7 @@ class MixtureOfExperts(nnx.Module):
             self.gate_up = first
         else:
             self.up = first
-        self.down = nnx.Param(init_out(rngs.params(), (config.n_experts, hidden, config.dim)))
+        self.down: nnx.Param[jax.Array] = nnx.Param(init_out(rngs.params(), (config.n_experts, hidden, config.dim)))
         if config.adapts("mlp"):
             for name in (self.first_name, "down"):
                 setattr(self, name + ADAPTER, ExpertsAdapter(getattr(self, name).shape, config, rngs))

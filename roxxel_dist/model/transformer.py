@@ -18,7 +18,7 @@ from roxxel_dist.model.feedforward import FeedForward
 from roxxel_dist.model.lora import LoRAParam
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.moe import MixtureOfExperts
-from roxxel_dist.model.norm import make_norm
+from roxxel_dist.model.norm import Norm, make_norm
 from roxxel_dist.model.position import sinusoids
 from roxxel_dist.model.setting import Setting
 from roxxel_dist.model.sharding import transformer_axes
@@ -29,11 +29,13 @@ class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream and reading a normed copy of it."""
 
     def __init__(self, config: ModelConfig, dropout_rate: Setting | None, rngs: nnx.Rngs) -> None:
-        self.attention_norm = make_norm(config, config.dim, rngs)
-        self.attention = LatentAttention(config, rngs) if config.mla else Attention(config, rngs)
-        self.feedforward_norm = make_norm(config, config.dim, rngs)
-        self.feedforward = (MixtureOfExperts if config.use_moe else FeedForward)(config, rngs)
-        self.dropout = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
+        self.attention_norm: Norm = make_norm(config, config.dim, rngs)
+        attention = LatentAttention if config.mla else Attention
+        self.attention: LatentAttention | Attention = attention(config, rngs)
+        self.feedforward_norm: Norm = make_norm(config, config.dim, rngs)
+        feedforward = MixtureOfExperts if config.use_moe else FeedForward
+        self.feedforward: FeedForward | MixtureOfExperts = feedforward(config, rngs)
+        self.dropout: Dropout | None = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
         self.deterministic = False  # NNX's eval() and train() set it
 
     def __call__(
@@ -57,7 +59,7 @@ class Transformer(nnx.Module):
         rngs: streams `params`, and `dropout` where the rate is above 0.
     """
 
-    parameter_axes = staticmethod(transformer_axes)
+    parameter_axes: staticmethod[[str], tuple[str | None, ...]] = staticmethod(transformer_axes)
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         if config.vocab_size is None:
@@ -65,20 +67,22 @@ class Transformer(nnx.Module):
         self.config = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(INIT_STD)
-        self.embedding = Embedding(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
+        self.embedding: Embedding = Embedding(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
         if config.pos_encoding == "learned":
-            self.position = Embedding(config.max_context, config.dim, embedding_init=init, rngs=rngs)
+            self.position: Embedding = Embedding(config.max_context, config.dim, embedding_init=init, rngs=rngs)
         # No layer at rate 0: it would carry random state through every step for nothing.
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
         if config.scan_layers:
             self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
         else:
             self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
-        self.norm = make_norm(config, config.dim, rngs)
+        self.norm: Norm = make_norm(config, config.dim, rngs)
         if config.use_moe:
-            self.alpha_balance = Setting(config.alpha_balance)
+            self.alpha_balance: Setting = Setting(config.alpha_balance)
         if not config.weight_tying:
-            self.head = nnx.Linear(config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs)
+            self.head: nnx.Linear = nnx.Linear(
+                config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs
+            )
 
     @overload
     def __call__(

@@ -77,7 +77,7 @@ class Bayes:
         self._sweep = sweep
         self._coding = Coding(sweep.space, sweep.rules)
         self._late: Proposer | None = None
-        self.start = start_count(self._coding.width)
+        self.start: int = start_count(self._coding.width)
 
     def __call__(self, record: Record, trial: int) -> Iterator[Sequence[float]]:
         """Points, best first."""

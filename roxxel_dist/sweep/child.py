@@ -55,7 +55,7 @@ class Child:
                 cwd=directory,
                 start_new_session=True,
             )
-        self.pid = self._process.pid
+        self.pid: int = self._process.pid
         """Of its process group too."""
         self._ended = os.pidfd_open(self.pid)
 

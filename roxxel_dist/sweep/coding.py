@@ -26,14 +26,14 @@ class Coding:
     def __init__(self, space: Space, rules: Rules) -> None:
         kinds = [one.distribution for one in space.free]
         self._space, self._kinds = space, kinds
-        self.dims = len(kinds)
-        self.counts = [None if kind.choices is None else len(kind.choices) for kind in kinds]
+        self.dims: int = len(kinds)
+        self.counts: list[int | None] = [None if kind.choices is None else len(kind.choices) for kind in kinds]
         self._ordered = [kind.is_ordered or len(kind.choices or ()) == 2 for kind in kinds]
         widths = [1 if ordered else count or 1 for ordered, count in zip(self._ordered, self.counts, strict=True)]
         ends = np.cumsum(widths, dtype=int)
-        self.columns = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
-        self.width = int(ends[-1]) if widths else 0
-        self.smooth = [dim for dim, count in enumerate(self.counts) if count is None]
+        self.columns: list[slice] = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
+        self.width: int = int(ends[-1]) if widths else 0
+        self.smooth: list[int] = [dim for dim, count in enumerate(self.counts) if count is None]
         """The parameters that the slope of anything can be followed along."""
         counts = np.array([count or 0 for count in self.counts])
         self._endless, self._last = counts == 0, np.maximum(counts - 1.0, 1.0)

@@ -55,7 +55,7 @@ class Expression:
     """
 
     def __init__(self, text: str) -> None:
-        self.text = text.strip()
+        self.text: str = text.strip()
         try:
             self._tree = ast.parse(self.text, mode="eval").body
         except SyntaxError as error:
@@ -65,7 +65,9 @@ class Expression:
         for node in ast.walk(self._tree):
             self._check(node)
         called = [node.func for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
-        self.names = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and node not in called}
+        self.names: set[str] = {
+            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and node not in called
+        }
         """The parameters that it asks for."""
 
     def _check(self, node: ast.AST) -> None:

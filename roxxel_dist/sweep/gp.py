@@ -24,7 +24,7 @@ USUAL_NOISE, NOISE_SPREAD = np.log(1e-2), 1.5
 STEPS = 60
 BLOCK = 128
 """Points that are looked at in one go: what is worked out for them stays in the cache."""
-CHOLESKY, INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
+_CHOLESKY, _INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
 
 def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -75,10 +75,10 @@ class _Posterior:
         alike, slope = _matern(_distances(scaled, scaled))
         whole = signal * alike
         whole.flat[:: len(values) + 1] += noise + JITTER
-        factor, failed = CHOLESKY(whole, lower=1)
+        factor, failed = _CHOLESKY(whole, lower=1)
         if failed:
             return 1e10, np.zeros(dims + 2)
-        inverse, _ = INVERT(factor, lower=1)
+        inverse, _ = _INVERT(factor, lower=1)
         inverse = np.tril(inverse) + np.tril(inverse, -1).T
         weights = inverse @ values
         residue = inverse - np.outer(weights, weights)

@@ -54,7 +54,7 @@ class Journal:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 data = whole(path.read_bytes())
-                self.history = replay(path, data)
+                self.history: History = replay(path, data)
                 self._size = len(data)
                 os.ftruncate(self._file, self._size)
                 _sync_folder(self._study)

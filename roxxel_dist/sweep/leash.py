@@ -90,6 +90,6 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code: int = main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)

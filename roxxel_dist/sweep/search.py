@@ -50,7 +50,8 @@ class Record:
     """Everything asked and told so far."""
 
     def __init__(self, sweep: Sweep, seed: int) -> None:
-        self.sweep, self.seed = sweep, seed
+        self.sweep: Sweep = sweep
+        self.seed: int = seed
         self.trials: dict[int, Asked] = {}
         self.keys: set[str] = set()
 

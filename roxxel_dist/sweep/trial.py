@@ -126,7 +126,7 @@ class Score:
         self._task, self._reader = task, reader
         self._began = time.monotonic()
         self.best: float | None = None
-        self.is_nan = False
+        self.is_nan: bool = False
         """Whether the metric came as no finite number."""
 
     def new(self, *, last: bool = False) -> Iterator[Event]:

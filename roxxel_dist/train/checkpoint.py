@@ -80,7 +80,7 @@ class CheckpointStore:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
-        self.folder = Path(folder).absolute()
+        self.folder: Path = Path(folder).absolute()
         self._forever = keep_every, frozenset(keep_steps or ())
         self._keep = max_to_keep, *self._forever
         self._name = f"checkpoint {next(_opened)}"

@@ -11,7 +11,7 @@ from flax import nnx
 
 from roxxel_dist.train.checkpoint import CheckpointStore
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Checkpointer:

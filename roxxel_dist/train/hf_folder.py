@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.hf import model_fields, put_together, tensors_of
+from roxxel_dist.model.hf import Tensors, model_fields, put_together, tensors_of
 from roxxel_dist.train.state import Leaves
 from roxxel_dist.train.tensor_files import TensorFiles
 
@@ -67,7 +67,8 @@ class HfFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         config = ModelConfig(**fields_of(folder))
-        self.tensors, self._blocks = tensors_of(config), config.num_blocks
+        self.tensors: dict[str, Tensors] = tensors_of(config)
+        self._blocks = config.num_blocks
         self._files = TensorFiles(folder)
         try:
             self._check_files()

@@ -23,7 +23,8 @@ class Programs:
     """
 
     def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
-        self.mesh, self._options = mesh, None if options is None else dict(options)
+        self.mesh: Mesh = mesh
+        self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._found: dict[Hashable, Future[Any]] = {}
         self.seconds: dict[Hashable, float] = {}

@@ -46,13 +46,16 @@ class Reporter:
         start_step: int,
         flops_per_token: Callable[[int], float],
     ) -> None:
-        self.logger, self.plan, self.last_step, self.start_step = logger, plan, last_step, start_step
+        self.logger: LogQueue = logger
+        self.plan: Plan = plan
+        self.last_step: int = last_step
+        self.start_step: int = start_step
         self._flops = flops_per_token
         self._aside: tuple[int, Metrics] | None = None
         self._loss: float | None = None
         self._next_show = 0.0
-        self.meter = Meter()
-        self.fetches = 0
+        self.meter: Meter = Meter()
+        self.fetches: int = 0
 
     def fetch(self, values: Any) -> Any:
         """Numbers from the devices; waits for them."""

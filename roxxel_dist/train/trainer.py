@@ -17,6 +17,7 @@ from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.process import enable_compilation_cache, process_index, stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.badstep import BadStep, Watch
@@ -24,7 +25,7 @@ from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import HELD_OUT, ask
 from roxxel_dist.train.follow import end_of, to_keep
-from roxxel_dist.train.fork import begin, go_back, restore_start, rewound, with_adapters
+from roxxel_dist.train.fork import Start, begin, go_back, restore_start, rewound, with_adapters
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
 from roxxel_dist.train.log_queue import LogQueue, Tracker
@@ -51,8 +52,7 @@ class Trainer:
         loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
             "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
         save_path: the run directory.
-        eval_fn: called with `state` on every rank after each validation; rank 0 prints the text, or logs the dictionary
-            of numbers, that it returns.
+        eval_fn: called with `state` on every rank after each validation; rank 0 prints its text, or logs its numbers.
         validation: data sets by name to validate on, instead of what `val_fraction` holds out.
         mesh: devices of all processes, from `make_mesh` or with axes of your own; by default all of them along "data".
         data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
@@ -88,15 +88,16 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
         **options: Any,
     ) -> None:
-        self.options = LoopOptions(**options)
+        self.options: LoopOptions = LoopOptions(**options)
         enable_compilation_cache()
-        self.mesh = mesh = mesh or make_mesh()
+        mesh = mesh or make_mesh()
+        self.mesh: Mesh = mesh
         self._sharding = data_sharding or batch_sharding(mesh)
         curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(curriculum.shapes, grad_accum_steps)
         self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
         self._optimizer = as_optimizer(optimizer)
-        self.store = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
+        self.store: CheckpointStore = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
         self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
         self._progress = Progress.from_env(process_index())
         self._timeline = Timeline(None if process_index() else self._folder, self._progress)
@@ -106,15 +107,19 @@ class Trainer:
                 model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp,
                 dtype=jnp.bfloat16 if self.options.use_bf16 else None, restored=start.step > 0, load=start.load,
             )  # fmt: skip
-            self.start = start = with_adapters(start, self._parts)
-            self.plan, self._standing = start.plan, start.standing
-            self.start_step, self.step, self.stopped = start.step, start.step, False
-            self.last_step = end_of(self.plan, self.options)
+            self.start: Start = with_adapters(start, self._parts)
+            self.plan: Plan = start.plan
+            self._standing = start.standing
+            self.start_step: int = start.step
+            self.step: int = start.step
+            self.stopped: bool = False
+            self.last_step: int = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
-            go_back(self.store, start, self.last_step)
-            self.logger = LogQueue([*trackers_for(self._folder, self.last_step, self.step), self._timeline, *trackers])
+            go_back(self.store, self.start, self.last_step)
+            own = trackers_for(self._folder, self.last_step, self.step)
+            self.logger: LogQueue = LogQueue([*own, self._timeline, *trackers])
         except BaseException:
             self.store.close()
             self._programs.close()
@@ -152,11 +157,6 @@ class Trainer:
     def finished(self) -> bool:
         """Whether no step is left to do."""
         return self.step >= self.last_step or self._standing.gave_up(self.options.patience)
-
-    @property
-    def fetches(self) -> int:
-        """How often numbers were fetched from the devices."""
-        return self._reporter.fetches
 
     def run(self, at_the_end: Callable[[], None] | None = None) -> ModelState:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.

@@ -90,13 +90,13 @@ def test_numbers_are_fetched_once_a_log_interval(corpus, tmp_path, monkeypatch):
     assert len(outside) == 1, outside
     assert [row["step"] for row in rows(tmp_path)] == [1, 5, 10, 13]
     saves = 4  # of steps 3, 6, 9, 12: the health is looked at before, for it is not logged then
-    assert made.fetches == 4 + saves
-    assert fetched > made.fetches
+    assert made._reporter.fetches == 4 + saves
+    assert fetched > made._reporter.fetches
 
 
 def test_no_save_no_further_fetch(corpus, tmp_path):
     made = train(corpus, tmp_path, log_every=5, eval_every=100, checkpoint_every=100, val_fraction=0.0)
-    assert made.fetches == len(rows(tmp_path)) == 4
+    assert made._reporter.fetches == len(rows(tmp_path)) == 4
 
 
 def test_a_module_trains_as_it_is(corpus, tmp_path):

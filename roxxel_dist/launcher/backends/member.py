@@ -15,7 +15,7 @@ class MemberBackend(LocalBackend):
     """
 
     def __init__(self, address: str, *, leads: bool) -> None:
-        self.address = address
+        self.address: str | None = address
         self.leads = leads
 
     def describe(self) -> Mapping[str, Any]:

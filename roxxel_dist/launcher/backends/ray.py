@@ -77,7 +77,7 @@ class RayBackend:
         self._processes: list[RayProcess] = []
         self._closed = threading.Event()
         self._open, self._in_worker, self._is_free = ExitStack(), False, False
-        self.abandoned = False
+        self.abandoned: bool = False
         """Whether closing was given up: an ordinary end of this process would then wait for Ray again."""
         self._ray: Any = None
         self._group: Any = None
