@@ -59,8 +59,6 @@ class Transformer(nnx.Module):
         rngs: streams `params`, and `dropout` where the rate is above 0.
     """
 
-    parameter_axes: staticmethod[[str], tuple[str | None, ...]] = staticmethod(transformer_axes)
-
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")
@@ -83,6 +81,11 @@ class Transformer(nnx.Module):
             self.head: nnx.Linear = nnx.Linear(
                 config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs
             )
+
+    @staticmethod
+    def parameter_axes(name: str) -> tuple[str | None, ...]:
+        """The axis that each dimension of a parameter is meant for, see `transformer_axes`."""
+        return transformer_axes(name)
 
     @overload
     def __call__(
