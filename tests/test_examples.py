@@ -232,13 +232,31 @@ def test_a_model_of_ones_own_from_text_to_a_sweep(tmp_path):
     assert min(row["val_loss"] for row in best.values() if "val_loss" in row) == history.best.value  # the trial again
 
 
+TRAIN = [ROOT / "examples" / "train.py", "--config", ROOT / "configs" / "default_config.yaml"]
+SMALL_TRAIN = ["--vocab_size=300", "--dim=16", "--num_blocks=1", "--max_context=32", "--max_steps=2", "--batch_size=8"]
+
+
+def write_corpus(folder):
+    """The text that the default config names."""
+    (folder / "data").mkdir()
+    text = "".join(f"{i} and {i} are {2 * i}. " for i in range(6000))
+    (folder / "data" / "corpus.txt").write_text(text)
+
+
+def test_train_py_on_two_processes(tmp_path):
+    write_corpus(tmp_path)
+    launched = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 1, "--", "python", *TRAIN, *SMALL_TRAIN]
+    result = run(*launched, "--eval_iters=1", "--run_dir", "two", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "rank 0 of 2: " in result.stdout
+    assert result.stdout.endswith("Saved to: two\n")
+    assert list(rows(tmp_path / "two")) == [1, 2]
+
+
 def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
     """On the data that the config names; the same run from `Trainer(config)`, to the bit; what is not built is told."""
-    (tmp_path / "data").mkdir()
-    text = "".join(f"{i} and {i} are {2 * i}. " for i in range(6000))
-    (tmp_path / "data" / "corpus.txt").write_text(text)
-    small = ["--vocab_size=300", "--dim=16", "--num_blocks=1", "--max_context=32", "--max_steps=2", "--batch_size=8"]
-    train = [sys.executable, ROOT / "examples" / "train.py", "--config", ROOT / "configs" / "default_config.yaml"]
+    write_corpus(tmp_path)
+    small, train = SMALL_TRAIN, [sys.executable, *TRAIN]
     result = subprocess.run(
         [*train, *small, "--lr", "5e-4", "--run_dir", "a"],
         cwd=tmp_path,

@@ -163,6 +163,11 @@ def test_a_run_that_max_steps_ends(corpus):
     assert found.notes == ("max_steps ends the run after step 3 of 7",)
 
 
+def test_max_steps_makes_no_run_longer(corpus):
+    found = outlook(Config(**SMALL, max_steps=8), corpus_path(corpus), SIMULATED)
+    assert found.notes == ("max_steps is 8, and the phases end after 7: give them more epochs, or steps, for more",)
+
+
 def test_a_model_of_ones_own(corpus):
     config = Config(**ONE, model="own_model:build", loss="own_model:loss", model_args={"depth": 2})
     found = outlook(config, corpus_path(corpus), SIMULATED)

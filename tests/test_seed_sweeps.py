@@ -18,7 +18,6 @@ from roxxel_dist.sweep.study import read_study
 pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(900)]
 SWEEPS = {"configs/sweep.yaml": 10, "sweeps/sweep.yaml": 21}
 """And how many parameters each searches: one with a single value is none."""
-TRIALS = {"configs/sweep.yaml": 2, "sweeps/sweep.yaml": 1}
 SMALL = {
     "dim": [16, 32], "num_blocks": [1, 2], "max_context": [16, 32], "context_window": [4, 8, 16], "batch_size": [4, 8],
     "grad_accum": [1, 2], "warmup_steps": [1, 2, 4], "epochs": [1, 2],
@@ -48,21 +47,20 @@ def test_it_is_planned_as_it_stands(desk, file, monkeypatch, capsys):
     assert said.count("  for instance ") == 2
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("file", SWEEPS)
-def test_a_small_form_is_run(desk, file, processes):
+@pytest.mark.parametrize(("file", "processes", "trials"), [(file, *how) for file in SWEEPS for how in ((1, 2), (2, 1))])
+def test_a_small_form_is_run(desk, file, processes, trials):
     """The same parameters and distributions, with smaller shapes and fewer steps."""
     sweep = load_yaml(desk / file)
     sweep["parameters"] |= {name: {"values": SMALL[name]} for name in SMALL if name in sweep["parameters"]}
     (desk / file).write_text(yaml.safe_dump(sweep, sort_keys=False))
     words = ["--config", "configs/default_config.yaml", "--data_path", "data/corpus.txt", "--wandb_project", "mine"]
     less = ["--max_context", 32, "--max_steps", 2, "--eval_iters", 1, "--vocab_size", 300, "--cpus_per_trial", 1]
-    asked = ["--count", TRIALS[file], "--workers", 2, "--procs_per_host", processes]
+    asked = ["--count", trials, "--workers", 2, "--procs_per_host", processes]
     done = run("sweep", "--sweep_config", file, *words, *less, *asked, cwd=desk, HOME=str(desk))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no W&B login: the search is made here" in done.stderr
     history = read_study(desk / "studies" / "sweep").history
-    assert [trial.state for trial in history.trials.values()] == ["done"] * TRIALS[file], done.stdout
+    assert [trial.state for trial in history.trials.values()] == ["done"] * trials, done.stdout
     assert re.search(r"best val_loss: [\d.]+, trial [01]: ", done.stdout)
     for number in history.trials:
         kept = Config.from_yaml(desk / "studies" / "sweep" / "trials" / str(number) / "config.yaml")

@@ -142,7 +142,8 @@ def _find(
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(
-                f"{path}: no such file or folder; name the text files, or folders of them, to build from"
+                f"{path}: no such file or folder; name text files, folders of them, or shards, "
+                f"as they are seen from here"
             )
         saved = saved_data_set(path) if path.is_dir() else None
         arrow.update(file.resolve() for file in saved or ())

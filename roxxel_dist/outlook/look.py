@@ -25,7 +25,7 @@ from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import arrays, device_bytes, look_ahead, memory_limit
 from roxxel_dist.train.base import check_weights, checkpoint_named
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.follow import end_of
+from roxxel_dist.train.follow import end_of, longer_than_its_phases
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.programs import Programs
@@ -203,6 +203,8 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         programs.close()
     if last < plan.total_steps:
         notes = (*notes, f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
+    if note := longer_than_its_phases(plan, options):
+        notes = (*notes, note)
     with usage_errors():
         speed = _speed(asked, mesh, bf16=options.bf16_compute or options.use_bf16)
     told = [

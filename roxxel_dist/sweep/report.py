@@ -97,6 +97,8 @@ def write_best_config(study: Study, file: str | Path) -> Trial:
             f"another machine; its parameters are {flat(best.params)}"
         )
     fields = {name: value for name, value in load_yaml(used).items() if name != RECORD}
+    if fields.get("wandb") == "offline":  # how a sweep without an account follows its trials: no choice of the user's
+        del fields["wandb"]
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Config.from_dict(fields, str(used)).save_yaml(file)
     return best

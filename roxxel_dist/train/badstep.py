@@ -57,7 +57,8 @@ def describe(health: Health, plan: Plan, last_good: int | None) -> str:
         f"step {step} went wrong: its loss is {health.bad_loss:g}, its gradient norm {health.bad_norm:g}, "
         f"the mean loss before {health.mean:g}. {_rows(plan, step)}. "
         f"The last good checkpoint is of step {last_good or 'none'}: go on from it with a smaller lr, "
-        f"or let on_bad_step skip or rewind deal with such steps"
+        f"or let on_bad_step skip or rewind deal with such steps; if the data may be damaged, "
+        f"`roxxel-dist data verify` looks at every token"
     )
 
 

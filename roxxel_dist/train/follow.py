@@ -74,6 +74,14 @@ def end_of(plan: Plan, options: LoopOptions) -> int:
     return min(plan.total_steps, options.max_steps or plan.total_steps)
 
 
+def longer_than_its_phases(plan: Plan, options: LoopOptions) -> str:
+    """What is said where `max_steps` asks for more steps than there are: it ends a run early, and makes none longer."""
+    wanted, steps = options.max_steps or 0, plan.total_steps
+    if wanted <= steps:
+        return ""
+    return f"max_steps is {wanted:,}, and the phases end after {steps:,}: give them more epochs, or steps, for more"
+
+
 def changes(saved: Mapping[str, Any], before: Plan, plan: Plan, optimizer: Optimizer, step: int) -> tuple[str, ...]:
     """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
     other, told = plan.fingerprint != before.fingerprint, plan.describe()

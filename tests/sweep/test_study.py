@@ -85,6 +85,14 @@ def test_the_best_config_is_one_that_train_reads(study, tmp_path):
     assert "record" not in (tmp_path / "best.yaml").read_text()
 
 
+def test_the_best_config_does_not_follow_a_run_where_the_user_did_not(study, tmp_path):
+    """A sweep has its trials write W&B's files offline, to read them; a run of its best config is the user's."""
+    used = study.run_dir(study.done[0]) / "config.yaml"
+    used.write_text(re.sub(r"(?m)^wandb: .*", "wandb: offline", used.read_text()))
+    write_best_config(study, tmp_path / "best.yaml")
+    assert Config.from_yaml(tmp_path / "best.yaml").wandb == "off"
+
+
 def test_a_program_of_ones_own_has_no_config(tmp_path):
     study = read_study(made_study(tmp_path, 3))
     (study.run_dir(study.done[0]) / "config.yaml").unlink()
