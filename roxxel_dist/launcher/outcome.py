@@ -15,6 +15,8 @@ USAGE_S = 1.0
 
 TAIL_WITHOUT_TRACEBACK = 15
 CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
+CHATTER = "[Gloo] "
+"""How lines begin that tell of connections made: a thread may write one behind the traceback of another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +125,11 @@ def how(code: int) -> str:
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
     """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
-    for number, line in enumerate(tail):
+    told = [line for line in tail if not line.startswith(CHATTER)] or tail
+    for number, line in enumerate(told):
         if line.startswith(CRASH_HEADERS):
-            return tail[number:]
-    return tail[-TAIL_WITHOUT_TRACEBACK:]
+            return told[number:]
+    return told[-TAIL_WITHOUT_TRACEBACK:]
 
 
 def failure_report(failure: Exit, tail: Sequence[str], log: Path) -> list[str]:

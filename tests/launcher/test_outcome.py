@@ -88,3 +88,10 @@ def test_without_a_traceback_the_last_lines_are_fewer() -> None:
 def test_who_stayed() -> None:
     text = late_report(Outcome(exits=ends(0, -9, -9), late=True), 60.0)
     assert "rank 0 had ended, but rank 1 (in step 1), 2 (in step 2) still ran 60 s later" in text
+
+
+def test_what_is_told_of_connections_is_nobodys_last_word() -> None:
+    crash = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 'x'"]
+    gloo = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    assert last_words([gloo, *crash, gloo]) == crash
+    assert last_words([gloo, gloo]) == [gloo, gloo]

@@ -163,7 +163,7 @@ def test_a_cluster_that_lets_in_everybody_is_refused(tmp_path: Path) -> None:
         env = {name: value for name, value in open_nodes.environment.items() if name != "RAY_ADDRESS"}
         for address in (open_nodes.address, "auto"):  # asked before it is joined, and after
             command = words(address, 1, "--", "touch", "x")
-            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=env)
+            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=env, timeout=200)
             assert result.returncode == 2
             assert "lets in everybody who reaches it" in result.stderr
             assert "ray get-auth-token --generate" in result.stderr
@@ -171,7 +171,7 @@ def test_a_cluster_that_lets_in_everybody_is_refused(tmp_path: Path) -> None:
             assert "--insecure" in result.stderr
             assert list(tmp_path.iterdir()) == []
         command = words("auto", 1, "--insecure", "--", "touch", "x")
-        result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=open_nodes.environment)
+        result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=open_nodes.environment, timeout=200)
         assert (result.returncode, result.stderr) == (0, "")
         assert (tmp_path / "x").exists()
 
