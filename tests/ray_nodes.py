@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -64,6 +65,13 @@ class RayNodes:
         with (self.folder / f"{name}.log").open("ab") as log:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             self.daemons[name] = self.hosts.popen(words, on=name, env=env, **pipes)
+
+    def wait_until_up(self, name: str, limit_s: float = 120) -> None:
+        """Until Ray says where the cluster is, which comes some seconds after the head's port is open."""
+        told, end = self.folder / name / "ray_current_cluster", time.monotonic() + limit_s
+        while not told.exists():
+            assert time.monotonic() < end, f"Ray on {name} is not up after {limit_s:g} s"
+            time.sleep(0.1)
 
     def stop(self, name: str) -> None:
         """End Ray on a host as a person would; what does not end is killed with the host."""

@@ -161,6 +161,10 @@ def test_a_cluster_that_lets_in_everybody_is_refused(tmp_path: Path) -> None:
         pytest.skip(why)
     with ray_nodes(1, token=False, head=("--include-dashboard", "false")) as open_nodes:
         env = {name: value for name, value in open_nodes.environment.items() if name != "RAY_ADDRESS"}
+        # Where "auto" looks first: otherwise it may take the Ray of another test, whose processes it sees.
+        open_nodes.wait_until_up("h1")
+        (open_nodes.folder / "ray").symlink_to("h1")
+        env["RAY_TMPDIR"] = str(open_nodes.folder)
         for address in (open_nodes.address, "auto"):  # asked before it is joined, and after
             command = words(address, 1, "--", "touch", "x")
             result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=env, timeout=200)
