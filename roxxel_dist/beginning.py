@@ -13,6 +13,7 @@ from roxxel_dist.lineage import changed_from
 from roxxel_dist.record import describe_environment, summarize
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.train.cursor import write_cursor
+from roxxel_dist.train.follow import longer_than_its_phases
 from roxxel_dist.train.fork import FROM
 from roxxel_dist.train.trainer import Trainer
 
@@ -56,6 +57,10 @@ def write_down(
         say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
     if not trainer.start.notes:  # else they have it
         say(trainer.plan.describe())
+    if note := longer_than_its_phases(trainer.plan, trainer.options):
+        say(note)
+    if saved and not trainer.step:
+        say(f"{run} has no checkpoint yet: it begins again, at step 1")
     for line in changed:
         say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
 

@@ -105,8 +105,6 @@ class Experiment:
             try:
                 # All ranks learn it, if the disk is full already.
                 told = "" if before else self._told  # a run that goes on has its base already
-                if resume and saved and not trainer.step and is_primary():
-                    print(f"{run} has no checkpoint yet: it begins again, at step 1", flush=True)
                 on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, told))
                 self._run(trainer, run, made.data.tokenizer, prompt)
             finally:

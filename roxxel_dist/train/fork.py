@@ -12,16 +12,7 @@ from roxxel_dist.train.base import BASE, SCALES, Base, based_on, checkpoint_name
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.cursor import write_cursor
-from roxxel_dist.train.follow import (
-    Start,
-    changes,
-    end_of,
-    identity,
-    longer_than_its_phases,
-    plan_to_follow,
-    take_up,
-    to_keep,
-)
+from roxxel_dist.train.follow import Start, changes, end_of, identity, plan_to_follow, take_up, to_keep
 from roxxel_dist.train.keeper import restore
 from roxxel_dist.train.optimizer import Optimizer
 from roxxel_dist.train.origin import Origin, RunStep
@@ -56,8 +47,6 @@ def begin(
         start = _fork(curriculum, optimizer, options, origin.fork)
     else:
         start = take_up(store, curriculum, optimizer, options, amend=amend)
-    if note := longer_than_its_phases(start.plan, options):
-        start = replace(start, notes=(*start.notes, note))
     if start.step:
         return _on_base(store, start, options.init_from)
     return start if options.init_from is None else _with_weights(options.init_from, start)

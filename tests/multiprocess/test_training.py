@@ -87,14 +87,13 @@ def ranks_of(launcher):
 
 
 @pytest.mark.parametrize(
-    ("whom", "deaths"),
-    [("rank 1", 1), *(pytest.param(other, 2, marks=LONG) for other in ("rank 0", "every rank", "launcher"))],
+    "whom", ["rank 1", *(pytest.param(other, marks=LONG) for other in ("rank 0", "every rank", "launcher"))]
 )
-def test_killed_and_started_again_it_is_the_same_run(work, whom, deaths):
-    """kill -9 at a random step, or twice; then on to the end. Every loss is that of the run that never stopped."""
+def test_killed_and_started_again_it_is_the_same_run(work, whom):
+    """kill -9 at a random step, twice; then on to the end. Every loss is that of the run that never stopped."""
     chosen = random.Random()
     run_dir = f"killed-{whom.replace(' ', '')}"
-    for death in range(deaths):
+    for death in range(2):
         launcher = start(*launched(2, 2, run_dir, "--resume"), cwd=work)
         try:
             begun = max(rows(work / run_dir), default=0)
