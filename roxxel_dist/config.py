@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from roxxel_dist.config_fields import PARTS, AllFields, field_types
+from roxxel_dist.data.commit import write_file
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.rules import check_sizes
 
@@ -109,7 +110,7 @@ class Config(AllFields):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
-        """Write all fields, in one move.
+        """Write all fields, in one move, to the disk.
 
         Args:
             path: the file.
@@ -117,11 +118,8 @@ class Config(AllFields):
         """
         import yaml
 
-        path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")
         content = {**self.to_dict(), **({RECORD: dict(record)} if record else {})}
-        temporary.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        temporary.replace(path)
+        write_file(Path(path), yaml.safe_dump(content, sort_keys=False))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:

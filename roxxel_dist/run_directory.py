@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from roxxel_dist.cluster import mailbox
+from roxxel_dist.data.commit import make_folder
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 METRICS, LOGS = "metrics.jsonl", "logs"
@@ -40,7 +41,7 @@ class RunDirectory:
         if (self.path / CONFIG).exists() and not resume:
             raise ValueError(f"{self.path} holds a run already: add --resume to continue it, or name another --run_dir")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ValueError(

@@ -218,7 +218,7 @@ def _publish(
             target = stack.enter_context(staging(place / half, "build")) if half else staged
             if half in halves:
                 for name in beside:
-                    shutil.copyfile(parts / name, target / name)
+                    write_file(target / name, (parts / name).read_bytes())
                 for path in (parts / half).glob("*.rox"):
                     path.rename(target / path.name)
                 with Roxxel(target) as written:

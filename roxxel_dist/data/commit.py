@@ -6,6 +6,7 @@ moved to their place, and what they replace is removed. If the writer dies on th
 finishes that; if it dies before, the folder is thrown away by the next writer.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -25,13 +26,30 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot sync folders
+            raise
     finally:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file in one instant: under a temporary name, fsynced, renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, where they are missing, and bring their names to the disk."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in absent:
+        sync_folder(path.parent)
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Write a whole file in one instant: under a temporary name, fsynced, renamed. Text becomes UTF-8.
+
+    After a power failure the file holds what it held before or all of `data`. A writer that is killed leaves
+    `.NAME.*.tmp` beside it.
+    """
+    # Not the process's id: on a shared disk two containers may have the same.
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    data = data.encode() if isinstance(data, str) else data
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -54,7 +72,7 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     staged = folder / f".{name}{SUFFIX}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         finish_interrupted(folder)
         lock = _take(staged)
     except OSError as error:

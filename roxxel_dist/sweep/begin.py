@@ -12,7 +12,7 @@ from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
 DATA_PATH, DIRECTORY, SERVER = "data_path", "directory", "wandb_sweep"
-MINE = {BASE, EXTRAS, f".{DEFINITION}.tmp", f"{BASE}.tmp", ".lock"}
+MINE = {BASE, EXTRAS, ".lock"}
 """What a start may have left that was killed before the study was there."""
 
 
@@ -73,7 +73,9 @@ def look(
     if not (study / DEFINITION).is_file():
         if sweep_config is None:
             raise ValueError(f"{study} is no study yet: name a file with --sweep_config")
-        if study.is_file() or (study.is_dir() and any(path.name not in MINE for path in study.iterdir())):
+        if study.is_file() or (
+            study.is_dir() and any(path.name not in MINE and not path.match(".*.tmp") for path in study.iterdir())
+        ):
             raise ValueError(f"--study {study} is there, and no study: name another folder")
         return read_sweep(sweep_config, extras), None if data_path is None else str(Path(data_path).absolute())
     if sweep_config is not None:

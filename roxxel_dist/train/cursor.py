@@ -2,20 +2,19 @@
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from roxxel_dist.data.commit import write_file
 
 NAME = "training_cursor.json"
 
 
 def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:
     """Say, in one move, which step is saved and whether it was the last one; a full disk is no reason to stop."""
-    path = run / NAME
-    temporary = path.with_name(NAME + ".tmp")
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps({"step": step, "last_step": last_step, "finished": finished}) + "\n")
-        os.replace(temporary, path)
+        cursor = {"step": step, "last_step": last_step, "finished": finished}
+        write_file(run / NAME, json.dumps(cursor) + "\n")
 
 
 def read_cursor(run: Path) -> dict[str, Any]:

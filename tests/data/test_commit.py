@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from roxxel_dist.data.commit import finish_interrupted, publish, staging, write_file
+from roxxel_dist.config import Config
+from roxxel_dist.data.build import build
+from roxxel_dist.data.commit import finish_interrupted, make_folder, publish, staging, write_file
 from roxxel_dist.data.dataset import Roxxel
 
 OLD = [b"old-one", b"old-two", b"old-three"]
@@ -150,3 +153,45 @@ def test_a_file_is_written_whole_or_not(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_file(tmp_path / "folder", b"x")
     assert sorted(os.listdir(tmp_path)) == ["a", "folder"]
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What is brought to the disk and what is renamed, in order: ("fsync" | "rename", the name at that time)."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def spy_fsync(descriptor):
+        done.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def spy_replace(source, target):
+        done.append(("rename", os.path.basename(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    monkeypatch.setattr(Path, "replace", spy_replace)
+    return done
+
+
+def test_a_config_is_on_the_disk_before_its_name_and_the_name_with_its_folder(tmp_path, disk):
+    folder = tmp_path / "runs" / "one"
+    make_folder(folder)
+    assert disk == [("fsync", "runs"), ("fsync", tmp_path.name)], "the names of new folders are brought to the disk"
+    disk.clear()
+    Config().save_yaml(folder / "config.yaml")
+    (kind, temporary), *rest = disk
+    assert kind == "fsync"
+    assert temporary.startswith(".config.yaml.")
+    assert str(os.getpid()) not in temporary, "a container on the same disk may have the same process id"
+    assert rest == [("rename", "config.yaml"), ("fsync", "one")]
+
+
+def test_the_tokenizer_of_a_data_set_is_on_the_disk_before_the_data_set_is_there(tmp_path, disk):
+    (tmp_path / "a.txt").write_text("one two three " * 20)
+    build(tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", progress=False).close()
+    names = [name for kind, name in disk if kind == "fsync"]
+    staged = disk.index(("rename", "commit.json"))
+    renamed = [number for number, entry in enumerate(disk) if entry == ("rename", "tokenizer.json") and number < staged]
+    assert len(renamed) == 2, "once where it was made and once where the data set is put together"
+    assert sum(name.startswith(".tokenizer.json.") for name in names) == 2

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from roxxel_dist.data.commit import write_file
+
 COLUMNS = ("step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step")
 MORE_COLUMNS = ("tokens_per_s", "phase", "tokens", "lr", "grad_norm")
 
@@ -65,10 +67,8 @@ class CsvTracker:
         rows = list(csv.reader(self._file))[1:]
         columns = self._columns or self._leading
         columns = [*columns, *(name for name in new if name not in columns)]
-        temporary = self._path.with_name(self._path.name + ".tmp")
         padded = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
-        temporary.write_text(_lines([columns, *padded]), encoding="utf-8")
-        os.replace(temporary, self._path)
+        write_file(self._path, _lines([columns, *padded]))
         self._file.close()
         self._file, self._columns = self._continue(math.inf)
 
@@ -158,9 +158,7 @@ def keep_rows(path: Path, last_step: float, step_of: Callable[[str], int], heade
     if header and not (head and head[0].endswith("\n")):
         head = []
     if head + kept != lines:
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(head + kept), encoding="utf-8")
-        os.replace(temporary, path)
+        write_file(path, "".join(head + kept))
 
 
 def _step(line: str, step_of: Callable[[str], int]) -> float:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from roxxel_dist.data.commit import write_file
 from roxxel_dist.train.log_queue import TrackerError
 from roxxel_dist.train.trackers.table import JsonlReader
 
@@ -196,6 +197,4 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _save(path: Path, record: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(path, json.dumps(record) + "\n")
