@@ -207,12 +207,17 @@ class Experiment:
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         def at_the_end() -> None:
             """The run is done and saved: what fails here is told, and harms nothing."""
-            model = trainer.state.local_model() if tokenizer else None  # every rank has a part of it
+            model, no_sample = None, "no tokenizer: no sample"
+            if tokenizer:
+                try:
+                    model = trainer.state.local_model()  # every rank has a part of it
+                except Exception as error:
+                    no_sample = f"no sample: {str(error).splitlines()[0]}"
             if not is_primary() or (trainer.step == trainer.start_step and (run / CURVE).exists()):
                 return
             say = trainer.logger.text
             for what, act in (
-                ("sample", lambda: self._sample(model, tokenizer, prompt) if tokenizer else "no tokenizer: no sample"),
+                ("sample", lambda: self._sample(model, tokenizer, prompt) if model and tokenizer else no_sample),
                 ("loss curve", lambda: _draw(trainer, run)),
             ):
                 try:

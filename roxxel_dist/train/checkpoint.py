@@ -9,7 +9,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,11 +168,14 @@ class CheckpointStore:
             self.settle()
         return self._ended.popleft() if self._ended else None
 
-    def settle(self) -> None:
-        """Until the save that was begun is over, well or not."""
+    def settle(self, limit_s: float | None = None) -> None:
+        """Until the save that was begun is over, well or not; or for so many seconds."""
         if self._pending is None:
             return
-        (save, finished), self._pending = self._pending, None
+        save, finished = self._pending
+        if limit_s is not None and not wait([finished], limit_s).done:
+            return
+        self._pending = None
         try:
             problem = finished.result()
         except Exception as error:  # the other ranks could not be asked
@@ -198,11 +201,16 @@ class CheckpointStore:
         if self._problem:
             raise SaveError(self._problem)
 
-    def close(self) -> None:
-        """Finish what is being saved and let go of the thread."""
-        self.settle()
-        self._thread.shutdown()
-        self._handler.close()
+    def close(self, limit_s: float | None = None) -> None:
+        """Finish what is being saved and let go of the thread.
+
+        Args:
+            limit_s: wait for no longer than so many seconds, after a failure that the other ranks must learn of.
+        """
+        self.settle(limit_s)
+        self._thread.shutdown(wait=self._pending is None)
+        if self._pending is None:
+            self._handler.close()
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that a checkpoint was saved with.

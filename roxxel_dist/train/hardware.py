@@ -1,5 +1,6 @@
 """What the machine could do, and what of it training uses: peak FLOP/s, model FLOPs utilisation, memory."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,17 @@ def peak_memory_gb(devices: Sequence[Any] | None = None) -> dict[str, float]:
     if peaks:
         return {"vram_gb": max(peaks) / 1e9}
     return {"ram_gb": peak_rss_bytes() / 1e9}
+
+
+def free_device_bytes() -> float:
+    """The memory free on the fullest device of this process; on CPU its share of what the machine has available."""
+    devices = jax.local_devices()
+    stats = [device.memory_stats() or {} for device in devices]
+    free = [stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats if "bytes_limit" in stat]
+    if free:
+        return min(free)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) * 1024 / len(devices) if found else math.inf
 
 
 def peak_rss_bytes() -> int:

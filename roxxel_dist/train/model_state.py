@@ -8,7 +8,12 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.process import agree, collect, process_index
+from roxxel_dist.train.hardware import free_device_bytes
 from roxxel_dist.train.state import ModelParts, TrainState
+
+ROOM = 0.9
+"""Share of a device's free memory that one more copy of the model may take; programs need some beside it."""
 
 
 class ModelState:
@@ -54,14 +59,27 @@ class ModelState:
         return cache(getattr(self.model, "flops_per_token", lambda length: usual))
 
     def local_model(self) -> Any:
-        """A module with dropout off on this process's first device alone. Every process must ask for it."""
-        params, rest, settings = jax.tree.map(_whole, (self._state.params, self._state.rest, self._settings))
+        """A module with dropout off on this process's first device alone. Every process must ask for it.
+
+        Raises:
+            MemoryError: on every process, where a device of one of them has no room for the whole model beside what it
+                holds.
+        """
+        leaves, tree = jax.tree.flatten((self._state.params, self._state.rest, self._settings))
+        cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}
+        if cut:
+            _check_room(sum(leaf.size * leaf.dtype.itemsize for leaf in cut.values()))
+            everywhere = NamedSharding(next(iter(cut.values())).sharding.mesh, P())
+            whole = jax.jit(lambda cut: cut, out_shardings=everywhere)(cut)
+            leaves = [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
+        params, rest, settings = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
         return self._parts.merge(params, rest, settings, training=False)
 
 
-def _whole(leaf: jax.Array) -> jax.Array:
-    """All of an array on this process's first device."""
-    sharding = leaf.sharding
-    if not sharding.is_fully_replicated and isinstance(sharding, NamedSharding):
-        leaf = jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, P()))(leaf)
-    return leaf.addressable_data(0)
+def _check_room(size: int) -> None:
+    """Raises MemoryError, on all processes alike, where so many bytes more do not fit on each device of this one."""
+    free = free_device_bytes()
+    problem = f"{size / 1e9:.1f} GB do not fit in the {free / 1e9:.1f} GB free on a device of rank {process_index()}"
+    problems = collect("room for the whole model", problem if size > ROOM * free else "")
+    if problem := agree("room for the whole model", next(filter(None, problems), "")):
+        raise MemoryError(f"the whole model on one device: {problem}")

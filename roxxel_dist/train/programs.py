@@ -75,8 +75,13 @@ class Programs:
         return program
 
     def close(self) -> None:
-        """Compile no more; waits for the one that is being compiled."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Compile no more. The compilation under way ends in the background: XLA cannot break one off.
+
+        Nobody waits for it here, as a large program takes minutes and a failure must be known at once. The interpreter
+        waits at its exit (the thread is no daemon: one inside XLA while C++ is torn down crashes the process), and a
+        launched rank that failed ends without that wait.
+        """
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def abstract(tree: Any) -> Any:

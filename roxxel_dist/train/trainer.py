@@ -28,7 +28,7 @@ from roxxel_dist.train.follow import end_of, to_keep
 from roxxel_dist.train.fork import Start, begin, go_back, restore_start, rewound, with_adapters
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
-from roxxel_dist.train.log_queue import LogQueue, Tracker
+from roxxel_dist.train.log_queue import CRASH_LIMIT_S, LogQueue, Tracker
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.optimizer import as_optimizer, first_state
 from roxxel_dist.train.origin import NEWEST, Origin
@@ -113,6 +113,7 @@ class Trainer:
             self.start_step: int = start.step
             self.step: int = start.step
             self.stopped: bool = False
+            self._failed = False
             self.last_step: int = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
@@ -162,12 +163,20 @@ class Trainer:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
         Args:
-            at_the_end: called on every rank when the last step is saved, the log still open; for a finished run too.
+            at_the_end: called on every rank when the run is finished and marked so, the log still open; for a run that
+                was finished before too. What it raises is logged, and harms nothing.
 
         Raises:
             BadStep: a loss is no number, and `on_bad_step` does not help.
             SaveError: the last save failed.
         """
+        try:
+            return self._run(at_the_end)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _run(self, at_the_end: Callable[[], None] | None) -> ModelState:
         with self.logger, watching_for_stop(), self._keeper:
             self._timeline.open()
             self._progress.say("start")
@@ -185,10 +194,13 @@ class Trainer:
             if self.stopped:
                 self.logger.text(f"asked to stop: step {self.step} is saved")
                 return self.state
-            if at_the_end is not None:
-                at_the_end()
             self._keeper.mark_finished(self.step)
             self._timeline.finished()
+            if at_the_end is not None:
+                try:
+                    at_the_end()
+                except Exception as error:
+                    self.logger.text(f"the run is finished; what comes after its last step failed: {error!r}")
         return self.state
 
     def _train(self) -> None:
@@ -224,9 +236,12 @@ class Trainer:
             self._phases.try_loss(self._stream_from(self.step))
 
     def close(self) -> None:
-        """Let go of threads and files; for a trainer that was made and not run too."""
+        """Let go of threads and files; for a trainer that was made and not run too.
+
+        After a failure it waits for a save under way for 5 s at most: the other ranks learn of the failure afterwards.
+        """
         self.logger.close()
-        self.store.close()
+        self.store.close(CRASH_LIMIT_S if self._failed else None)
         self._programs.close()
 
     def _enter(self, step: int) -> bool:
