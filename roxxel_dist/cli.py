@@ -144,7 +144,7 @@ def batch(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """Ask a running job for a checkpoint at its next step, and wait until it is on disk; exits with 1 if it is not."""
+    """Ask a running job for a checkpoint at its next logged step, and wait until it is on disk; 1 if it is not."""
 
     run: tyro.conf.Positional[str]
     """The run directory that the job trains in."""
@@ -153,7 +153,7 @@ class SaveArgs:
 
 
 def save(words: list[str]) -> int:
-    """Ask a running job for a checkpoint at its next step."""
+    """Ask a running job for a checkpoint at its next logged step."""
     args = parse(SaveArgs, words, "save")
     with usage_errors():
         from roxxel_dist.save import NotSaved, ask_for_checkpoint

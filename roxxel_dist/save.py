@@ -14,7 +14,7 @@ class NotSaved(Exception):
 
 
 def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
-    """Have the job that trains in `run` save its next step, wait until that is on disk, and return the step.
+    """Have the job that trains in `run` save its next logged step, wait until that is on disk, and return the step.
 
     Raises:
         ValueError: `run` is no run directory, or nobody trains there.

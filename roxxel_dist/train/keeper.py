@@ -25,31 +25,37 @@ LAST_WORDS_LIMIT_S = 3600.0
 
 
 class Keeper:
-    """Saves, and tells how it went. All ranks make the same calls; as a context manager it hears requests.
+    """Saves, and tells how it went. All ranks make the same calls.
 
     Args:
         folder: the run directory.
         store: its checkpoints.
         last_step: of the run.
         say: where lines for people go.
+        logged: whether a step is logged: what somebody asks for is saved at such a step.
         export: whether to write the weights into files of their own too.
     """
 
     def __init__(
-        self, folder: Path, store: CheckpointStore, last_step: int, say: Callable[[str], None], *, export: bool
+        self,
+        folder: Path,
+        store: CheckpointStore,
+        last_step: int,
+        say: Callable[[str], None],
+        logged: Callable[[int], bool],
+        *,
+        export: bool,
     ) -> None:
         self._folder, self._store, self._last_step, self._say = folder, store, last_step, say
-        self._requests = SaveRequests(folder)
+        self._requests = SaveRequests(folder, logged)
         self._exporter = Exporter(folder, store.folder, say, enabled=export and is_primary())
 
     def __enter__(self) -> "Keeper":
-        self._requests.__enter__()
         if is_primary():
             self._exporter.begin(self._store.latest_step() or 0, self._store.best_step())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._requests.__exit__(kind, error, tb)
         self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
 
     def asked(self, step: int) -> bool:
@@ -85,7 +91,7 @@ class Keeper:
         """
         self._store.wait()
         self.hear()
-        self._requests.answered(step)
+        self._requests.finish(step)
         if (newest := self._store.latest_step()) is not None:
             self._exporter.want(NEWEST, newest)
 

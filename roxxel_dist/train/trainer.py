@@ -6,6 +6,7 @@ disk before the save begins, so no checkpoint is ahead of its log, and a step wh
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class Trainer:
         say = self.logger.text
         watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say, export=self.options.export_weights)
+        logged = partial(self.options.is_due, "log", last_step=self.last_step)
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say, logged, export=self.options.export_weights)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
