@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from roxxel_dist.config_fields import PARTS, AllFields, field_types
 from roxxel_dist.data.commit import write_file
@@ -58,6 +58,33 @@ class Config(AllFields):
 
     of_run: tuple[str, str | None, bool] | None = None
     """Of a config that was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
+    given: frozenset[str] = frozenset()
+    """The fields that were set, in the constructor, in a file or later; the others have their defaults."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields from the base class
+
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**fields)
+            self.given = frozenset(fields)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name in field_types():
+                super().__setattr__("given", self.given | {name})
+
+    def with_defaults(self, values: Mapping[str, Any]) -> Self:
+        """The same settings, where the fields that were not given have other values than their defaults.
+
+        Args:
+            values: by field name; what is no field is left out.
+
+        Returns:
+            A new `Config`, in which the same fields are given.
+        """
+        others = {name: value for name, value in values.items() if name in field_types() and name not in self.given}
+        config = dataclasses.replace(self, **others)
+        config.given, config.of_run = self.given, self.of_run
+        return config
 
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.

@@ -3,23 +3,23 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
 from roxxel_dist.beginning import write_down
 from roxxel_dist.cluster.process import agree, barrier, initialize, is_primary, make_deterministic, pin_threads
-from roxxel_dist.config import RECORD, usage_errors
+from roxxel_dist.config import RECORD, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.find_lr import find_lr
-from roxxel_dist.lineage import data_of, forked_from, saved_config, with_base, with_shape_of
+from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields
-from roxxel_dist.run_directory import CURVE, DATA, LOG, RunDirectory, default_run_dir
+from roxxel_dist.run_directory import CURVE, DATA, LOG, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
 from roxxel_dist.train.origin import Origin, RunStep
@@ -46,8 +46,10 @@ class Experiment:
 
     def __init__(self, config: Any) -> None:
         with usage_errors():
-            config, self._told = with_base(config)
-        self.config: Any = dataclasses.replace(config, **absolute_paths(config))
+            based, self._told = with_base(config)
+        self.config: Any = dataclasses.replace(based, **absolute_paths(based))
+        # What was set by whoever made the config, or with the base of the adapters: the rest is a resumed run's own.
+        self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
 
     def fit(
@@ -61,6 +63,8 @@ class Experiment:
         skip_steps: tuple[int, int] | None = None,
     ) -> Path:
         """Train and return the run directory.
+
+        A resumed run, and a fork, keeps each field of its config that the one here does not give.
 
         Args:
             data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
@@ -81,13 +85,14 @@ class Experiment:
             begun_by = parent if fork or from_step is None else None
             origin = Origin(fork=begun_by, from_step=from_step, skip_steps=skip_steps)
             self._name_sets(before, data_path)
+            other_data = self._is_other_data(data_path, saved)
             if self.config.deterministic:
                 make_deterministic()
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(before.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
         run = Path(agree("run directory", str(run_dir or default_run_dir())))
-        if resume and not amend and from_step is None and self._was_finished(run, saved):
+        if resume and not amend and from_step is None and self._was_finished(run, saved, other_data):
             return run
         with _held(run, resume) as directory:
             with _nothing_left_behind(directory), usage_errors():
@@ -96,12 +101,24 @@ class Experiment:
                 path = primary_path(self.config, data_path) or data_of(
                     before, parent.run if parent and not saved else None
                 )
+                if other_data and not is_tokens(path or ""):
+                    raise ValueError(
+                        f"data_path is {path}, and {run} was begun with {saved[RECORD]['data_path']}: leave it out, or "
+                        f"make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
+                        f"the run with them (--amend, amend=True)"
+                    )
                 made = recipe(self.config, self._open(path, run, resume, begins=not before))
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
                 trainer = self._trainer(run, made, amend, origin)
-                if self.config.model or self.config.loss:
-                    _try(trainer)
+                try:
+                    if trainer.finished:
+                        self._check_nothing_new(run, trainer.step, changed_from(saved, self.config))
+                    if self.config.model or self.config.loss:
+                        trainer.try_loss()  # mistakes of a model or a loss, before anything is written down
+                except BaseException:
+                    trainer.close()
+                    raise
             try:
                 # All ranks learn it, if the disk is full already.
                 told = "" if before else self._told  # a run that goes on has its base already
@@ -121,11 +138,13 @@ class Experiment:
             resume: see `fit`.
             fork: see `fit`.
         """
-        self.config.validate()
         saved = saved_config(folder) if resume else {}
-        self.config = with_shape_of(self.config)
         parent = forked_from(fork, saved, folder)
-        return saved, parent, saved_config(parent.run) if parent and not saved else saved
+        before = saved_config(parent.run) if parent and not saved else saved
+        self.config = self.config.with_defaults(before)
+        self.config.validate()
+        self.config = with_shape_of(self.config)
+        return saved, parent, before
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -158,22 +177,52 @@ class Experiment:
         if data_path and "self" in named:
             self.config.datasets = {**named, "self": os.path.abspath(data_path)}
 
-    def _was_finished(self, run: Path, saved: dict[str, Any]) -> bool:
-        """Say so, if it was: then nothing else matters, the data may be gone."""
-        cursor = read_cursor(run)
+    def _is_other_data(self, data_path: str | Path | None, saved: dict[str, Any]) -> bool:
+        """Whether a resumed run is given other data than it has read so far."""
+        before = saved.get(RECORD, {})
+        path = primary_path(self.config, data_path)
+        if path is None or "data_path" not in before or os.path.realpath(path) == os.path.realpath(before["data_path"]):
+            return False
+        if not is_tokens(path):
+            return True
+        with Roxxel(path) as data:
+            return data.fingerprint != before.get("corpus")
+
+    def _was_finished(self, run: Path, saved: dict[str, Any], other_data: bool) -> bool:
+        """Say so, if it was, and nothing new is asked of it: its data may be gone by now.
+
+        Raises:
+            UsageError: the run is finished, and what is asked of it would not be done.
+        """
+        cursor, changed = read_cursor(run), changed_from(saved, self.config)
+        step = int(cursor.get("step", 0))
+        longer = "max_steps" in changed and (self.config.max_steps is None or self.config.max_steps > step)
         # A base that was moved is looked for, and written down, though nothing is trained any more.
-        names = ("max_steps", "patience", "init_from")
-        same = all(saved.get(name) == getattr(self.config, name) for name in names)
-        step = str(cursor.get("step", "")) if cursor.get("finished") and same else ""
-        step = agree("step at which the run was finished", step)
-        if step and is_primary():
+        goes_on = longer or "patience" in changed or saved.get("init_from") != self.config.init_from
+        finished = agree("the run was finished", "yes" if cursor.get("finished") and not goes_on else "")
+        if not finished:
+            return False
+        self._check_nothing_new(run, step, changed | ({"data_path": saved[RECORD]["data_path"]} if other_data else {}))
+        if is_primary():
             print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
-        return bool(step)
+        return True
+
+    def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
+        """Raises UsageError where a finished run shall be another one; `before` has the values of what changed."""
+        if not before:
+            return
+        changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
+        raise UsageError(
+            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out; "
+            f"or go on, with a larger max_steps while its phases have steps left, or with longer phases and --amend "
+            f"(amend=True); or begin a new run at a kept checkpoint with --fork {run}@{step}"
+        )
 
     def _open(self, data_path: str | Path | None, run: Path, resume: bool, *, begins: bool) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
         # Rank 0 looks for all: it may be making it already when another rank comes here.
-        if agree("corpus is made", "yes" if resume and is_tokens(run / DATA) else ""):
+        made = resume and is_tokens(run / DATA) and not (data_path and is_tokens(data_path))
+        if agree("corpus is made", "yes" if made else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
         return open_corpus(self.config, data_path, run / DATA, begins=begins)
 
@@ -258,15 +307,6 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     except BaseException:
         if is_primary():
             directory.discard()
-        raise
-
-
-def _try(trainer: Trainer) -> None:
-    """Find mistakes in a model or a loss of the user's own before anything is written down."""
-    try:
-        trainer.try_loss()
-    except BaseException:
-        trainer.close()
         raise
 
 

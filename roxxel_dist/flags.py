@@ -63,8 +63,8 @@ class TrainArgs:
     """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
     fork: str | None = None
     """RUN@STEP: a new run that begins with the parameters, moments, random streams and position in the data of a kept
-    checkpoint of RUN, and its config unless --config is given. Other phases and another schedule hold behind that step;
-    RUN is only read."""
+    checkpoint of RUN, and its config where --config and flags give no other. Other phases and another schedule hold
+    behind that step; RUN is only read."""
     from_step: int | None = None
     """With --resume: go back to this kept checkpoint of the run. Later checkpoints and rows of the log are deleted."""
     skip_steps: str | None = None
@@ -104,7 +104,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
         kind: the command's own flags, `config` among them.
         words: the command line.
         command: its name.
-        path: the file to read where `--config` names none.
+        path: the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
 
     Raises:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
@@ -112,8 +112,12 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     import yaml
 
     words, model_args = _without_model_args(plain_switches(words, kind))
-    path = dict(flags_in(words)).get("config") or path
-    base = Config.from_yaml(path) if path else Config()
+    flags = dict(flags_in(words))
+    base = Config.from_yaml(flags["config"]) if flags.get("config") else Config()
+    if path:
+        saved = Config.from_yaml(path)
+        base = base.with_defaults(saved.to_dict())
+        base.of_run = base.of_run if flags.get("config") else saved.of_run
     args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}
     for name in NESTED:
@@ -124,7 +128,8 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
-    if "init_from" not in dict(flags_in(words)):
+    config.given = base.given | (flags.keys() & values.keys()) | ({"model_args"} if model_args else frozenset())
+    if "init_from" not in flags:
         config.of_run = base.of_run
     config.validate()
     return args, config

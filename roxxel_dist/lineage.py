@@ -28,7 +28,12 @@ def changed_from(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """What the saved config of a run says otherwise than the one that it is resumed with: the old values by name."""
     # A base that was moved is where it is now for older steps too.
     fields = {name: now for name, now in config.to_dict().items() if name != "init_from"}
-    return {name: saved[name] for name, now in fields.items() if name in saved and saved[name] != now}
+    return {
+        name: saved[name]
+        for name, now in fields.items()
+        # Without a vocab_size it is that of the data, which the saved config knows.
+        if name in saved and saved[name] != now and not (name == "vocab_size" and now is None)
+    }
 
 
 def config_at(saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ from config_stub import STUB, stub
 
 from roxxel_dist import Config
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
+from roxxel_dist.flags import parse_train
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.config import LoopConfig
 
@@ -22,6 +23,27 @@ def test_yaml_there_and_back(tmp_path):
     config = Config(dim=64, phases=[{"steps": 3, "batch_size": 2, "seq_len": 17}], tokenizer_type="char", lr=1e-5)
     config.save_yaml(tmp_path / "c.yaml", {"git_commit": "abc"})
     assert Config.from_yaml(tmp_path / "c.yaml").to_dict() == config.to_dict()
+
+
+def test_it_knows_which_fields_were_given(tmp_path):
+    config = Config(dim=64, lr=3e-4)
+    config.kv_heads = 1
+    (tmp_path / "c.yaml").write_text("optimizer: {lr: 5e-4}\n")
+    assert config.given == {"dim", "lr", "kv_heads"}
+    assert Config.from_yaml(tmp_path / "c.yaml").given == {"lr"}
+    full = config.with_defaults({"lr": 1.0, "epochs": 7, "record": {}})
+    assert (full.lr, full.epochs, full.given) == (3e-4, 7, config.given)
+
+
+def test_a_resumed_run_keeps_what_neither_words_nor_a_file_give(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    Config(dim=64, lr=1e-3, epochs=3, warmup_steps=7).save_yaml(run / "config.yaml", {"commit": "abc"})
+    (tmp_path / "c.yaml").write_text("lr: 5e-4\n")
+    words = ["--resume", "--run_dir", str(run), "--config", str(tmp_path / "c.yaml"), "--epochs=2"]
+    _, config = parse_train(words)
+    assert (config.dim, config.warmup_steps, config.lr, config.epochs) == (64, 7, 5e-4, 2)
+    assert config.given == {"lr", "epochs"}
 
 
 def test_numbers_as_people_write_them(tmp_path):

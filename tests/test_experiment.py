@@ -65,7 +65,7 @@ def test_a_finished_run_keeps_its_config(text, tmp_path):
     before = (run / "config.yaml").read_bytes()
     (run / "plots" / "loss.png").unlink()
     (run / "training_cursor.json").unlink()  # it was killed before it wrote this, and its picture
-    Experiment(config(lr=1e-5)).fit(run_dir=run, resume=True)
+    Experiment(config()).fit(run_dir=run, resume=True)
     assert (run / "config.yaml").read_bytes() == before
     assert (run / "plots" / "loss.png").exists()
 
@@ -92,8 +92,34 @@ def test_a_finished_run_needs_nothing_any_more(text, tmp_path, capsys):
     shutil.rmtree(run / "data")
     text.unlink()
     capsys.readouterr()
-    assert Experiment(config(lr=1e-5)).fit(run_dir=run, resume=True) == run
+    assert Experiment(config()).fit(run_dir=run, resume=True) == run
     assert "this run is finished: its last step, 3, is saved" in capsys.readouterr().out
+
+
+def test_what_a_finished_run_would_not_do_is_refused(text, tmp_path):
+    run = Experiment(config(lr=1e-3)).fit(text, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = tmp_path / "other.txt"
+    other.write_text("other text\n" * 500)
+    for fields, data in (({"lr": 1e-5}, None), ({"lr": 3e-4}, None), ({"epochs": 2}, None), ({}, other)):
+        name = next(iter(fields), "data_path")
+        with pytest.raises(UsageError, match=rf"finished after step 3, .*\({name} .*--amend.*--fork .*run@3"):
+            Experiment(config(**{"lr": 1e-3, **fields})).fit(data, run, resume=True)
+    with pytest.raises(UsageError, match="phases"):
+        Experiment(config(phases=[{"steps": 9, "batch_size": 8, "seq_len": 9}])).fit(run_dir=run, resume=True)
+    # A default is no wish: the run keeps what it had.
+    assert Experiment(Config()).fit(text, run, resume=True) == run
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    with pytest.raises(UsageError, match=r"data_path is .*other.txt, and .* was begun with .*text.txt"):
+        Experiment(Config(max_steps=5)).fit(other, run, resume=True)
+    Experiment(Config(max_steps=5)).fit(run_dir=run, resume=True)
+    assert load_yaml(run / "config.yaml")["lr"] == 1e-3
+    assert read_cursor(run) == {"step": 5, "last_step": 5, "finished": True}
+    steps = 10_000_000
+    short = Experiment(config(phases=[{"steps": 4, "batch_size": 8, "seq_len": 9}], max_steps=4))
+    short.fit(text, tmp_path / "short")
+    with pytest.raises(UsageError, match=f"finished after step 4, .*max_steps 4 -> {steps}.*longer phases"):
+        Experiment(Config(max_steps=steps)).fit(run_dir=tmp_path / "short", resume=True)
 
 
 def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):

@@ -60,13 +60,31 @@ def take_up(
     saved = store.meta(step)
     before, standing = Plan.from_state(saved["plan"]), Standing.of(saved)
     if not amend and (step >= end_of(before, options) or standing.gave_up(options.patience)):
-        return Start(step, before, {}, standing)  # finished, whatever has become of its data since
+        _check_finished(store, curriculum, optimizer, options, saved, before)
+        return Start(step, before, {}, standing)
     plan = plan_to_follow(curriculum, options.seed, saved, step, amend=amend, where=str(store.folder.parent))
     notes: tuple[str, ...] = ()
     if len(plan.amendments) > len(before.amendments):
         notes = changes(saved, before, plan, optimizer, step)
         standing.waited = 0  # else a run that ended by `patience` would end again at once
     return Start(step, plan, identity(curriculum, options.seed), standing, notes)
+
+
+def _check_finished(
+    store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions,
+    saved: Mapping[str, Any], plan: Plan,
+) -> None:  # fmt: skip
+    """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
+    was = {**{name: saved.get(name) for name in ("corpus", "curriculum", "schedule")}, "seed": plan.seed}
+    now = {**identity(curriculum, options.seed), "seed": options.seed}
+    now["schedule"] = schedule_of(optimizer, plan.total_steps)
+    for name in ("corpus", "seed", "curriculum", "schedule"):
+        if was[name] and now[name] and was[name] != now[name]:
+            raise ValueError(
+                f"the run in {store.folder.parent} is finished, and was made with another {name} ({was[name]}, now "
+                f"{now[name]}), so nothing would be done with it: put it back; or go on with more steps in its phases "
+                f"and amend=True, or a larger max_steps; or begin a new run"
+            )
 
 
 def end_of(plan: Plan, options: LoopOptions) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import losses, make, rows, train
+from runs import PHASES, losses, make, rows, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
@@ -69,6 +69,9 @@ def test_a_finished_run_is_left_alone(corpus, tmp_path):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert train(corpus, tmp_path).finished
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    for what, phases, options in (("curriculum", [Phase(6, 8, 17)], {}), ("seed", PHASES, {"seed": 9})):
+        with pytest.raises(ValueError, match=f"is finished, and was made with another {what} .*amend=True"):
+            make(corpus, tmp_path, phases, **options)
 
 
 def test_speed_counts_training_alone(corpus, tmp_path):
