@@ -168,7 +168,9 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins
         ValueError: nothing is named, or it cannot be read; text is not read where `init_from` cannot be stood on.
     """
     if data_path is None:
-        raise ValueError("no data: name a text file, a folder or shards with --data_path (a run's config names none)")
+        raise ValueError(
+            "no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)"
+        )
     if is_tokens(data_path):
         data = Roxxel(data_path)
         if config.init_from is not None:
@@ -291,7 +293,7 @@ def _vocabulary(config: Any, data: Roxxel) -> int:
     known, wanted = data.vocab_size, config.vocab_size
     size = wanted or known
     if size is None:
-        raise ValueError("the shards do not say how large their vocabulary is: give --vocab_size")
+        raise ValueError("the shards do not say how large their vocabulary is: give vocab_size=N")
     if known is not None and wanted is not None and wanted < known:
         raise ValueError(
             f"vocab_size is {wanted}, but the data has {known} tokens: leave it out, or use at least {known}"

@@ -27,7 +27,7 @@ from roxxel_dist.cli_slurm import launch_slurm
 from roxxel_dist.cli_sweep import sweep
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, parse, parse_train, steps_to_skip
+from roxxel_dist.flags import Switch, as_flags, parse, parse_train, steps_to_skip
 
 Command = Callable[[list[str]], int]
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _dispatch("", COMMANDS, words)
     except UsageError as error:
-        print(f"roxxel-dist: {error}", file=sys.stderr, flush=True)
+        print(f"roxxel-dist: {as_flags(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
@@ -99,7 +99,7 @@ def train(words: list[str]) -> int:
             fork=args.fork, from_step=args.from_step, skip_steps=skipped,
         )  # fmt: skip
     except (BadStep, SaveError) as problem:  # no fault of the program: its log has the traceback
-        print(f"roxxel-dist: {problem}", file=sys.stderr, flush=True)
+        print(f"roxxel-dist: {as_flags(str(problem))}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0
 

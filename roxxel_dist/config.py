@@ -212,7 +212,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # a safe one
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path given to --config") from error
+        raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:

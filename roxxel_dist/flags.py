@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -163,6 +164,18 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
         outer, dot, inner = name.partition(".")
         result[outer] = _merged(result.get(outer), {inner: value}) if dot else value
     return result
+
+
+def as_flags(message: str) -> str:
+    """A message of the package for somebody at a terminal: `resume=True` in it is --resume, `data_path=PATH` is
+    --data_path PATH."""
+    names = {field.name for field in dataclasses.fields(TrainArgs)} | {*field_types(), "overwrite"}
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        return found[0] if name not in names else f"--{name}" if value == "True" else f"--{name} {value}"
+
+    return re.sub(r"(?<![\w.-])([a-z_]+)=(True|[A-Z][A-Z_]*)(?!\w)", flag, message)
 
 
 def steps_to_skip(text: str | None) -> tuple[int, int] | None:

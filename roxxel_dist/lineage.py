@@ -98,14 +98,17 @@ def with_base(config: Any) -> tuple[Any, str]:
     if config.of_run is not None and config.init_from == config.of_run[1]:
         run, _, adapted = config.of_run
         if adapted:
-            told = f"{run} has adapters itself: its base {config.init_from} is taken; --init_from {run} stands on them"
+            told = (
+                f"{run} has adapters itself: its base {config.init_from} is taken; adapters with init_from {run} stand "
+                f"on them"
+            )
             return config, told
         told = f"init_from is {run}: the config is that run's, with use_lora turned on"
         return dataclasses.replace(config, init_from=run), told
     if config.init_from is None:
         raise ValueError(
             "use_lora is True, and init_from names no run: adapters stand on weights that are trained already, so add "
-            "--init_from RUN, or --config RUN/config.yaml"
+            "init_from=RUN, or begin with the config of a run (RUN/config.yaml)"
         )
     return config, ""
 
@@ -194,7 +197,7 @@ def data_at(
     if path is None or not is_tokens(path) or not find_shards(path):
         raise ValueError(
             f"data_path is {path}: there are no shards. Put the data of {wanted.run} back, or name it with "
-            f"--data_path; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
+            f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
         )
     plan, corpus = Plan.from_state(saved["plan"]), saved["corpus"].partition("+")[0]
     data, newest = Roxxel(path), _shards(plan.amendments[-1])
@@ -206,13 +209,13 @@ def data_at(
         if shards > len(data.shards):
             raise ValueError(
                 f"data_path is {path}: it has {len(data.shards)} shard(s), and had {shards} at step {wanted.step} of "
-                f"{wanted.run}: put the others back, or name them with --data_path"
+                f"{wanted.run}: put the others back, or name them with data_path=PATH"
             )
         return data.first_shards(shards), True
     if named is None:
         raise ValueError(
             f"data_path is {path}: it is not what {wanted.run} was trained on ({corpus}, now {found}): put that back, "
-            f"or name data with --data_path, this or another, to evaluate on"
+            f"or name data with data_path=PATH, this or another, to evaluate on"
         )
     _check_same_tokenizer(wanted.run, named, data)
     return data, False

@@ -138,7 +138,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     elif data_path is None:
         data_path = primary_path(config, None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
-        raise ValueError(f"{source} does not say which shards it reads: name them with --data_path")
+        raise ValueError(f"{source} does not say which shards it reads: name them with data_path=PATH")
     with Roxxel(data_path) as data:
         plan = saved_plan(source) or curriculum_of(config, data)[0].plan(config.seed)
         if not 1 <= step <= plan.total_steps:

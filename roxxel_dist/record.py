@@ -25,7 +25,7 @@ WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 STATE_FIELDS = ("optimizer", "use_bf16", "init_from")
 """What decides what a checkpoint holds, beside the model, and what the first one held."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
-"""Of that, what --amend may change."""
+"""Of that, what an amendment may change."""
 
 
 def describe_environment() -> dict[str, Any]:
@@ -93,7 +93,7 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, w
             if name in fixed:
                 raise ValueError(
                     f"{name} is {value}, and {other} has {saved[name]}: leave it as it was, or "
-                    f"start a new run" + (" (or change it from here on with --amend)" if name in AMENDABLE else "")
+                    f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
                 )
             counts = name == "dropout_rate" or (name == "lora_dropout" and config.use_lora)
             if counts and config.model is None and bool(value) != bool(saved[name]):

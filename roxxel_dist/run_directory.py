@@ -37,16 +37,16 @@ class RunDirectory:
             ValueError: it is no folder, cannot be written, holds a run that shall not be resumed, or is held.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--run_dir {self.path} is a file: name a folder")
+            raise ValueError(f"run_dir is {self.path}, a file: name a folder")
         if (self.path / CONFIG).exists() and not resume:
-            raise ValueError(f"{self.path} holds a run already: add --resume to continue it, or name another --run_dir")
+            raise ValueError(f"{self.path} holds a run already: continue it with resume=True, or name another run_dir")
         try:
             make_folder(self.path)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ValueError(
-                f"--run_dir {self.path} cannot be written ({error.strerror}): choose another folder, or change its "
-                f"permissions"
+                f"run_dir is {self.path}, which cannot be written ({error.strerror}): choose another folder, or "
+                f"change its permissions"
             ) from error
         if not take_lock(self._lock):
             os.close(self._lock)

@@ -124,6 +124,8 @@ def complaint(words: list[str], *, inline: bool) -> str:
     """
     open_end = any(ELLIPSIS.fullmatch(word) for word in words)
     words = [word for word in words if not ELLIPSIS.fullmatch(word) and word not in ("[options]", "COMMAND", "NAME…")]
+    if words[:1] and words[0] in GROUPS and words[1:2] == ["1"]:
+        words = [words[0], GROUPS[words[0]][0], *(word for word in words[2:] if word != "1")]  # any of them is put in
     if words and words[0] not in COMMANDS:
         return f"there is no command {words[0]!r}"
     path = tuple(words[: 2 if words and words[0] in GROUPS else 1])

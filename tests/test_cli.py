@@ -67,7 +67,7 @@ MISTAKES = [
     ([*TRAIN, "--max_context", 32], "seq_len is 65, and the model reads at most max_context + 1 = 33"),
     ([*TRAIN, "--vocab_size", 100], "vocab_size is 100, but the data has"),
     ([*TRAIN, "--phases", "[{steps: 1, batch_size: 8}]"], "batch_size and seq_len must be given"),
-    ([*TRAIN, "--run_dir", "short.txt"], "--run_dir short.txt is a file: name a folder"),
+    ([*TRAIN, "--run_dir", "short.txt"], "run_dir is short.txt, a file: name a folder"),
     (["train", "--run_dir", "new"], "no data: name a text file, a folder or shards with --data_path"),
     (["generate", "data"], "data is not a run directory: it has no config.yaml"),
     (["data", "build", "nowhere", "--out", "new"], "nowhere"),
@@ -122,7 +122,7 @@ def test_an_existing_run_directory(work):
         result = run(*words, "--run_dir", "old", cwd=work)
         text = result.stdout + result.stderr
         assert result.returncode == 2
-        assert "old holds a run already: add --resume to continue it, or name another --run_dir" in text
+        assert "old holds a run already: continue it with --resume, or name another run_dir" in text
         assert "Traceback" not in text
     assert tree(work) == before
 

@@ -1,8 +1,12 @@
 """Every command line that a text shows is one that the program takes, and every option that it names is there."""
 
+import ast
+
 import pytest
 from command_lines import OPTION, SPAN, command_lines, complaint, is_option, listed_commands, problem
 from reader import ROOT
+
+from roxxel_dist.flags import as_flags
 
 FOLDERS = ("docs", "examples", "launch", "docker", "sweeps", "configs")
 TEXTS = [
@@ -49,3 +53,73 @@ def test_command_lines(path):
         if (name := OPTION.match(match[1])) and not is_option(name[0]):
             wrong.append(f"{path.relative_to(ROOT)}: `{match[1]}`: no command has this option")
     assert not wrong, "\n".join(wrong)
+
+
+PACKAGE = ROOT / "roxxel_dist"
+COMMAND_LINE = (
+    "cli",
+    "flags",
+    "__main__",
+    "launcher",
+    "sweep",
+    "outlook",
+    "evaluation",
+    "export",
+    "report",
+    "save",
+    "contract",
+)
+"""Modules, and folders of them, whose messages a terminal alone sees: the others serve Python programs too."""
+
+
+def messages(path):
+    """(line, text) of every sentence in a module that is no docstring; what is put in is a 1."""
+    tree = ast.parse(path.read_text())
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(str(p.value) if isinstance(p, ast.Constant) else "1" for p in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | parts:
+            yield node.lineno, node.value
+
+
+def helps(path):
+    """(line, text) of the docstrings of what a command takes: `--help` shows them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Args", "Options", "Config")):
+            yield from ((one.lineno, one.value.value) for one in ast.walk(node) if is_text(one))
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_messages_name_is_there(path):
+    at_terminal = path.relative_to(PACKAGE).parts[0].removesuffix(".py").partition("_")[0] in COMMAND_LINE
+    at_terminal |= path.stem in COMMAND_LINE
+    wrong = []
+    for line, text in [*messages(path), *helps(path)]:
+        if " " not in text:
+            continue
+        found = [complaint(words, inline=True) for _, words, _ in command_lines(text, prose=True)]
+        rest = SPAN.sub(lambda span: "" if " " in span[1] else span[1], text)
+        options = OPTION.findall(rest)
+        found += [f"no command has the option {name}" for name in options if not is_option(name)]
+        if options and not at_terminal and (line, text) not in helps(path):
+            found.append(f"{', '.join(options)} in a message that Python programs see too: write it as name=VALUE")
+        wrong += [f"{path.relative_to(ROOT)}:{line}: {text}: {one}" for one in found if one]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("continue it with resume=True, or not", "continue it with --resume, or not"),
+        ("name it with data_path=PATH;", "name it with --data_path PATH;"),
+        ("slots=N, lr=3, NCCL_DEBUG=INFO, x.seed=N", "slots=N, lr=3, NCCL_DEBUG=INFO, x.seed=N"),
+    ],
+)
+def test_a_terminal_sees_flags(message, shown):
+    assert as_flags(message) == shown

@@ -76,9 +76,7 @@ def test_a_wrong_file_is_told(tmp_path, text, message):
 
 
 def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"cannot be read .No such file or directory.: check the path given to --config"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be read .No such file or directory.: check the path"):
         Config.from_yaml(tmp_path / "none.yaml")
 
 

@@ -89,7 +89,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_suggestion(text, capsys):
 
 def test_what_cannot_be_swept(text, tmp_path):
     experiment = Experiment(Config(**SMALL))
-    with pytest.raises(UsageError, match="no data: name a text file, a folder or shards with --data_path"):
+    with pytest.raises(UsageError, match="no data: name a text file, a folder or shards with data_path=PATH"):
         experiment.find_lr(None)
     with pytest.raises(UsageError, match="min_lr is -1: it must be above 0"):
         experiment.find_lr(text, min_lr=-1)

@@ -129,7 +129,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     try:
         with pytest.raises(
             UsageError,
-            match=r"adapters stand on are gone: init_from is \S*: \S*base has no checkpoint.*--init_from NEW_",
+            match=r"adapters stand on are gone: init_from is \S*: \S*base has no checkpoint.*init_from=NEW_",
         ):
             Experiment(config).fit(run_dir=run, resume=True)
         assert main(["eval", str(run)]) == 2
@@ -220,7 +220,7 @@ def test_generate_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
 
 
 def test_adapters_need_a_base(work, tmp_path):
-    with pytest.raises(UsageError, match=r"use_lora is True, and init_from names no run: .*--init_from RUN"):
+    with pytest.raises(UsageError, match=r"use_lora is True, and init_from names no run: .*init_from=RUN"):
         Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
     config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
     assert Experiment(config).config.init_from == str(work / "base")

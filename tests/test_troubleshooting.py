@@ -9,6 +9,7 @@ from hosts import ROOT
 from howto import prepare
 
 from roxxel_dist.cli import main
+from roxxel_dist.flags import as_flags
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 THEIRS = "Messages of other programs"
@@ -48,7 +49,7 @@ def holds(text: str, part: str) -> bool:
 
 @pytest.fixture(scope="module")
 def sources():
-    return [texts(path.read_text()) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))]
+    return [as_flags(texts(path.read_text())) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))]
 
 
 def test_the_page_has_messages():

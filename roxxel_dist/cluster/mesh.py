@@ -39,7 +39,7 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
     if n_devices < 0 or n_devices > len(devices):
         raise ValueError(
             f"n_devices is {n_devices}, but {len(devices)} device(s) are here: use 0 for all, or launch more "
-            f"(--nprocs, --devices-per-proc)"
+            f"(`roxxel-dist launch local --nprocs N --devices-per-proc M -- CMD…`)"
         )
     count = n_devices or len(devices)
     if tensor < 1 or count % tensor:

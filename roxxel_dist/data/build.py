@@ -104,8 +104,8 @@ def _build(source: Source, place: Path, workers: int, overwrite: bool, report: R
     names = [f"{half}/{name}".lstrip("/") for half in there for name in there[half]]
     if names and not overwrite:
         raise ValueError(
-            f"{place} holds another data set ({', '.join(names[:3])}); choose another --out, or give "
-            "--overwrite True to replace it"
+            f"{place} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
+            "it with overwrite=True"
         )
     with staging(place, "build") as staged:
         parts = place / PARTS
@@ -230,7 +230,7 @@ def _publish(
 def _ours(place: Path) -> list[str]:
     """The files in `out` that are a data set's."""
     if place.exists() and not place.is_dir():
-        raise ValueError(f"{place} is a file; --out is the folder to fill")
+        raise ValueError(f"{place} is a file: name a folder for the shards")
     names = sorted(path.name for path in place.glob("*")) if place.is_dir() else []
     beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
     found = [name for name in names if name.endswith(".rox") or name in beside]

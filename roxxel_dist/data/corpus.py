@@ -108,7 +108,10 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     found, arrow = _find(paths, include, exclude, out, passed_by)
     shown = ", ".join(map(str, paths))
     if not found:
-        raise ValueError(f"{shown}: no file there matches the patterns; name the files, or give include=, as '*.log'")
+        raise ValueError(
+            f"{shown}: no file there matches the patterns; name the files themselves, or the patterns that take them: "
+            f"`roxxel-dist data build {shown} --out DIR --include '*.log'`"
+        )
     files: list[TextFile] = []
     not_utf8 = empty = 0
     for path, name in found.items():

@@ -18,6 +18,8 @@ KINDS = {
 MANY_DOCUMENTS = tuple(f"*{ending}" for ending in KINDS)
 """Patterns of the names of files with many documents."""
 ROWS_A_BATCH = 256
+NAME_THE_KEY = "Name the key of the text: `roxxel-dist data build PATH --out DIR --text_key KEY`"
+"""What to do where a text is not found; `train` itself has no such option."""
 Documents = Iterator[tuple[str, int]]
 """(text, bytes of the file read since the document before)."""
 
@@ -54,7 +56,7 @@ def _text_of_line(line: bytes, key: str, place: str) -> str:
         raise ValueError(f"{place}: not JSON ({error}). Every line is one JSON object; repair or remove it") from error
     if not isinstance(found, dict) or key not in found:
         keys = f"it has {', '.join(map(str, list(found)[:8]))}" if isinstance(found, dict) else "it is no object"
-        raise ValueError(f"{place}: no {key!r} ({keys}). Name the key of the text with --text_key")
+        raise ValueError(f"{place}: no {key!r} ({keys}). {NAME_THE_KEY}")
     return _checked(found[key], key, place)
 
 
@@ -62,7 +64,7 @@ def _checked(text: Any, key: str, place: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise ValueError(f"{place}: {key!r} is a {type(text).__name__}, not a text. Name another with --text_key")
+        raise ValueError(f"{place}: {key!r} is a {type(text).__name__}, not a text. {NAME_THE_KEY}")
     if not text.isascii():
         try:
             text.encode()
@@ -117,12 +119,10 @@ def _rows(batches: Any, key: str, path: Path, bytes_a_row: float) -> Documents:
 
 def _check_column(schema: Any, key: str, path: Path) -> None:
     if key not in schema.names:
-        raise ValueError(
-            f"{path}: no column {key!r}; it has {', '.join(schema.names[:12])}. Name the text's with --text_key"
-        )
+        raise ValueError(f"{path}: no column {key!r}; it has {', '.join(schema.names[:12])}. {NAME_THE_KEY}")
     kind = str(schema.field(key).type)
     if "string" not in kind or kind.startswith(("list", "struct", "map", "large_list")):
-        raise ValueError(f"{path}: column {key!r} is {kind}, not text. Name the text's with --text_key")
+        raise ValueError(f"{path}: column {key!r} is {kind}, not text. {NAME_THE_KEY}")
 
 
 def _pyarrow(module: str, path: Path) -> Any:

@@ -105,7 +105,7 @@ def check_settings(
         if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:
             raise ValueError(
                 f"{path} would be read and filled by one build, and the next would take its files for text; choose "
-                f"another --out, a folder in it if you like, such as {path / 'tokens'}"
+                f"another folder for the shards, one in it if you like, such as {path / 'tokens'}"
             )
     return named
 
@@ -156,6 +156,6 @@ def _found(corpus: Corpus) -> str:
     if others := sum(corpus.other_endings.values()):
         commonest = sorted(corpus.other_endings, key=lambda ending: (-corpus.other_endings[ending], ending))
         shown = ", ".join(commonest[:SHOWN_ENDINGS]) + (", ..." if len(commonest) > SHOWN_ENDINGS else "")
-        skipped.append(f"{others} that no --include pattern takes: {shown}")
+        skipped.append(f"{others} that no pattern takes: {shown}")
     left_out = f" (left out: {', '.join(skipped)})" if skipped else ""
     return f"{len(corpus.files)} text files, {corpus.size / 1e6:.1f} MB{left_out}"

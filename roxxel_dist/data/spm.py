@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.data.commit import write_file
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.tokenizer import NAME_THE_END, Tokenizer
 
 KEY = "sentencepiece"
 
@@ -97,7 +97,7 @@ class SentencePieceTokenizer(Tokenizer):
         number = self._processor.PieceToId(self._eos_token or "")
         if not self._eos_token or self._processor.IdToPiece(number) != self._eos_token:
             shown = f"no piece {self._eos_token!r}" if self._eos_token else "no piece that ends a text"
-            raise ValueError(f"this SentencePiece model has {shown}. Name one that it has with --eos_token")
+            raise ValueError(f"this SentencePiece model has {shown}. {NAME_THE_END}")
         return number
 
     @property

@@ -26,6 +26,7 @@ EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>")
 """What end-of-text is called in ready-made tokenizers."""
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model")
+NAME_THE_END = "Name one that it has: `roxxel-dist data build PATH --out DIR --tokenizer FILE --eos_token TOKEN`"
 SMALLEST_BPE = 257
 DEFAULT_BPE = 8192
 
@@ -122,7 +123,7 @@ class Tokenizer:
             if number is not None:
                 return name, number
         raise ValueError(
-            f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. Name one with --eos_token"
+            f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. {NAME_THE_END}"
         )
 
     @property

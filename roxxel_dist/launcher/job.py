@@ -78,7 +78,9 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise ValueError("no command: write what every process runs after `--`, for instance `-- train data.txt`")
+            raise ValueError(
+                "no command: write what every process runs after `--`, for instance `-- train --data_path data.txt`"
+            )
         if any("\0" in word for word in self.command):
             raise ValueError("the command holds a NUL character, which no process can receive: take it out")
         if not RUN_ID.fullmatch(self.run_id):

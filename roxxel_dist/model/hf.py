@@ -136,7 +136,7 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
     family = "mixtral" if config.use_moe else "mistral" if config.sliding_window else "llama"
     if problems := list(_unsaid(config, family)):
         raise ValueError(
-            f"this model is no LLaMA, Mistral or Mixtral: {'; '.join(problems)}. Use --format safetensors or msgpack"
+            f"this model is no LLaMA, Mistral or Mixtral: {'; '.join(problems)}. Use the format safetensors or msgpack"
         )
     heads, groups, size = config.heads()
     found: dict[str, Any] = {
@@ -168,7 +168,8 @@ def _scaling(config: ModelConfig) -> dict[str, Any] | None:
 def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
     """Field, value and reason of each thing that the family has no words for."""
     if config.use_lora:
-        yield "use_lora is True: they have no adapters, which --merge_lora takes into the weights"
+        merge = "`roxxel-dist export RUN --format hf --out DIR --merge_lora`"
+        yield f"use_lora is True: they have no adapters, which {merge} takes into the weights"
     if config.mla:
         yield "mla is True: they have no latent attention"
     if config.no_sink:

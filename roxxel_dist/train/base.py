@@ -103,7 +103,10 @@ def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
 
 def _instead(run: Path) -> str:
     if (run / NEWEST).is_file() or has_tensors(run):
-        return "it has weights alone, as an export; name the run that it is from, or export that with --format hf"
+        return (
+            "it has weights alone, as an export; name the run that it is from, or what `roxxel-dist export RUN "
+            "--format hf --out DIR` makes of that"
+        )
     return "name the folder of a run that has"
 
 
@@ -234,7 +237,7 @@ def based_on(base: Base) -> Callable[[Leaves], Leaves]:
 
 def check_base(base: Base) -> None:
     """Raises ValueError where the weights that adapters stand on are gone, or others."""
-    cure = f"put {base.place} back or, if it was moved, name its new place: resume with --init_from NEW_PLACE"
+    cure = f"put {base.place} back or, if it was moved, name its new place: resume with init_from=NEW_PLACE"
     try:
         found = fingerprint(base.place)
     except ValueError as error:

@@ -157,10 +157,10 @@ def plan_to_follow(
         what = changed[0]
         raise ValueError(
             f"the run in {where} was made with another {what} ({saved[what]}, now {now[what]}): put it back to resume, "
-            f"change it from step {step + 1} on with --amend, or start in a new run directory"
+            f"change it from step {step + 1} on with amend=True, or start in a new run directory"
         )
     if before.seed != seed:
-        raise ValueError(f"seed is {seed}, and the run in {where} has {before.seed}: --amend cannot change it")
+        raise ValueError(f"seed is {seed}, and the run in {where} has {before.seed}: an amendment cannot change it")
     ranges = {name: data.ranges for name, data in curriculum.datasets.items()}
     # What a rewind has amended behind this step was not read yet: it is found out again.
     known = [amendment for amendment in saved["plan"]["amendments"] if amendment["from_step"] <= step]
@@ -178,6 +178,6 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
     for shard, (old, new) in enumerate(zip(before, map(tuple, now), strict=False)):
         if old != new:
             raise ValueError(
-                f"the data {name!r} differs from what the run read, from shard {shard} on: --amend and --fork take "
+                f"the data {name!r} differs from what the run read, from shard {shard} on: amending and forking take "
                 f"shards that are added at the end or taken away from it, with the same val_fraction"
             )

@@ -106,7 +106,7 @@ def test_another_corpus_in_out_is_refused_and_replaced_on_request(texts, tmp_pat
         os.truncate(out / "shard_00001.rox", 5000)
     (out / "note").write_text("mine")
     before = snapshot(out)
-    with pytest.raises(ValueError, match=r"out holds another data set \(build\.json.*--overwrite True"):
+    with pytest.raises(ValueError, match=r"out holds another data set \(build\.json.*overwrite=True"):
         build(texts, out, **options)
     assert snapshot(out) == before
     ds = build(texts, out, **options, overwrite=True)
@@ -163,10 +163,10 @@ def test_what_no_pattern_takes_is_told(texts, tmp_path, capsys):
     named = [texts, texts / "x.a3"]
     build(named, tmp_path / "out", tokenizer="byte", exclude=["excluded", "*.a2"])
     said = capsys.readouterr().err
-    told = "left out: 1 empty, 1 not UTF-8, 5 that no --include pattern takes: .log, .a1, .png, no ending)"
+    told = "left out: 1 empty, 1 not UTF-8, 5 that no pattern takes: .log, .a1, .png, no ending)"
     assert f"5 text files, 0.0 MB ({told}\n" in said
     build(named, tmp_path / "out", tokenizer="byte", include=["*.log"], overwrite=True)
-    assert "10 that no --include pattern takes: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
+    assert "10 that no pattern takes: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fraction", [0, 0.5])

@@ -44,7 +44,7 @@ def test_an_amended_run_resumes_like_any_other(corpus, tmp_path):
 
 def test_without_it_an_edited_curriculum_is_refused(corpus, tmp_path):
     train(corpus, tmp_path, max_steps=8)
-    with pytest.raises(ValueError, match=r"made with another curriculum .* change it from step 9 on with --amend"):
+    with pytest.raises(ValueError, match=r"made with another curriculum .* change it from step 9 on with amend=True"):
         make(corpus, tmp_path, LONGER)
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_ended_by_patience_goes_on(corpus, tmp_path):
 
 def test_another_seed_or_another_cut_is_refused(corpus, tmp_path):
     train(corpus, tmp_path, max_steps=8)
-    with pytest.raises(ValueError, match="--amend cannot change it"):
+    with pytest.raises(ValueError, match="an amendment cannot change it"):
         make(corpus, tmp_path, LONGER, amend=True, seed=1)
     with pytest.raises(ValueError, match="with the same val_fraction"):
         make(corpus, tmp_path, LONGER, amend=True, val_fraction=0.3)
