@@ -105,7 +105,7 @@ class Experiment:
                     raise ValueError(
                         f"data_path is {path}, and {run} was begun with {saved[RECORD]['data_path']}: leave it out, or "
                         f"make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
-                        f"the run with them (--amend, amend=True)"
+                        f"the run with them (amend=True)"
                     )
                 made = recipe(self.config, self._open(path, run, resume, begins=not before))
                 self.config = made.config
@@ -214,8 +214,8 @@ class Experiment:
         changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
         raise UsageError(
             f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out; "
-            f"or go on, with a larger max_steps while its phases have steps left, or with longer phases and --amend "
-            f"(amend=True); or begin a new run at a kept checkpoint with --fork {run}@{step}"
+            f"or go on, with a larger max_steps while its phases have steps left, or with longer phases and "
+            f"amend=True; or begin a new run at a kept checkpoint with fork=RUN@STEP"
         )
 
     def _open(self, data_path: str | Path | None, run: Path, resume: bool, *, begins: bool) -> Roxxel:

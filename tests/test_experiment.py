@@ -103,7 +103,7 @@ def test_what_a_finished_run_would_not_do_is_refused(text, tmp_path):
     other.write_text("other text\n" * 500)
     for fields, data in (({"lr": 1e-5}, None), ({"lr": 3e-4}, None), ({"epochs": 2}, None), ({}, other)):
         name = next(iter(fields), "data_path")
-        with pytest.raises(UsageError, match=rf"finished after step 3, .*\({name} .*--amend.*--fork .*run@3"):
+        with pytest.raises(UsageError, match=rf"finished after step 3, .*\({name} .*amend=True.*fork=RUN@STEP"):
             Experiment(config(**{"lr": 1e-3, **fields})).fit(data, run, resume=True)
     with pytest.raises(UsageError, match="phases"):
         Experiment(config(phases=[{"steps": 9, "batch_size": 8, "seq_len": 9}])).fit(run_dir=run, resume=True)
