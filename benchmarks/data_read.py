@@ -28,8 +28,10 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.report import Report
+from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.data.verify import find_damage
 from roxxel_dist.stream import Stream
+from roxxel_dist.train.verification import STEPS_AT_ONCE
 
 TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257
 DEVICES = 8
@@ -218,6 +220,22 @@ def verify(corpus: Corpus) -> Iterable[Result]:
     yield from ratios("data verify", "ours", times, {"reading the files once": 0.5})
 
 
+def verify_ahead(corpus: Corpus) -> Iterable[Result]:
+    """Verification ahead of the steps over a pass, CPU time of its thread, against steps of 20 ms."""
+    for batch, seq_len in ((16, 1025), (16, 8193)):
+        steps, found = corpus.shards.estimate_steps(seq_len, batch), []
+        for _ in range(corpus.rounds):
+            stream = Stream(corpus.plan(batch, seq_len), corpus.shards, None)
+            blocks, begun = VerifiedBlocks(VOCABULARY), time.thread_time()
+            for first in range(0, steps, STEPS_AT_ONCE):
+                stream.verify(first, min(first + STEPS_AT_ONCE, steps), blocks)
+            found.append((time.thread_time() - begun) / (steps * 0.02))
+        yield Result(
+            what=f"verifying {batch}x{seq_len} ahead", against="of a step of 20 ms", measured=statistics.median(found),
+            target=0.01, at_most=True,
+        )  # fmt: skip
+
+
 def plan_rows(corpus: Corpus) -> Iterable[Result]:
     """Finding the rows of a step, in order and at random."""
     return plans.rows(corpus.rounds)
@@ -229,7 +247,7 @@ def far_start(corpus: Corpus) -> Iterable[Result]:
 
 
 ROWS: list[Callable[[Corpus], Iterable[Result]]] = [
-    to_numpy, to_mesh, plan_rows, far_start, cold_start, memory, verify,
+    to_numpy, to_mesh, plan_rows, far_start, cold_start, memory, verify, verify_ahead,
 ]  # fmt: skip
 
 

@@ -88,6 +88,7 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
+    from roxxel_dist.data.verified import DamagedData
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.train.badstep import BadStep
     from roxxel_dist.train.checkpoint import SaveError
@@ -98,7 +99,7 @@ def train(words: list[str]) -> int:
             args.data_path, args.run_dir, args.resume, args.amend,
             fork=args.fork, from_step=args.from_step, skip_steps=skipped,
         )  # fmt: skip
-    except (BadStep, SaveError) as problem:  # no fault of the program: its log has the traceback
+    except (BadStep, DamagedData, SaveError) as problem:  # no fault of the program: its log has the traceback
         print(f"roxxel-dist: {as_flags(str(problem))}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0

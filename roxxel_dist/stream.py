@@ -6,12 +6,15 @@ jax is imported only where batches are placed: a process that reads numpy arrays
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
 from roxxel_dist.data.packed import Packed
+from roxxel_dist.data.verified import DamagedData, VerifiedBlocks
 
 if TYPE_CHECKING:
     import jax
@@ -97,6 +100,31 @@ class Stream:
         if self._asks_ahead or step != self._next or rows.packed or len(rows.offset) * rows.seq_len > FEW_TOKENS:
             return self.place(rows)
         return self._place(*self._with_following(step, rows))
+
+    def twin(self) -> "Stream":
+        """The same stream for another thread: a plan keeps the rows that it computed last, and is for one reader."""
+        plan = Plan.from_state(self.plan.state(0))
+        named = {self.plan.datasets[number]: dataset for number, dataset in self.datasets.items()}
+        return Stream(plan, named, self.sharding, self.step)
+
+    def verify(self, first: int, stop: int, blocks: VerifiedBlocks) -> None:
+        """Compare what this process reads in the steps [first, stop) with its checksums, where that was not done.
+
+        Raises:
+            DamagedData: tokens do not agree. The message names data set, file, block and documents.
+        """
+        steps = [self.plan.rows(step) for step in range(first, stop)]
+        shape_of = attrgetter("offset.size", "seq_len", "packed")
+        for (batch, length, packed), group in groupby(steps, shape_of):
+            alike = list(group)
+            for low, high in _layout(self.sharding, (batch, length))[1]:
+                dataset = np.concatenate([rows.dataset[low:high] for rows in alike])
+                offset = np.concatenate([rows.offset[low:high] for rows in alike])
+                for number, mine in _by_dataset(dataset, len(self.plan.datasets)):
+                    try:
+                        blocks.verify(self.datasets[number], offset[mine], length, documents=packed)
+                    except ValueError as error:
+                        raise DamagedData(f"data {self.plan.datasets[number]!r}: {error}") from error
 
     def batch(self, step: int) -> Any:
         """The batch of any step."""

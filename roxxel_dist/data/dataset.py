@@ -53,7 +53,7 @@ class Roxxel(TokenSequence):
 
     def _forget(self) -> None:
         self._opened = None
-        for name in ("ranges", "fingerprint", "tokenizer", "_first_document", "_reader", "_boundaries"):
+        for name in ("ranges", "first_tokens", "fingerprint", "tokenizer", "_first_document", "_reader", "_boundaries"):
             vars(self).pop(name, None)
 
     @property

@@ -39,6 +39,11 @@ class TokenSequence(ABC):
         """(first token, length) of what may be read of each shard, in tokens from the data set's start."""
         return tuple((part.first + part.low, part.high - part.low) for part in self._parts)
 
+    @cached_property
+    def first_tokens(self) -> np.ndarray:
+        """int64 [shards]: the number of each file's first token in the data set, whether it may be read or not."""
+        return np.array([part.first for part in self._parts], np.int64)
+
     @property
     def num_tokens(self) -> int:
         """Tokens in the ranges, separators included."""

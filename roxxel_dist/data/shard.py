@@ -136,28 +136,53 @@ class Shard:
             found += xxhash.xxh3_64_digest(data[whole:].data)
         return (first + np.flatnonzero(np.frombuffer(found, ">u8") != self.checksums[first:last])).tolist()
 
+    def damaged(self, blocks: np.ndarray) -> list[int]:
+        """Those of some blocks, int64 [N], ascending, that do not agree with their checksums.
+
+        They are copied first: numpy lets other threads run where a page has to come from the disk, xxhash does not.
+        """
+        size = self.layout.block_size
+        data = self.tokens.view(np.uint8)
+        whole = len(data) // size
+        rows: Any = np.take(data[: whole * size].reshape(-1, size), blocks[blocks < whole], axis=0)
+        found = b"".join(map(xxhash.xxh3_64_digest, rows))
+        if blocks[-1] >= whole:
+            found += xxhash.xxh3_64_digest(data[whole * size :].data)
+        return blocks[np.frombuffer(found, ">u8") != self.checksums[blocks]].tolist()
+
     def refuse(self, damaged: list[int]) -> None:
         """Raise if there is a damaged block: ValueError, naming the first, its tokens and its documents."""
-        if not damaged:
-            return
+        if damaged:
+            raise ValueError(
+                f"{self.damage(damaged)}; {len(damaged)} of {len(self.checksums)} blocks are. "
+                "Write the file again from its source"
+            )
+
+    def damage(self, damaged: list[int]) -> str:
+        """The first of some damaged blocks, its tokens and its documents, in words."""
         size = self.layout.block_size
         first = damaged[0] * size // self.dtype.itemsize
         last = (min((damaged[0] + 1) * size, self.tokens.nbytes) - 1) // self.dtype.itemsize
         low, high = np.searchsorted(self.document_ends, [first, last], side="right")
         where = f"document {low}" if low == high else f"documents {low} to {high}"
-        raise ValueError(
-            f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {where}) is damaged; "
-            f"{len(damaged)} of {len(self.checksums)} blocks are. Write the file again from its source"
-        )
+        return f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {where}) is damaged"
+
+    def verify_checksums(self) -> None:
+        """Check the table of checksums itself. Raises ValueError where it is damaged."""
+        if checksum(self.checksums.data) != self.layout.sums_checksum:
+            raise ValueError(f"{self.path}: the table of checksums is damaged. Write the file again from its source")
+
+    def verify_document_ends(self) -> None:
+        """Check the table of document ends. Raises ValueError where it is damaged."""
+        if checksum(self.document_ends.data) != self.layout.ends_checksum:
+            raise ValueError(f"{self.path}: the document ends are damaged. Write the file again from its source")
 
     def _verify_tables(self) -> None:
+        self.verify_checksums()
+        self.verify_document_ends()
         ends, problem = self.document_ends, ""
         padding = self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
-        if checksum(self.checksums.data) != self.layout.sums_checksum:
-            problem = "the table of checksums is damaged"
-        elif checksum(ends.data) != self.layout.ends_checksum:
-            problem = "the document ends are damaged"
-        elif np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
+        if np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
             problem = "the document ends do not cover the tokens"
         elif padding.any():
             problem = "the bytes between tokens and document ends are not zero"

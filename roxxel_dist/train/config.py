@@ -125,6 +125,9 @@ class LoopOptions:
     """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
     patience: int = 0
     """End the run after so many validations without a lower val_loss; 0 for never."""
+    verify_data: Literal["on", "off"] = "on"
+    """Compare the tokens with the checksums of their shards before they count: what a process reads, once, beside the
+    steps. A damaged block, or an id that the model does not have, ends the run with its file and document."""
     on_bad_step: Literal["raise", "skip", "rewind"] = "raise"
     """What to do about a loss or gradient that is no number, or a spike: end the run, leave out the update, or go back
     to the last checkpoint and leave out the rows of that step."""
@@ -162,6 +165,8 @@ class LoopOptions:
             raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^31")
         if self.on_bad_step not in ("raise", "skip", "rewind"):
             raise ValueError(f"on_bad_step is {self.on_bad_step!r}: it must be raise, skip or rewind")
+        if self.verify_data not in ("on", "off"):
+            raise ValueError(f"verify_data is {self.verify_data!r}: it must be on or off")
         if self.use_bf16 and self.bf16_compute:
             raise ValueError("use_bf16 and bf16_compute are both true: parameters are kept in one type, choose one")
         steps = self.profile_steps

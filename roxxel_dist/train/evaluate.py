@@ -13,6 +13,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import Units, unit_size
+from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.programs import Programs, batch_key
 from roxxel_dist.train.state import TrainState
@@ -60,6 +61,7 @@ class Validation:
         programs: what compiles it.
         sharding: of a batch.
         iters: batches to read of each.
+        blocks: what is known of the files; None: nothing is verified.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class Validation:
         programs: Programs,
         sharding: NamedSharding,
         iters: int,
+        blocks: VerifiedBlocks | None = None,
     ) -> None:
         filled = {name: data for name, data in sets.items() if data.num_tokens}
         self._sets = {**filled, TRAIN: train} if filled else {}
         self._evaluate, self._programs = evaluate, programs
-        self._sharding, self._iters = sharding, iters
+        self._sharding, self._iters, self._blocks = sharding, iters, blocks
         self._streams: dict[tuple[str, Any], Stream] = {}
 
     def check(self, shape: Shape) -> None:
@@ -111,6 +114,8 @@ class Validation:
             stream = self._stream(name, shape)
             program = self._programs.get(("evaluate", batch_key(stream.abstract())))
             losses[name] = []
+            if self._blocks is not None:
+                stream.verify(0, stream.plan.total_steps, self._blocks)
             for step in range(stream.plan.total_steps):
                 losses[name].append(program(state.params, state.rest, dict(settings), stream.batch(step)))
                 if one_in_flight:

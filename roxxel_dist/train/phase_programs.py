@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import Validation
@@ -34,6 +35,7 @@ class PhasePrograms:
         sharding: of a (rows, tokens) batch.
         grad_accum: micro-batches a step.
         options: of the run.
+        blocks: what is known of the files; None: what is validated on is not verified.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PhasePrograms:
         sharding: NamedSharding,
         grad_accum: int,
         options: LoopOptions,
+        blocks: VerifiedBlocks | None = None,
     ) -> None:
         dtype = jnp.bfloat16 if options.bf16_compute else None
         # Not the arrays: a resumed run would hold those that it began with beside those of its checkpoint.
@@ -59,7 +62,7 @@ class PhasePrograms:
             grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
         self._evaluate = make_eval_step(parts, loss_fn, dtype)
-        self._validation = Validation(sets, train, self._evaluate, programs, sharding, options.eval_iters)
+        self._validation = Validation(sets, train, self._evaluate, programs, sharding, options.eval_iters, blocks)
 
     def check(self, shapes: Sequence[Shape]) -> None:
         """Raises ValueError where a data set is too small for the validation batches of a phase."""

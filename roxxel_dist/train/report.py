@@ -36,6 +36,7 @@ class Reporter:
 
     Attributes:
         fetches: how often numbers were fetched from the devices.
+        before_row: called with the number of the step before its row is looked at and logged; may raise.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Reporter:
         self._loss: float | None = None
         self._next_show = 0.0
         self.meter: Meter = Meter()
+        self.before_row: Callable[[int], None] = lambda _: None
         self.fetches: int = 0
 
     def fetch(self, values: Any) -> Any:
@@ -83,6 +85,7 @@ class Reporter:
         if self._aside is None:
             return False
         (done, metrics), self._aside = self._aside, None
+        self.before_row(done)
         found: Any = self.fetch(metrics)
         check(found.health)
         self._loss = found.scalars["loss"]

@@ -15,11 +15,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
-from roxxel_dist.cluster.process import enable_compilation_cache, process_index, stop_requested, watching_for_stop
+from roxxel_dist.cluster.process import (
+    enable_compilation_cache,
+    process_count,
+    process_index,
+    stop_requested,
+    watching_for_stop,
+)
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.badstep import BadStep, Watch
 from roxxel_dist.train.checkpoint import CheckpointStore
@@ -41,6 +48,7 @@ from roxxel_dist.train.state import init_state
 from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics
 from roxxel_dist.train.timeline import Timeline
 from roxxel_dist.train.trackers.choose import trackers_for
+from roxxel_dist.train.verification import Verification
 
 
 class Trainer:
@@ -118,6 +126,9 @@ class Trainer:
             self.last_step: int = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
+            size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
+            blocks = VerifiedBlocks(size) if self.options.verify_data == "on" else None
+            self._verification = Verification(blocks, every_step=process_count() > 1)
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
             go_back(self.store, self.start, self.last_step)
             own = trackers_for(self._folder, self.last_step, self.step)
@@ -127,6 +138,7 @@ class Trainer:
             self._programs.close()
             raise
         self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
+        self._reporter.before_row = self._verification.wait
         say = self.logger.text
         watch = Watch(say, skip=self.options.on_bad_step == "skip")
         self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
@@ -139,7 +151,7 @@ class Trainer:
         self._phases = PhasePrograms(
             self._programs, self._parts, self._state, self._settings, loss_fn=loss_fn, optimizer=self._optimizer,
             train=self._curriculum.primary_streamer, sets=sets, sharding=self._sharding, grad_accum=grad_accum,
-            options=self.options,
+            options=self.options, blocks=self._verification.blocks,
         )  # fmt: skip
         if not self.finished:
             self._phases.check(self.plan.shapes)
@@ -171,6 +183,7 @@ class Trainer:
         Raises:
             BadStep: a loss is no number, and `on_bad_step` does not help.
             SaveError: the last save failed.
+            DamagedData: what a step reads does not agree with its checksums.
         """
         try:
             return self._run(at_the_end)
@@ -179,7 +192,7 @@ class Trainer:
             raise
 
     def _run(self, at_the_end: Callable[[], None] | None) -> ModelState:
-        with self.logger, watching_for_stop(), self._keeper:
+        with self.logger, watching_for_stop(), self._keeper, self._verification:
             self._timeline.open()
             self._progress.say("start")
             self._reporter.introduce(self._sharding, self.start, finished=self.finished)
@@ -208,6 +221,7 @@ class Trainer:
     def _train(self) -> None:
         """Steps, until the end, a request to stop, or a bad one."""
         self._phase, stream = -1, self._stream_from(self.step)  # whichever comes first begins
+        self._verification.follow(stream, self.last_step)
         for step in range(self.step, self.last_step):
             begins, batch = self._enter(step), next(stream)  # read while the device works on the steps before
             if self._in_flight.make_room():
@@ -250,6 +264,7 @@ class Trainer:
         """Say which step this rank is about to do and, where one begins, which phase; returns whether one begins."""
         phase = self.plan.phase(step)
         self._progress.enter(step + 1, phase + 1)
+        self._verification.enter(step)
         self._profiler.before(step + 1, self._state.step)
         if begins := phase != self._phase:
             self._reporter.log(self._check)  # before the line that announces the next phase
@@ -297,6 +312,7 @@ class Trainer:
         if not (evaluate or save or done == self.last_step):
             return
         self._settle()
+        self._verification.wait(done)
         self._reporter.meter.pause()
         self._progress.say("eval" if evaluate else "save")
         extra: dict[str, float] = {}

@@ -4,8 +4,13 @@ import os
 import random
 import signal
 
+import numpy as np
 import pytest
 from commands import gone, launched, losses, make_corpus, rows, run, start, wait_for
+
+from roxxel_dist.assemble import recipe
+from roxxel_dist.config import Config
+from roxxel_dist.data.dataset import Roxxel
 
 pytestmark = pytest.mark.xdist_group("training")  # one worker: the undisturbed run is made once
 LONG = pytest.mark.slow
@@ -171,3 +176,31 @@ def test_it_generates(work):
     assert [r.returncode for r in results] == [0, 0]
     assert results[0].stdout.startswith("import ")
     assert results[0].stdout == results[1].stdout
+
+
+@LONG
+def test_damage_that_one_rank_reads_ends_the_job_by_name(tmp_path):
+    """The other rank neither hangs nor writes a row or a checkpoint of that step."""
+    make_corpus(tmp_path)
+    config = Config.from_yaml(tmp_path / "tiny.yaml")
+    config.val_fraction = 0.0
+    with Roxxel(tmp_path / "data") as source, Roxxel(tmp_path / "small" / "a_*.rox") as data:
+        data.write(source, block_size=128, separator=source.shards[0].metadata.separator, vocab_size=source.vocab_size)
+        plan, seen = recipe(config, data).curriculum.plan(config.seed), set()
+        for step in range(2, 12):
+            seen |= {int(token) // 64 + more for token in plan.rows(step - 1).offset for more in (0, 1)}
+            first, second = np.split(plan.rows(step).offset, 2)  # what the ranks read
+            seen |= {int(token) // 64 + more for token in first for more in (0, 1)}
+            if alone := [int(token) for token in second if int(token) // 64 not in seen]:
+                break
+        with data.shards[0].path.open("r+b") as file:
+            file.seek(data.shards[0].offset + alone[0] * data.dtype.itemsize)
+            file.write(np.array(1, data.dtype).tobytes())
+    words = [word if word != "data" else "small" for word in launched(2, 1, "stops", "--val_fraction", 0.0)]
+    result = run(*words, cwd=tmp_path)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert f"step {step + 1} cannot be done: data 'self'" in said, said
+    assert sorted(rows(tmp_path / "stops")) == list(range(1, step + 1))
+    kept = [int(path.name) for path in (tmp_path / "stops" / "checkpoints").iterdir() if path.name.isdigit()]
+    assert all(number <= step for number in kept)
