@@ -1,27 +1,47 @@
 """`python -m roxxel_dist` and the console script `roxxel-dist`."""
 
+import errno
+import io
 import os
+import select
+import signal
 import sys
+from typing import Any
+
+from roxxel_dist.cluster import interrupt
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    open_streams()
+    open_streams()  # first: what is opened after it has other numbers
+    if "ROXXEL_PROCESS_ID" not in os.environ:  # a rank is its launcher's to end
+        interrupt.begin()
     from roxxel_dist.cli import main as run
 
-    code = 0
+    code = 1
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough: no reason to fail, and nothing may be left to flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        gone = [number for number in (1, 2) if _has_no_reader(number)]
+        if not gone:
+            raise
+        for number in gone:  # nothing may be left to flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        code = 128 + signal.SIGPIPE  # `| head` has read enough; whatever was done is not told, or was cut
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        print(f"roxxel-dist: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 
 def open_streams() -> None:
-    """Give a process that was started with a closed stream (`>&-`, some daemons) the null device for it.
+    """Make the standard streams such that nothing said can fail, beside a pipe whose reader has left.
 
-    Else the first file that is opened would have the number of that stream, here and in the processes that are started.
+    A stream that was closed at the start (`>&-`, some daemons) gets the null device: else the first file that is opened
+    would have its number, here and in the processes that are started. A terminal may be gone later.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -30,6 +50,35 @@ def open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+        elif number:
+            stream = getattr(sys, name)
+            if stream.encoding.lower() != "utf-8":
+                stream.reconfigure(errors="backslashreplace")  # a locale that knows ASCII alone
+            if os.isatty(number):
+                lines = {"line_buffering": True, "write_through": stream.write_through}
+                whole = io.BufferedWriter(Terminal(number, "w", closefd=False))
+                text = io.TextIOWrapper(whole, stream.encoding, stream.errors, **lines)
+                setattr(sys, name, text)
+
+
+class Terminal(io.FileIO):
+    """A terminal. What is written when it is gone (it was closed, the connection was lost) goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        """As `FileIO.write`."""
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENXIO, errno.EPIPE):
+                raise
+            return memoryview(data).nbytes
+
+
+def _has_no_reader(number: int) -> bool:
+    """Whether a descriptor is a pipe, or a socket, whose other end is closed."""
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.mesh import make_mesh, row_pieces
 from roxxel_dist.cluster.process import agree, is_primary, process_count, process_index
 from roxxel_dist.cluster.progress import Progress
@@ -224,12 +225,16 @@ def folder_for_now(data_path: str | Path | None, name: str) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=Path.cwd()))
 
     on_primary("folder for the corpus", make)
-    try:
-        with _ended_by_signals():
-            yield Path(agree("folder of the corpus", str(folder))) / "data"
-    finally:
+
+    def take_away() -> None:
         if is_primary():
             shutil.rmtree(folder)
+
+    try:
+        with _ended_by_signals(), interrupt.cleanup(take_away):
+            yield Path(agree("folder of the corpus", str(folder))) / "data"
+    finally:
+        take_away()
 
 
 @contextlib.contextmanager
@@ -239,8 +244,8 @@ def _ended_by_signals() -> Iterator[None]:
     def leave(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets no other thread ask for signals
+    if interrupt.active() or threading.current_thread() is not threading.main_thread():
+        yield  # the command takes it away itself; Python lets no other thread ask for signals
         return
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

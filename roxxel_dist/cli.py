@@ -25,6 +25,7 @@ from roxxel_dist.cli_report import report
 from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cli_slurm import launch_slurm
 from roxxel_dist.cli_sweep import sweep
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, as_flags, parse, parse_train, steps_to_skip
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
 
         print(f"roxxel-dist {__version__}")
         return 0
+    if words[:1] and words[0] in HEAR_THEMSELVES:
+        interrupt.end()
     try:
         return _dispatch("", COMMANDS, words)
     except UsageError as error:
@@ -168,6 +171,8 @@ def save(words: list[str]) -> int:
     return 0
 
 
+HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
+"""Commands that wait for other processes, and tell or ask them something when they are interrupted."""
 COMMANDS: dict[str, Command] = {
     "data": data,
     "batch": batch,

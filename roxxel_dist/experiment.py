@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
 from roxxel_dist.beginning import write_down
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.process import agree, barrier, initialize, is_primary, make_deterministic, pin_threads
 from roxxel_dist.config import RECORD, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel
@@ -302,11 +303,16 @@ def _held(run: Path, resume: bool) -> Iterator[RunDirectory]:
 @contextlib.contextmanager
 def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     """If the run cannot begin, take away what was made for it."""
-    try:
-        yield
-    except BaseException:
+
+    def take_away() -> None:
         if is_primary():
             directory.discard()
+
+    try:
+        with interrupt.cleanup(take_away):
+            yield
+    except BaseException:
+        take_away()
         raise
 
 

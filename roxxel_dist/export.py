@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.data.commit import sync_folder
 from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
@@ -72,12 +73,13 @@ def export_run(
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        folder.chmod(0o755)  # mkdtemp's is for its owner alone
-        if format == "hf":
-            _write_hf(folder, weights, params, limit)
-        else:
-            _write_own(folder, weights, params, format, limit)
-        _put(folder, out)
+        with interrupt.cleanup(lambda: shutil.rmtree(folder, ignore_errors=True)):
+            folder.chmod(0o755)  # mkdtemp's is for its owner alone
+            if format == "hf":
+                _write_hf(folder, weights, params, limit)
+            else:
+                _write_own(folder, weights, params, format, limit)
+            _put(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     count = sum(one.size for one in params.values())

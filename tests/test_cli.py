@@ -185,3 +185,23 @@ def test_closed_streams(tmp_path):
     said = f"exec {shlex.join(command('--version'))} >&-"
     done = subprocess.run(["sh", "-c", said], cwd=tmp_path, env=environment(), capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_reader_that_has_left(tmp_path):
+    """Not 0: for `a | head && b` what was cut is not done."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        command("--help"), cwd=tmp_path, env=environment(), stdout=writes, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_output_on_a_full_disk(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("--help"), cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"roxxel-dist: the output cannot be written: No space left on device\n"

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.cluster import interrupt
+
 INIT_TIMEOUT_S = 300
 WAIT_LIMIT_S = 600.0
 DETERMINISTIC = "xla_gpu_deterministic_ops"
@@ -29,7 +31,7 @@ BITS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_defau
 """Settings of jax that decide bits."""
 
 _calls: dict[str, int] = {}
-_stop = threading.Event()
+_stop, _stepped = threading.Event(), threading.Event()
 
 
 def pin_threads(count: int | None = None) -> int:
@@ -260,25 +262,33 @@ def collect(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
 
 @contextlib.contextmanager
 def watching_for_stop() -> Iterator[None]:
-    """Within it, SIGTERM and Ctrl-C ask the training loop to stop after the step in hand; the second Ctrl-C kills.
+    """Within it SIGTERM, SIGHUP and Ctrl-C ask the training loop to stop after the step in hand; another Ctrl-C kills.
 
-    In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
+    A command that has done no step yet has nothing to save: it ends at once. A SIGHUP that is ignored (`nohup`) stays
+    so. In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
     """
     _stop.clear()
+    _stepped.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     watched = [signal.SIGINT] + ([signal.SIGTERM] if jax.process_count() == 1 else [])
-    before = {number: signal.signal(number, _ask_to_stop) for number in watched}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        watched.append(signal.SIGHUP)
+    with interrupt.paused():
+        before = {number: signal.signal(number, _ask_to_stop) for number in watched}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _ask_to_stop(signum: int, frame: FrameType | None) -> None:
-    if signum == signal.SIGINT and _stop.is_set():
+    again = signum == signal.SIGINT and _stop.is_set()
+    if interrupt.active() and (again or not (_stepped.is_set() or jax.process_count() > 1)):
+        interrupt.leave(signum)
+    if again:
         raise KeyboardInterrupt
     _stop.set()
     if jax.process_count() > 1:
@@ -288,6 +298,7 @@ def _ask_to_stop(signum: int, frame: FrameType | None) -> None:
 
 def stop_requested(step: int) -> bool:
     """Whether to save and leave after `step`: the same answer on every rank, which must all ask after every step."""
+    _stepped.set()
     if jax.process_count() == 1:
         return _stop.is_set()
     from jax.experimental import multihost_utils

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from roxxel_dist.cluster import interrupt
+
 COMMIT = "commit.json"
 SUFFIX = ".writing"
 FINISH_LIMIT_S = 30.0
@@ -77,21 +79,26 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
         lock = _take(staged)
     except OSError as error:
         raise ValueError(f"{folder}: cannot write there ({error.strerror}); choose another place") from error
-    try:
-        if lock is None:
-            raise ValueError(f"{folder}: another process is writing {name} there; wait for it or choose another place")
-        _empty(staged)
-        yield staged
-    finally:
-        if lock is not None:
-            try:
-                if _is(staged, lock):  # after `publish` the name may be another writer's
-                    _leave(staged)
-            finally:
-                os.close(lock)
+
+    def take_away() -> None:
+        if lock is not None and _is(staged, lock):  # after `publish` the name may be another writer's
+            _leave(staged)
         for path in absent:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
+
+    try:
+        if lock is None:
+            raise ValueError(f"{folder}: another process is writing {name} there; wait for it or choose another place")
+        with interrupt.cleanup(take_away):
+            _empty(staged)
+            yield staged
+    finally:
+        try:
+            take_away()
+        finally:
+            if lock is not None:
+                os.close(lock)
 
 
 def publish(staged: Path, replaced: Iterable[str]) -> None:

@@ -1,0 +1,115 @@
+"""Ctrl-C, SIGTERM and SIGHUP from the first moment of a command: the process ends at once, and in order.
+
+A KeyboardInterrupt does not do that in a process with jax. Raised in jax's callback of the garbage collector it is
+printed and forgotten, raised below C++ it can end in a segmentation fault, and a main thread in a long call of C (a
+tokenizer's training) does not raise it at all. So nothing is raised here: the main thread is held where it is, a thread
+of its own takes away what is half made, and the process leaves with 128 + the signal's number.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CLEANUP_LIMIT_S = 1.0
+"""How long taking away may last: a disk that hangs does not keep the process."""
+
+_cleanups: list[Callable[[], Any]] = []
+_leaving = threading.Lock()
+_active = threading.Event()
+
+
+def begin() -> None:
+    """Hear the signals from here on; those that are ignored (`nohup`) stay ignored. For a command's main thread."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    for number in SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _on_signal)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)  # written to while the main thread is in a call of C, too
+    threading.Thread(target=_watch, args=(heard,), name="roxxel-signals", daemon=True).start()
+    os.register_at_fork(after_in_child=end)  # else a signal to the child would end this process
+    _active.set()
+
+
+def end() -> None:
+    """Give the signals back to Python: for a command that has handlers of its own."""
+    if not _active.is_set():
+        return
+    _active.clear()
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is _on_signal:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def active() -> bool:
+    """Whether this process leaves by `leave`: it is a command, and not somebody's own program."""
+    return _active.is_set()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Within it the main thread's handlers, which are others, hear the signals alone."""
+    if not _active.is_set():
+        yield
+        return
+    told = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+
+@contextlib.contextmanager
+def cleanup(act: Callable[[], Any]) -> Iterator[None]:
+    """Within it `act` is called, in another thread and with this one held, before the process leaves by a signal."""
+    _cleanups.append(act)
+    try:
+        yield
+    finally:
+        _cleanups.remove(act)
+
+
+def leave(number: int) -> NoReturn:
+    """End this process for a signal: the last registered cleanup first, then one line on stderr."""
+    if not _leaving.acquire(blocking=False):  # another thread is at it
+        while True:
+            time.sleep(60)
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        # Not in this thread: it may hold a lock, such as that of a stream, that is needed.
+        thread = threading.Thread(target=_clean, args=(number,), daemon=True)
+        thread.start()
+        thread.join(CLEANUP_LIMIT_S)
+    os._exit(128 + number)
+
+
+def _clean(number: int) -> None:
+    for act in reversed(_cleanups):
+        with contextlib.suppress(Exception):
+            act()
+    with contextlib.suppress(OSError):
+        shown = b"\r\x1b[?25h\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else b""
+        os.write(2, shown + f"roxxel-dist: ended by {signal.Signals(number).name}\n".encode())
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    for each in SIGNALS:  # the next one does not wait for what is taken away
+        if signal.getsignal(each) is _on_signal:
+            signal.signal(each, signal.SIG_DFL)
+    leave(number)
+
+
+def _watch(heard: int) -> None:
+    while True:
+        for number in os.read(heard, 64):
+            if number in SIGNALS and signal.getsignal(number) in (_on_signal, signal.SIG_DFL):
+                leave(number)

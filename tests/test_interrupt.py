@@ -1,0 +1,187 @@
+"""Ctrl-C at any moment of a command, on a terminal of its own."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import random
+import re
+import select
+import signal
+import subprocess
+import sysconfig
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from commands import TERMINAL, command, environment, make_corpus, wait_for
+
+CTRL_C = b"\x03"
+TRAIN = (
+    "train", "--config", "tiny.yaml", "--data_path", "data", "--phases", "[{steps: 9000, batch_size: 4, seq_len: 33}]",
+    "--num_blocks", 1, "--log_every", 50, "--eval_every", 9000, "--checkpoint_every", 1000, "--run_dir",
+)  # fmt: skip
+
+
+class OnTerminal:
+    """A command that leads a session on a terminal, as one that a person has typed."""
+
+    def __init__(self, *words, cwd, ignores=()):
+        self._ours, theirs = pty.openpty()
+
+        def lead():
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            for number in ignores:
+                signal.signal(number, signal.SIG_IGN)
+
+        self.process = subprocess.Popen(
+            command(*words), cwd=cwd, env=environment(**TERMINAL), stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True, preexec_fn=lead,  # noqa: PLW1509
+        )  # fmt: skip
+        os.close(theirs)
+        self._data = b""
+        self._hung_up = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        with contextlib.suppress(OSError):  # how a terminal says that its last writer is gone
+            while not self._hung_up.is_set():
+                if select.select([self._ours], [], [], 0.05)[0]:
+                    self._data += os.read(self._ours, 4096)
+
+    @property
+    def text(self):
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._data.decode(errors="replace"))
+
+    def type(self, keys):
+        os.write(self._ours, keys)
+
+    def hang_up(self):
+        """Close the terminal, as a lost connection does."""
+        self._hung_up.set()
+        self._reader.join()
+        os.close(self._ours)
+
+    def end(self, limit_s=120):
+        """Its exit code; it is killed when the limit is over."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return "too late"
+        finally:
+            if not self._hung_up.is_set():
+                self._reader.join(10)
+                os.close(self._ours)
+
+
+def after(seconds, *words, cwd):
+    """(exit code, seconds it took to end, text) of a command that gets a Ctrl-C so long after its start."""
+    shown = OnTerminal(*words, cwd=cwd)
+    time.sleep(seconds)
+    begun = time.monotonic()
+    with contextlib.suppress(OSError):
+        shown.type(CTRL_C)
+    code = shown.end(60)
+    return code, time.monotonic() - begun, shown.text
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("interrupt")
+    make_corpus(folder)
+    return folder
+
+
+FIND_LR = ("find-lr", "--config", "tiny.yaml", "--data_path", "data", "--num_steps", 5000)
+
+
+def one_line(text):
+    return [line for line in text.replace("^C", "").splitlines() if line] == ["roxxel-dist: ended by SIGINT"]
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.4, TRAIN), (1.2, TRAIN), (2.5, FIND_LR)])
+def test_ctrl_c_while_a_command_starts(work, tmp_path, seconds, words):
+    words = (*words, tmp_path / "runs" / "x") if words is TRAIN else words
+    code, took, text = after(seconds, *words, cwd=work)
+    assert code == 130, text
+    assert took < 10, "it is two seconds at most on a machine with nothing else to do"
+    assert one_line(text)
+    assert not (tmp_path / "runs").exists()
+    assert sorted(path.name for path in work.iterdir()) == ["data", "tiny.yaml"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment(work, tmp_path):
+    """From the interpreter's start to the middle of the loop, which says 42."""
+    draw, codes = random.Random(11), []
+    shown = OnTerminal(*TRAIN, tmp_path / "whole", cwd=work)
+    begun = time.monotonic()
+    wait_for(lambda: "Step" in shown.text, what="the first row")
+    span = 1.2 * (time.monotonic() - begun)
+    shown.type(CTRL_C)
+    assert shown.end() == 42
+    for number in range(60):
+        words = (*TRAIN, tmp_path / str(number)) if number % 3 else FIND_LR
+        code, took, text = after(draw.uniform(0.2, span), *words, cwd=work)
+        codes.append(code)
+        assert code in (42, 130), text
+        assert took < 10, text
+        assert "Traceback" not in text
+    assert codes.count(130) > 20
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_other_signals_while_a_command_starts(work, name):
+    """Text is made into shards for so long, in a folder of its own."""
+    words = ["find-lr", "--config", "tiny.yaml", "--data_path", Path(sysconfig.get_paths()["stdlib"], "email")]
+    started = subprocess.Popen(command(*words), cwd=work, env=environment(), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any(work.glob(".find-lr-*")), what="the folder for shards")
+    started.send_signal(signal.Signals[name])
+    assert started.communicate(timeout=60)[1].splitlines()[-1] == f"roxxel-dist: ended by {name}"
+    assert started.returncode == 128 + signal.Signals[name]
+    assert not any(work.glob(".find-lr-*"))
+
+
+@pytest.mark.parametrize("size", [3, 9])  # in the process itself, and in one of its own
+def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path, size):
+    draw = random.Random(5)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(4, 12))) for _ in range(150_000)]
+    text = " ".join(draw.choices(words, k=size * 110_000))
+    (tmp_path / "text.txt").write_text(text)
+    shown = OnTerminal("data", "build", "text.txt", "--out", "out", "--vocab_size", 60000, cwd=tmp_path)
+    wait_for(lambda: "Compute merges" in shown.text, what="the bar of the training")
+    shown.type(CTRL_C)
+    begun = time.monotonic()
+    assert shown.end(60) == 130
+    assert time.monotonic() - begun < 10
+    assert shown.text.splitlines()[-1] == "roxxel-dist: ended by SIGINT"
+    assert os.listdir(tmp_path) == ["text.txt"]
+
+
+def test_a_terminal_that_is_closed_asks_training_to_stop(work, tmp_path):
+    shown = OnTerminal(*TRAIN, tmp_path / "run", cwd=work)
+    wait_for(lambda: "Step" in shown.text, what="the first row")
+    shown.hang_up()
+    assert shown.end() == 42
+    cursor = json.loads((tmp_path / "run" / "training_cursor.json").read_text())
+    assert cursor["step"] in {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert f"asked to stop: step {cursor['step']} is saved" in log
+    assert "failed" not in log
+
+
+def test_nohup_trains_on_without_its_terminal(work, tmp_path):
+    words = (*TRAIN, tmp_path / "run", "--max_steps", 600)
+    shown = OnTerminal(*words, cwd=work, ignores=[signal.SIGHUP])
+    wait_for(lambda: "Step" in shown.text, what="the first row")
+    shown.hang_up()
+    assert shown.end() == 0
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "Step 600/600" in log
+    assert "failed" not in log
