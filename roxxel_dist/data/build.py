@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.data.commit import finish_interrupted, publish, staging, write_file
 from roxxel_dist.data.corpus import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
@@ -110,8 +111,9 @@ def _build(source: Source, place: Path, workers: int, overwrite: bool, report: R
     with staging(place, "build") as staged:
         parts = place / PARTS
         try:
-            _make(parts, missing, source, workers, report)
-            _publish(place, parts, missing, staged, source, there)
+            with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
+                _make(parts, missing, source, workers, report)
+                _publish(place, parts, missing, staged, source, there)
         finally:
             shutil.rmtree(parts, ignore_errors=True)
     return Roxxel(place / source.halves[0])
@@ -133,7 +135,7 @@ def _make(parts: Path, halves: Sequence[str], source: Source, workers: int, repo
             kind = next(kind for kind in get_args(Kind) if kind == source.kind)
             texts = (piece for text, _ in source.texts(source.halves[0]) for piece in pieces(text))
             threads = workers if source.size >= PARALLEL_BYTES else 1
-            tokenizer = train_on(kind, texts, source.vocab_size, threads)
+            tokenizer = train_on(kind, texts, source.vocab_size, threads, progress=report.enabled)
     if tokenizer is not None and not (parts / TOKENIZER_FILE).is_file():
         tokenizer.save(parts / TOKENIZER_FILE)
     for half in halves:

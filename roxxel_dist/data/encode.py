@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.data.convert import smallest_dtype
 from roxxel_dist.data.corpus import pieces
 from roxxel_dist.data.frames import read_frame, write_frame
@@ -146,7 +147,11 @@ def _helper(words: Sequence[str], environment: dict[str, str]) -> Iterator["subp
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
     ) as process:
         try:
-            yield process
+            with interrupt.cleanup(process.kill):
+                yield process
+        except BaseException:
+            process.kill()  # it may train for minutes before it looks at its stdin again
+            raise
         finally:
             assert process.stdin is not None
             try:
@@ -169,13 +174,13 @@ def _one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, workers: int) -> Tokenizer:
+def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, workers: int, *, progress: bool) -> Tokenizer:
     """`train_tokenizer` on so many threads: a helper process has as many as are wanted, this one what it began with."""
     if kind != "bpe" or workers == 1 or (vocab_size or 1 << 20) <= 256:
         with _one_thread():
-            return train_tokenizer(kind, texts, vocab_size)
+            return train_tokenizer(kind, texts, vocab_size, progress=progress)
     environment = {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-    with _helper(["train", str(vocab_size or "")], environment) as helper:
+    with _helper(["train", str(vocab_size or ""), *["bar"] * progress], environment) as helper:
         assert helper.stdin is not None
         try:
             for batch in _batches(((text, 0) for text in texts), whole=True):

@@ -1,7 +1,8 @@
-"""A process of its own for `data.encode`: `python -m roxxel_dist.data.helper encode TOKENIZER DTYPE | train VOCAB`.
+"""A process of its own for `data.encode`: `python -m roxxel_dist.data.helper WORDS`.
 
-It reads frames from stdin and writes frames to stdout (`data.frames`) until stdin ends. An answer begins with b"ok" and
-what was asked for, or with b"no" and the message of a ValueError.
+WORDS are `encode TOKENIZER DTYPE` or `train VOCAB [bar]`. It reads frames from stdin and writes frames to stdout
+(`data.frames`) until stdin ends. An answer begins with b"ok" and what was asked for, or with b"no" and the message of a
+ValueError.
 
 - encode: texts (UTF-8) to the ids of each, in DTYPE.
 - train: frames of texts, and an empty frame at their end, to a `tokenizer.json`.
@@ -27,7 +28,9 @@ def main(words: list[str]) -> None:
         if words[0] == "encode":
             _encode(stdin, stdout, Tokenizer.load(words[1]), np.dtype(words[2]))
         else:
-            trained = train_tokenizer("bpe", _texts(stdin), int(words[1]) if words[1] else None)
+            trained = train_tokenizer(
+                "bpe", _texts(stdin), int(words[1]) if words[1] else None, progress="bar" in words
+            )
             write_frame(stdout, [b"ok", trained.to_json()])
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more, and Python would complain about stdout when it ends

@@ -195,7 +195,9 @@ def _named_eos(path: Path) -> str | None:
     return None
 
 
-def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = None) -> Tokenizer:
+def train_tokenizer(
+    kind: Kind, texts: Iterable[str], vocab_size: int | None = None, *, progress: bool = False
+) -> Tokenizer:
     """Make a tokenizer for a corpus. The same texts give the same tokenizer, whatever the threads.
 
     Args:
@@ -203,6 +205,7 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
         texts: the corpus; not read for "byte".
         vocab_size: ids in all, end-of-text included. For "bpe" the most there will be (None: 8192; a small corpus
             has fewer), for the others only checked.
+        progress: show bars on stderr where that is a terminal; only "bpe" takes a time worth them.
 
     Raises:
         ValueError: an unknown kind, or a `vocab_size` too small for it.
@@ -216,7 +219,7 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
             f"vocab_size={vocab_size}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 bytes and end-of-text"
         )
     else:
-        inner = _byte() if kind == "byte" else _bpe(texts, vocab_size or DEFAULT_BPE)
+        inner = _byte() if kind == "byte" else _bpe(texts, vocab_size or DEFAULT_BPE, progress=progress)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return Tokenizer(inner)
 
@@ -240,13 +243,13 @@ def _byte() -> tokenizers.Tokenizer:
     return _byte_level(models.BPE({letter: number for number, letter in enumerate(_byte_letters())}, []))
 
 
-def _bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+def _bpe(texts: Iterable[str], vocab_size: int, *, progress: bool) -> tokenizers.Tokenizer:
     inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # end-of-text is added behind
         min_frequency=2,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=progress,
     )
     inner.train_from_iterator(texts, trainer)
     return inner
