@@ -117,6 +117,7 @@ class Experiment:
                         self._check_nothing_new(run, trainer.step, changed_from(saved, self.config))
                     if self.config.model or self.config.loss:
                         trainer.try_loss()  # mistakes of a model or a loss, before anything is written down
+                    trainer.go_back()
                 except BaseException:
                     trainer.close()
                     raise
@@ -257,17 +258,20 @@ class Experiment:
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         def at_the_end() -> None:
             """The run is done and saved: what fails here is told, and harms nothing."""
-            model, no_sample = None, "no tokenizer: no sample"
+            model, no_sample = None, "" if tokenizer else "no tokenizer: no sample"
             if tokenizer:
                 try:
                     model = trainer.state.local_model()  # every rank has a part of it
                 except Exception as error:
-                    no_sample = f"no sample: {str(error).splitlines()[0]}"
+                    no_sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
             if not is_primary() or (trainer.step == trainer.start_step and (run / CURVE).exists()):
                 return
             say = trainer.logger.text
             for what, act in (
-                ("sample", lambda: self._sample(model, tokenizer, prompt) if model and tokenizer else no_sample),
+                (
+                    "sample",
+                    lambda: self._sample(model, tokenizer, prompt) if tokenizer and not no_sample else no_sample,
+                ),
                 ("loss curve", lambda: _draw(trainer, run)),
             ):
                 try:
@@ -280,7 +284,7 @@ class Experiment:
         self.stopped = trainer.stopped
         barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
 
-    def _sample(self, model: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    def _sample(self, model: Any, tokenizer: Any, prompt: list[int]) -> str:
         context, seed = self.config.max_context, self.config.seed
         new = generate(
             model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed, eos_id=tokenizer.eos_id

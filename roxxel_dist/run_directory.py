@@ -4,16 +4,16 @@ import contextlib
 import fcntl
 import os
 import shutil
-import time
 from datetime import datetime
 from pathlib import Path
 
 from roxxel_dist.cluster import mailbox
 from roxxel_dist.data.commit import make_folder
+from roxxel_dist.train.run_lock import HELD, LOCK, take_lock
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 METRICS, LOGS = "metrics.jsonl", "logs"
-SUMMARY, LOG, CURVE, LOCK = "model_summary.json", "training_log.csv", "plots/loss.png", ".lock"
+SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
 
 
 class RunDirectory:
@@ -52,6 +52,7 @@ class RunDirectory:
             os.close(self._lock)
             self._lock, self._new = None, []
             raise ValueError(f"another process is training in {self.path}: wait for its end, or name another")
+        HELD.add(self.path.absolute())
         mailbox.sweep(self.path)
         for left in self.path.glob(".*.tmp"):  # by somebody who was killed while he wrote
             left.unlink(missing_ok=True)
@@ -61,6 +62,7 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+            HELD.discard(self.path.absolute())
 
     def discard(self) -> None:
         """Take away what was made since this object was; what was there before stays."""
@@ -71,20 +73,6 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # a folder that is not empty holds something of somebody else
                     path.rmdir() if path.is_dir() else path.unlink()
         self._new = []
-
-
-def take_lock(lock: int) -> bool:
-    """Take the lock (flock) of an open file; false where another process has it."""
-    for _ in range(2):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)  # perhaps it was somebody who only looked, with `is_held`
-        except OSError:
-            return True  # a file system without locks
-        else:
-            return True
-    return False
 
 
 def is_held(run: Path, *, unknown: bool = True) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from roxxel_dist.cluster.process import barrier, is_primary
 from roxxel_dist.cluster.request import SaveRequests
-from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.checkpoint import CheckpointStore, SaveError
 from roxxel_dist.train.cursor import write_cursor
 from roxxel_dist.train.exporter import BEST, NEWEST, Exporter
 from roxxel_dist.train.log_queue import CRASH_LIMIT_S
@@ -63,8 +63,18 @@ class Keeper:
         return self._requests.due(step)
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any], val_loss: float | None) -> None:
-        """Begin to save."""
+        """Begin to save; of the first checkpoint, wait until it is there.
+
+        Raises:
+            SaveError: there is no checkpoint, and this one could not be saved: the run ends before more work is lost.
+        """
+        first = self._store.latest_step() is None
         self._store.save(step, state, meta, val_loss=val_loss)
+        if first:  # on all ranks at the same step, which is what a wait costs once
+            try:
+                self._store.wait()
+            except SaveError as error:
+                raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
 
     def hear(self) -> None:
         """Tell how the saves have gone that have ended since; costs nothing where none has."""

@@ -48,10 +48,19 @@ class LogQueue:
     """Hands everything to its trackers; as a context manager it writes a crash's traceback too.
 
     Args:
-        trackers: where everything goes; none on the ranks that stay silent.
+        trackers: where everything goes; none on the ranks that stay silent. Left out, they come with `open`, and the
+            lines until then wait for them.
     """
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker] | None = None) -> None:
+        self._durable: list[Tracker] = []
+        self._workers: list[_Worker] = []
+        self._early: list[str] | None = []
+        if trackers is not None:
+            self.open(trackers)
+
+    def open(self, trackers: Sequence[Tracker]) -> None:
+        """Begin to hand over, the lines first that were said before."""
         self._durable = [t for t in trackers if getattr(t, "durable", False)]
         self._workers = [_Worker(t, self.text) for t in trackers if t not in self._durable]
         for tracker in trackers:
@@ -59,6 +68,9 @@ class LogQueue:
                 tracker.say = self.text  # pyright: ignore[reportAttributeAccessIssue]
         for worker in self._workers:
             worker.start()
+        early, self._early = self._early, None
+        for text in early or ():
+            self.text(text)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Log the metrics of one step."""
@@ -67,7 +79,9 @@ class LogQueue:
 
     def text(self, text: str) -> None:
         """Log lines for people; on standard error where nobody shows them."""
-        if any(worker.knows("text") for worker in self._workers):
+        if self._early is not None:
+            self._early.append(text)
+        elif any(worker.knows("text") for worker in self._workers):
             self._put("text", text)
         else:
             print(text, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ After a step that is due, in this order: validate, log, save. The first and the 
 disk before the save begins, so no checkpoint is ahead of its log, and a step whose loss is no number is never saved.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.process import (
+    agree,
     enable_compilation_cache,
+    is_primary,
     process_count,
     process_index,
     stop_requested,
@@ -44,6 +47,7 @@ from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.profile import Profiler
 from roxxel_dist.train.programs import Programs
 from roxxel_dist.train.report import Reporter
+from roxxel_dist.train.run_lock import hold
 from roxxel_dist.train.state import init_state
 from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics
 from roxxel_dist.train.timeline import Timeline
@@ -106,11 +110,15 @@ class Trainer:
         check_batches(curriculum.shapes, grad_accum_steps)
         self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
         self._optimizer = as_optimizer(optimizer)
-        self.store: CheckpointStore = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
-        self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
         self._progress = Progress.from_env(process_index())
         self._timeline = Timeline(None if process_index() else self._folder, self._progress)
-        try:
+        self._let_go = hold_together(self._folder)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._let_go)
+            self.store: CheckpointStore = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
+            undo.callback(self.store.close)
+            self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
+            undo.callback(self._programs.close)
             start = begin(self.store, curriculum, self._optimizer, self.options, amend=amend, origin=origin)
             self._parts, self._state, model_settings = init_state(
                 model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp,
@@ -122,7 +130,7 @@ class Trainer:
             self.start_step: int = start.step
             self.step: int = start.step
             self.stopped: bool = False
-            self._failed = False
+            self._failed = self._gone_back = False
             self.last_step: int = end_of(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
@@ -130,21 +138,18 @@ class Trainer:
             blocks = VerifiedBlocks(size) if self.options.verify_data == "on" else None
             self._verification = Verification(blocks, every_step=process_count() > 1)
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
-            go_back(self.store, self.start, self.last_step)
-            own = trackers_for(self._folder, self.last_step, self.step)
-            self.logger: LogQueue = LogQueue([*own, self._timeline, *trackers])
-        except BaseException:
-            self.store.close()
-            self._programs.close()
-            raise
-        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
-        self._reporter.before_row = self._verification.wait
-        say = self.logger.text
-        watch = Watch(say, skip=self.options.on_bad_step == "skip")
-        self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
-        logged = partial(self.options.is_due, "log", last_step=self.last_step)
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say, logged, export=self.options.export_weights)
-        self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
+            self.logger: LogQueue = LogQueue()
+            self._trackers = trackers
+            self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
+            self._reporter.before_row = self._verification.wait
+            say = self.logger.text
+            watch = Watch(say, skip=self.options.on_bad_step == "skip")
+            self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
+            logged = partial(self.options.is_due, "log", last_step=self.last_step)
+            export = self.options.export_weights
+            self._keeper = Keeper(self._folder, self.store, self.last_step, say, logged, export=export)
+            self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
+            undo.pop_all()
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the first phase, and load the checkpoint meanwhile."""
@@ -186,10 +191,27 @@ class Trainer:
             DamagedData: what a step reads does not agree with its checksums.
         """
         try:
+            self.go_back()
+            own = trackers_for(self._folder, self.last_step, self.step)
+            self.logger.open([*own, self._timeline, *self._trackers])
             return self._run(at_the_end)
         except BaseException:
             self._failed = True
             raise
+
+    def go_back(self) -> None:
+        """Delete the checkpoints behind that of `from_step`, for a run that goes back; once, and `run` does it too.
+
+        The loss is traced before: a mistake in it costs no checkpoint.
+
+        Raises:
+            ValueError: the folder cannot be written.
+        """
+        if self.start.rewritten is None or self._gone_back:
+            return
+        self.try_loss()
+        go_back(self.store, self.start, self.last_step)
+        self._gone_back = True
 
     def _run(self, at_the_end: Callable[[], None] | None) -> ModelState:
         with self.logger, watching_for_stop(), self._keeper, self._verification:
@@ -202,7 +224,7 @@ class Trainer:
                 try:
                     self._train()
                 except BadStep as bad:
-                    self._go_back(bad)
+                    self._rewind(bad)
             self._profiler.close(self._state.step)
             self._keeper.finish(self.step)
             self._progress.say("")  # what comes now is not training: no limit of the launcher is meant for it
@@ -237,7 +259,7 @@ class Trainer:
             if self.stopped or self.finished:
                 return
 
-    def _go_back(self, bad: BadStep) -> None:
+    def _rewind(self, bad: BadStep) -> None:
         """Take up the last checkpoint, and leave the rows of the bad step out."""
         self._settle()
         self._progress.say("restore")
@@ -259,6 +281,7 @@ class Trainer:
         self.logger.close()
         self.store.close(CRASH_LIMIT_S if self._failed else None)
         self._programs.close()
+        self._let_go()
 
     def _enter(self, step: int) -> bool:
         """Say which step this rank is about to do and, where one begins, which phase; returns whether one begins."""
@@ -331,3 +354,20 @@ class Trainer:
     def _save(self, done: int, val_loss: float | None = None) -> None:
         meta = to_keep(done, self.plan, self.start.identity, self._standing, self._optimizer)
         self._keeper.save(done, self._state, meta, val_loss)
+
+
+def hold_together(run: Path) -> Callable[[], None]:
+    """Hold a run directory on rank 0 for all ranks; returns what lets it go.
+
+    Raises:
+        ValueError: on every rank, where another process trains in it, or it cannot be written.
+    """
+    let_go, problem = lambda: None, ""
+    if is_primary():
+        try:
+            let_go = hold(run)
+        except ValueError as error:
+            problem = str(error)
+    if problem := agree("run directory is free", problem):
+        raise ValueError(problem)
+    return let_go

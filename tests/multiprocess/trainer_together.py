@@ -23,15 +23,10 @@ from roxxel_dist.cluster.process import barrier, initialize, is_primary, process
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.run_directory import RunDirectory
 
 folder = Path(sys.argv[1])
 initialize()
 run = folder / "run"
-directory = RunDirectory(run)
-if is_primary():
-    directory.claim(resume=True)
-barrier("claimed", limit_s=60)
 data = Roxxel(folder / "corpus_*.rox")
 curriculum = Curriculum(data, [Phase(200, 4, 17)])
 poison = data.read(curriculum.plan(42).rows(6).offset, 17, np.int32)
@@ -65,5 +60,4 @@ digests = {name: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for name
 end = [trainer.step, trainer.store.steps(), trainer.store.best_step(), len(trainer.plan.amendments), cut, digests]
 (folder / f"end-{process_index()}.json").write_text(json.dumps(end))
 barrier("end", limit_s=60)
-directory.release()
 data.close()

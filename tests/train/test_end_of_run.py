@@ -71,23 +71,26 @@ def test_a_failed_run_does_not_wait_for_the_next_phase_to_be_compiled(corpus, tm
 
 
 def test_a_failed_run_does_not_wait_for_a_save_that_hangs(corpus, tmp_path, monkeypatch):
-    go_on, collect = threading.Event(), checkpoint.collect
+    go_on, collect, saves = threading.Event(), checkpoint.collect, []
 
     def hang(*words):
-        go_on.wait(10 * SOON_S)
+        saves.append(words)
+        if len(saves) > 1:  # the second one: as where another rank does not say how its part went
+            go_on.wait(10 * SOON_S)
         return collect(*words)
 
     def fail(state):
-        if int(state.step) == 2:
+        if int(state.step) == 3:
             raise RuntimeError("the user's own")
 
-    made = make(corpus, tmp_path, PHASES, eval_fn=fail, eval_every=2, checkpoint_every=100)
-    monkeypatch.setattr(checkpoint, "collect", hang)  # as where another rank does not say how its part went
+    made = make(corpus, tmp_path, [Phase(4, 8, 17)], eval_fn=fail, eval_every=3, checkpoint_every=2)
+    monkeypatch.setattr(checkpoint, "collect", hang)
     try:
         with pytest.raises(RuntimeError, match="the user's own"):
             made.run()
         within_limit(made.close)
+        assert len(saves) == 2
     finally:
         go_on.set()
     made.store.close()
-    assert saved(tmp_path) == [1]
+    assert saved(tmp_path) == [1, 2]

@@ -1,0 +1,111 @@
+"""What a Trainer does to its run directory, and when: nothing before `run`, and one process at a time."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from flax import nnx
+from runs import PHASES, losses, make, rows, saved, train
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.checkpoint import SaveError
+from roxxel_dist.train.origin import Origin
+from roxxel_dist.train.run_lock import HELD
+
+
+def contents(path):
+    """Every file, and when it was changed; the lock is there as long as somebody looks."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from roxxel_dist.train.run_lock import hold
+hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_that_is_only_made_changes_nothing(corpus, tmp_path):
+    train(corpus, tmp_path, max_to_keep=None)
+    (tmp_path / "checkpoints" / "13").rename(tmp_path / "away")  # the log is ahead of the newest checkpoint now
+    before = contents(tmp_path)
+    make(corpus, tmp_path, max_to_keep=None).close()
+    make(corpus, tmp_path, origin=Origin(from_step=4), max_to_keep=None).close()
+    assert contents(tmp_path) == before
+    assert len(rows(tmp_path)) == 13
+
+
+def test_a_loss_that_fails_deletes_no_checkpoint(corpus, tmp_path):
+    train(corpus, tmp_path, max_to_keep=None)
+    before = saved(tmp_path), losses(tmp_path)
+
+    def mistaken(model, batch):
+        raise NameError("loss_v2")
+
+    made = make(corpus, tmp_path, loss_fn=mistaken, origin=Origin(from_step=4), max_to_keep=None)
+    with pytest.raises(NameError, match="loss_v2"):
+        made.run()
+    made.close()
+    assert (saved(tmp_path), losses(tmp_path)) == before
+    train(corpus, tmp_path, origin=Origin(from_step=4), max_to_keep=None, max_steps=9)
+    assert saved(tmp_path)[-1] == 9
+
+
+def test_another_process_that_trains_there_is_told_of(corpus, tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "held\n"
+        (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp-1").mkdir(parents=True)  # what it is saving
+        with pytest.raises(ValueError, match="another process is training in"):
+            make(corpus, tmp_path)
+        assert (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp-1").exists()
+    finally:
+        child.communicate("")
+    first, second = make(corpus, tmp_path), make(corpus, tmp_path)  # of one process, as in a notebook
+    second.close()
+    first.close()
+    assert tmp_path not in HELD
+
+
+class Unknowable(Transformer):
+    @property
+    def flops_per_token(self):
+        raise RuntimeError("not known")
+
+
+def test_a_trainer_that_cannot_be_made_leaves_nothing_behind(corpus, tmp_path):
+    shape = ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64)
+    with pytest.raises(RuntimeError, match="not known"):
+        make(corpus, tmp_path, model=lambda: Unknowable(shape, nnx.Rngs(0)))
+    assert tmp_path not in HELD
+    end = time.monotonic() + 60
+    while any(thread.name.startswith(("roxxel-", "checkpoint")) for thread in threading.enumerate()):
+        assert time.monotonic() < end, threading.enumerate()
+        time.sleep(0.05)
+
+
+def test_a_run_whose_first_checkpoint_cannot_be_written_ends(corpus, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
+    try:
+        made = make(corpus, disk / "run", PHASES)
+        with pytest.raises(SaveError, match=r"step 1 could not be saved in .*No space left on device.* none yet"):
+            made.run()
+        made.close()
+        assert made.step <= 1
+        assert os.listdir(disk / "run" / "checkpoints") == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
