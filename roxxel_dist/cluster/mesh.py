@@ -22,7 +22,8 @@ that compute on the same rows together."""
 def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
     """A mesh over the devices of all processes, with the axes "data", "fsdp" and "tensor".
 
-    Neighbours in `jax.devices()` are neighbours along "tensor", whose devices talk most.
+    jax orders the devices by how they are connected (on TPU), so that neighbours along "tensor", whose devices talk
+    most, are neighbours; elsewhere they are neighbours in `jax.devices()`.
 
     Args:
         n_devices: how many devices to use, 0 for all.
@@ -50,7 +51,11 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
         raise ValueError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
     shape = count // tensor // fsdp, fsdp, tensor
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
-    return Mesh(np.asarray(devices[:count]).reshape(shape), (DATA, FSDP, TENSOR), axis_types=(AxisType.Auto,) * 3)
+    axes, kinds = (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3
+    if count == len(devices):
+        return jax.make_mesh(shape, axes, kinds, devices=devices)
+    # Of some of them jax knows no order: they need not make up a torus.
+    return Mesh(np.asarray(devices[:count]).reshape(shape), axes, axis_types=kinds)
 
 
 def row_axes(mesh: Any) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from roxxel_dist.cluster import interrupt
 
 INIT_TIMEOUT_S = 300
 WAIT_LIMIT_S = 600.0
+DEFAULT_MIN_COMPILE_S = 1.0
+"""jax's own: programs that compile faster are not kept in its cache."""
 DETERMINISTIC = "xla_gpu_deterministic_ops"
 """XLA's flag for the same bits each time on a GPU. It excludes kernels whose sums depend on the order in which threads
 come (atomics), and takes the first kernel that fits where XLA would measure which is fastest. (XLA, gpu/autotuning:
@@ -166,8 +168,10 @@ def enable_compilation_cache(folder: str | Path | None = None) -> None:
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(folder or base / "roxxel-dist" / "xla"))
-    # The default of one second leaves out most of a small model's programs.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # The default of one second leaves out most of a small model's programs. It holds for the whole process, so what its
+    # program or its environment has chosen stays.
+    if jax.config.jax_persistent_cache_min_compile_time_secs == DEFAULT_MIN_COMPILE_S:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def process_index() -> int:

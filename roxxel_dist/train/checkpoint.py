@@ -85,6 +85,8 @@ class CheckpointStore:
         self._keep = max_to_keep, *self._forever
         self._name = f"checkpoint {next(_opened)}"
         self._saved = files.open_folder(self.folder, read_only=read_only)
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(files.quiet_orbax())
         self._handler = files.array_handler()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[_Save, Future[str]] | None = None
@@ -99,6 +101,16 @@ class CheckpointStore:
     def latest_step(self) -> int | None:
         """The newest of `steps`, or None."""
         return max(self._saved, default=None)
+
+    def latest_of_all(self) -> int | None:
+        """The newest checkpoint as rank 0 knows it, on every rank; all ask together.
+
+        A rank that could not hear how a save ended, as its agreement timed out, knows an older list.
+        """
+        self.settle()
+        known = json.loads(agree(self._name, json.dumps(list(self._saved.items()))))
+        self._saved = {int(step): val_loss for step, val_loss in known}
+        return self.latest_step()
 
     def best_step(self) -> int | None:
         """The one of `steps` with the lowest val_loss; None where none was saved with one."""
@@ -211,6 +223,7 @@ class CheckpointStore:
         self._thread.shutdown(wait=self._pending is None)
         if self._pending is None:
             self._handler.close()
+            self._quiet.close()
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that a checkpoint was saved with.

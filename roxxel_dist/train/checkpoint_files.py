@@ -4,6 +4,7 @@ A checkpoint is written under a temporary name and renamed when it is complete, 
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -11,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,21 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CAUSES = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
-# Orbax warns of much that is meant so here, and logs the traceback of a failed save that is reported anyway.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Within it nothing of Orbax is logged: it warns of much that is meant so here, and logs the traceback of a failed
+    save that is reported anyway."""
+
+    def others(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
 
 
 def open_folder(folder: Path, *, read_only: bool) -> dict[int, float | None]:
@@ -208,11 +222,8 @@ def read_params(checkpoint: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) ->
     like = {"params": dict(shapes)}
     restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
     args = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
-    handler = array_handler()
-    try:
+    with quiet_orbax(), contextlib.closing(array_handler()) as handler:
         return handler.restore(epath.Path(checkpoint / STATE), args=args)["params"]
-    finally:
-        handler.close()
 
 
 def cause(error: BaseException) -> str:

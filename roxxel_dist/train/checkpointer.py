@@ -48,7 +48,16 @@ class Checkpointer:
         Args:
             step: steps done.
             metrics_dict: numbers to keep with the checkpoint; "val_loss" decides which checkpoint is the best.
+
+        Raises:
+            ValueError: there is a checkpoint of that step already, perhaps of an earlier training in this folder.
         """
+        self._store.settle()
+        if step in self._store.steps():
+            raise ValueError(
+                f"{self._store.folder} has a checkpoint of step {step} already: call restore() first to go on from the "
+                f"newest one ({self._store.latest_step()}), or use another folder"
+            )
         metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
         self._store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
         self._warn()

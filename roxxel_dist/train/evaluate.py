@@ -1,7 +1,7 @@
 """Validation: the same batches each time, dropout off."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -96,13 +96,14 @@ class Validation:
             self._streams[key] = Stream(plan, {"self": data}, self._sharding)
         return self._streams[key]
 
-    def prepare(self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape) -> None:
-        """Begin to compile what a phase of this shape needs."""
+    def prepare(self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape) -> list[Hashable]:
+        """Begin to compile what a phase of this shape needs, and return the keys of these programs."""
+        keys: list[Hashable] = []
         for name in self._sets:
             batch = self._stream(name, shape).abstract()
-            self._programs.prepare(
-                ("evaluate", batch_key(batch)), self._evaluate, state.params, state.rest, dict(settings), batch
-            )
+            keys.append(("evaluate", batch_key(batch)))
+            self._programs.prepare(keys[-1], self._evaluate, state.params, state.rest, dict(settings), batch)
+        return keys
 
     def run(
         self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape, *, one_in_flight: bool

@@ -152,8 +152,7 @@ def rewound(
     Raises:
         BadStep: this one; the run shall not go back, or cannot.
     """
-    store.settle()
-    good = store.latest_step()
+    good = store.latest_of_all()
     if options.on_bad_step != "rewind" or good is None or standing.rewinds >= options.max_rewinds:
         raise bad
     try:

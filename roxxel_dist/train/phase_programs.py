@@ -1,6 +1,6 @@
 """What a phase needs compiled: its step and its validation, made ahead of the phase's first step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,6 +86,10 @@ class PhasePrograms:
         key = batch_key(batch)
         self._programs.prepare(key, self._step, self._like, self._settings, batch)
         return key
+
+    def prepare_validation(self, plan: Plan, step: int) -> list[Hashable]:
+        """Begin to compile what a validation in the phase of `step` (from 0) needs; the keys of these programs."""
+        return self._validation.prepare(self._like, self._settings, plan.segment(step).shape)
 
     def validate(
         self, state: TrainState, plan: Plan, step: int, fetch: Callable[[Any], Any], *, one_in_flight: bool

@@ -27,6 +27,7 @@ class Programs:
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._found: dict[Hashable, Future[Any]] = {}
+        self._shared: set[Hashable] = set()
         self.seconds: dict[Hashable, float] = {}
         """What each program took to trace and compile."""
 
@@ -49,11 +50,18 @@ class Programs:
         """The program, once every rank has it, so that all come to its first collective at about the same time.
 
         Some compile for a minute longer than others, who find it in their cache, and on CPU (Gloo) the first collective
-        of a process fails where another one is more than 30 s late. Every rank makes the same calls.
+        of a process fails where another one is more than 30 s late. Every rank makes the same calls; once they have the
+        program, nobody waits any more.
         """
         program = self.get(key)
-        barrier("compiled", COMPILE_LIMIT_S)
+        if key not in self._shared:
+            barrier("compiled", COMPILE_LIMIT_S)
+            self._shared.add(key)
         return program
+
+    def shared(self, key: Hashable) -> bool:
+        """Whether every rank is known to have the program."""
+        return key in self._shared
 
     def wait_together(self) -> None:
         """Until every rank has all that it has begun to compile: as `get_together`, where it is not one program."""

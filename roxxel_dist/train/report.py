@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.cluster.process import process_count, process_index
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.follow import Start
-from roxxel_dist.train.hardware import mfu, peak_memory_gb
+from roxxel_dist.train.hardware import Device, mfu, peak_memory_gb
 from roxxel_dist.train.health import Health
 from roxxel_dist.train.log_queue import LogQueue
 from roxxel_dist.train.meter import Meter
@@ -33,6 +33,7 @@ class Reporter:
         last_step: of the run.
         start_step: steps done before this process began.
         flops_per_token: (tokens a row) -> floating-point operations of a step, for a token.
+        devices: those of the mesh, of all processes.
 
     Attributes:
         fetches: how often numbers were fetched from the devices.
@@ -46,12 +47,13 @@ class Reporter:
         last_step: int,
         start_step: int,
         flops_per_token: Callable[[int], float],
+        devices: Iterable[Device],
     ) -> None:
         self.logger: LogQueue = logger
         self.plan: Plan = plan
         self.last_step: int = last_step
         self.start_step: int = start_step
-        self._flops = flops_per_token
+        self._flops, self._devices = flops_per_token, list(devices)
         self._aside: tuple[int, Metrics] | None = None
         self._loss: float | None = None
         self._next_show = 0.0
@@ -92,7 +94,7 @@ class Reporter:
         phase, length = self.plan.phase(done - 1), self.plan.shape(done - 1)[1]
         speed = self.meter.report()
         more = speed | {"phase": phase + 1, "tokens": self.plan.tokens(done)} | peak_memory_gb()
-        if speed and (used := mfu(speed["tokens_per_s"], self._flops(length), jax.devices())) is not None:
+        if speed and (used := mfu(speed["tokens_per_s"], self._flops(length), self._devices)) is not None:
             more["mfu"] = used
         if found.row_loss is not None:
             more |= loss_by_dataset(found.row_loss, self.plan.rows(done - 1).dataset, self.plan.datasets)

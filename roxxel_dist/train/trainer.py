@@ -45,7 +45,7 @@ from roxxel_dist.train.optimizer import as_optimizer, first_state
 from roxxel_dist.train.origin import NEWEST, Origin
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.profile import Profiler
-from roxxel_dist.train.programs import Programs
+from roxxel_dist.train.programs import Programs, abstract
 from roxxel_dist.train.report import Reporter
 from roxxel_dist.train.run_lock import hold
 from roxxel_dist.train.state import init_state
@@ -140,7 +140,8 @@ class Trainer:
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
             self.logger: LogQueue = LogQueue()
             self._trackers = trackers
-            self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, self.state.flops_per_token())
+            flops = self.state.flops_per_token()
+            self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops, mesh.devices.flat)
             self._reporter.before_row = self._verification.wait
             say = self.logger.text
             watch = Watch(say, skip=self.options.on_bad_step == "skip")
@@ -264,7 +265,12 @@ class Trainer:
         self._settle()
         self._progress.say("restore")
         good, self.plan, self._standing = rewound(self.store, bad, self.plan, self._standing, self.options)
-        self._state, self.step = restore(self.store, good, self._state), good
+        # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
+        self.store.go_back(good, self._meta(good))
+        # Of shapes alone: there may be no room for two states.
+        like = self._state._replace(params=abstract(self._state.params), opt_state=abstract(self._state.opt_state))
+        del self._state
+        self._state, self.step = restore(self.store, good, like), good
         self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
         self._reporter.rewind(good, self.plan)
 
@@ -301,12 +307,18 @@ class Trainer:
         key, begun = self._phases.prepare(self._stream_from(step)), time.perf_counter()
         if waits := not self._programs.ready(key):
             self._settle()
-        with self._progress.doing("compile"):
-            program = self._programs.get_together(key)
+        program = self._get_together(key)
         if waits:
             self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
             self._reporter.meter.forget()
         return program
+
+    def _get_together(self, key: Any) -> Any:
+        """The compiled program, once every rank has it."""
+        if self._programs.shared(key):
+            return self._programs.get(key)
+        with self._progress.doing("compile"):
+            return self._programs.get_together(key)
 
     def _settle(self) -> None:
         """Until the devices have done all that they were given."""
@@ -337,6 +349,8 @@ class Trainer:
         self._settle()
         self._verification.wait(done)
         self._reporter.meter.pause()
+        for key in self._phases.prepare_validation(self.plan, step) if evaluate else ():
+            self._get_together(key)
         self._progress.say("eval" if evaluate else "save")
         extra: dict[str, float] = {}
         if evaluate:
@@ -352,8 +366,10 @@ class Trainer:
         self._reporter.meter.resume()
 
     def _save(self, done: int, val_loss: float | None = None) -> None:
-        meta = to_keep(done, self.plan, self.start.identity, self._standing, self._optimizer)
-        self._keeper.save(done, self._state, meta, val_loss)
+        self._keeper.save(done, self._state, self._meta(done), val_loss)
+
+    def _meta(self, done: int) -> dict[str, Any]:
+        return to_keep(done, self.plan, self.start.identity, self._standing, self._optimizer)
 
 
 def hold_together(run: Path) -> Callable[[], None]:

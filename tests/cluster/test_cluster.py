@@ -163,3 +163,15 @@ def test_progress_outlives_its_file(tmp_path, monkeypatch):
         Progress.from_env(1).enter(7)
         with path.open("rb") as file:
             assert [one.entered for one in read(file.fileno(), 2)] == [0, 0]
+
+
+def test_what_the_user_keeps_in_jaxs_cache_is_left_to_them(monkeypatch, tmp_path):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    try:
+        for chosen, then in ((5.0, 5.0), (1.0, 0.0)):  # 1 s is jax's default
+            jax.config.update(name, chosen)
+            process.enable_compilation_cache(tmp_path)
+            assert getattr(jax.config, name) == then
+    finally:
+        jax.config.update(name, before)

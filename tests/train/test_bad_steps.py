@@ -78,6 +78,30 @@ def test_going_back_leaves_the_rows_out(corpus, tmp_path):
     assert {s: x for s, x, _ in losses(tmp_path / "cut")} == {s: x for s, x, _ in losses(tmp_path / "run")}
 
 
+def test_a_rewind_holds_one_state_and_is_in_the_checkpoint_at_once(corpus, tmp_path, monkeypatch):
+    """A job that is killed behind a rewind and started again has counted it."""
+    loss_fn = poisoned(corpus, 7)
+    options = {"loss_fn": loss_fn, "on_bad_step": "rewind", "checkpoint_every": 5, "eval_every": 100}
+    made = make(corpus, tmp_path, PHASES, **options)
+
+    def restore(step, like):
+        assert not hasattr(made, "_state")
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((like.params, like.opt_state)))
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(made.store, "restore", restore)
+    with pytest.raises(RuntimeError, match="killed"):
+        made.run()
+    made.close()
+    assert saved(tmp_path)[-1] == 5
+    again = make(corpus, tmp_path, PHASES, **options)
+    assert len(again.plan.amendments) == 2
+    again.run()
+    again.close()
+    assert again.store.meta(14)["rewinds"] == 1
+    assert [step for step, *_ in losses(tmp_path)] == list(range(1, 15))
+
+
 def test_going_back_has_an_end(corpus, tmp_path):
     def hopeless(model, batch):
         return next_token_loss(model, batch) * jnp.where(batch[0, 0] >= 0, jnp.nan, 1.0)

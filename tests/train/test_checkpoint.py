@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.train import checkpoint
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.checkpoint_files import kept
 
@@ -38,6 +39,18 @@ def test_what_is_saved_comes_back(tmp_path, state):
     assert np.array_equal(back["params"]["w"], state["params"]["w"])
     assert int(back["step"]) == 3
     assert float(jax.random.uniform(back["key"])) == float(jax.random.uniform(state["key"]))
+
+
+def test_a_rank_that_missed_the_end_of_a_save_learns_of_it(tmp_path, state, monkeypatch):
+    """Rank 0 has three checkpoints; this rank, whose question about the third was lost, believes in two."""
+    saver = CheckpointStore(tmp_path / "c")
+    saver.save(1, state, {})
+    saver.save(2, state, {})
+    saver.close()
+    behind = CheckpointStore(tmp_path / "c", read_only=True)
+    monkeypatch.setattr(checkpoint, "agree", lambda name, value: "[[1, null], [2, null], [3, 0.5]]")
+    assert behind.latest_of_all() == 3
+    assert (behind.steps(), behind.best_step()) == ([1, 2, 3], 3)
 
 
 def test_orbax_itself_can_read_it(tmp_path, state):

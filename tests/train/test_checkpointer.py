@@ -1,3 +1,5 @@
+import logging
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -82,3 +84,26 @@ def test_another_model(tmp_path):
         ),
     ):
         checkpointer.restore()
+
+
+def test_a_step_that_is_there_is_not_saved_over_in_silence(tmp_path):
+    """As where training begins anew in an old folder, with no `restore`."""
+    model, optimizer = make(0)
+    with roxxel_dist.Checkpointer(tmp_path / "c", model, optimizer) as checkpointer:
+        checkpointer.save(3)
+        with pytest.raises(ValueError, match=r"has a checkpoint of step 3 already: call restore\(\) first .*\(3\)"):
+            checkpointer.save(3)
+    with (
+        roxxel_dist.Checkpointer(tmp_path / "c", *make(1)) as checkpointer,
+        pytest.raises(ValueError, match="has a checkpoint of step 3 already"),
+    ):
+        checkpointer.save(3)
+
+
+def test_orbax_is_heard_again_afterwards(tmp_path):
+    """The user's own code may use Orbax, and is to see what it says."""
+    before = list(logging.getLogger("absl").filters)
+    with roxxel_dist.Checkpointer(tmp_path / "c", *make(0)) as checkpointer:
+        checkpointer.save(1)
+        assert len(logging.getLogger("absl").filters) == len(before) + 1
+    assert logging.getLogger("absl").filters == before

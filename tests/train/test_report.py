@@ -1,6 +1,9 @@
 import numpy as np
 import pytest
+from runs import PHASES, train
 
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.train import report
 from roxxel_dist.train.report import loss_by_dataset, make_row
 
 
@@ -19,3 +22,11 @@ def test_a_loss_functions_own_numbers_are_no_validation():
 def test_the_mean_loss_of_the_rows_of_each_data_set():
     found = loss_by_dataset(np.float32([1, 2, 3, 6]), np.int32([0, 2, 0, 2]), ("self", "code", "math"))
     assert found == {"loss/self": pytest.approx(2.0), "loss/math": pytest.approx(4.0)}
+
+
+def test_mfu_counts_the_devices_of_the_mesh(corpus, tmp_path, monkeypatch):
+    """Half of those that are here."""
+    counted = []
+    monkeypatch.setattr(report, "mfu", lambda speed, flops, devices: counted.append(len(devices)))
+    train(corpus, tmp_path, PHASES[:1], mesh=make_mesh(4))
+    assert set(counted) == {4}

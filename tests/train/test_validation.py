@@ -8,6 +8,7 @@ from runs import PHASES, losses, make, model, rows, saved, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.train import programs
 from roxxel_dist.train import trainer as trainer_module
 
 STILL = optax.sgd(0.0)
@@ -169,3 +170,12 @@ def test_a_bad_validation_is_no_best(corpus, tmp_path):
     assert made.step == 2
     assert made.store.best_step() is None
     assert [row.get("val_loss", 0) for row in rows(tmp_path)] == [None, None]
+
+
+def test_every_program_is_waited_for_by_all_ranks_once(corpus, tmp_path, monkeypatch):
+    """Those of validation too: on CPU the first collective of a rank that comes late fails."""
+    places = []
+    monkeypatch.setattr(programs, "barrier", lambda name, limit_s: places.append(name))
+    made = train(corpus, tmp_path)
+    assert made._programs._shared == set(made._programs._found)
+    assert len(places) == len(made._programs._found)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from wandb_server import WandbServer
@@ -162,6 +163,7 @@ def test_offline_needs_no_account_and_the_folders_hold_every_step_once(tmp_path,
     train(tmp_path, environment(), "offline", 35, 60)
     folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert len(folders) == 2, "the one that was closed and that of the end"
+    assert len(list((tmp_path / "run" / "wandb" / "unclosed").glob("offline-run-*"))) == 2, "those of the killed ones"
     sync = [sys.executable, "-m", "wandb", "sync", "--yes", *folders]
     subprocess.run(sync, env=environment(server), cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT_S)
     run = server.runs[run_id(tmp_path)]
@@ -223,3 +225,17 @@ def test_a_crash_ends_the_run_as_failed(tmp_path, server):
     run = server.runs[run_id(tmp_path)]
     assert steps(run) == [1, 2, 3, 4, 5]
     assert run.exit_code == 1
+
+
+def test_a_folder_that_was_not_closed_is_put_aside_and_kept(tmp_path):
+    tracker = WandbTracker(tmp_path, "offline", "project")
+    name = tracker._record["id"]
+    for folder in (f"offline-run-1-{name}", f"offline-run-2-{name}", "offline-run-1-other"):
+        (tmp_path / "wandb" / folder / "files").mkdir(parents=True)
+    media = tmp_path / "wandb" / f"offline-run-1-{name}" / "files" / "picture.png"
+    media.write_bytes(b"png")
+    tracker._tidy(SimpleNamespace(dir=tmp_path / "wandb" / f"offline-run-2-{name}" / "files"))
+    assert sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*")) == sorted(
+        [f"offline-run-2-{name}", "offline-run-1-other"]
+    )
+    assert (tmp_path / "wandb" / "unclosed" / f"offline-run-1-{name}" / "files" / "picture.png").read_bytes() == b"png"

@@ -6,7 +6,8 @@ The tracker follows `metrics.jsonl`, which is on disk before training goes on, a
   process never got to send too, and rows up to it are not sent again.
 - Offline, the client writes a folder a process, and `wandb sync` appends them to each other. A folder that its process
   closed is kept, and `wandb.json` says up to which step it goes. One that its process did not close may lack its end
-  (the client writes every 15 s): it is removed when the run goes on, and its rows are written again.
+  (the client writes every 15 s): it is moved to `wandb/unclosed/` when the run goes on, out of what `wandb sync` is
+  given, and its rows are written again.
 
 What is left: W&B cannot take rows back. When training goes back to an earlier step and does it otherwise (a rewind, an
 amendment), W&B keeps its first rows of those steps and `metrics.jsonl` has the new ones; a line says so. And a run that
@@ -17,7 +18,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,14 +158,19 @@ class WandbTracker:
         )
 
     def _tidy(self, run: Any) -> None:
-        """Remove the offline folders of this run whose rows are handed over again, by this process."""
+        """Put the offline folders of this run aside whose rows are handed over again, by this process.
+
+        They are kept: what else the client or the user wrote there (system metrics, media) is nowhere else.
+        """
         self._open_folder = Path(run.dir).parent.name
         if self._mode == "online":
             self._record["closed"] = {}  # online everything is sent, from the first row on
             _save(self._folder / RECORD, self._record)
         for folder in (self._folder / "wandb").glob(f"offline-run-*-{self._record['id']}"):
             if folder.name != self._open_folder and folder.name not in self._record["closed"]:
-                shutil.rmtree(folder)
+                aside = folder.parent / "unclosed"
+                aside.mkdir(exist_ok=True)
+                os.replace(folder, aside / folder.name)
 
     def _follow(self) -> None:
         for row in self._reader.rows():
