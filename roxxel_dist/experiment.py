@@ -13,7 +13,7 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.process import agree, barrier, initialize, is_primary, make_deterministic, pin_threads
 from roxxel_dist.config import RECORD, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.locate import check_local, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.find_lr import find_lr
 from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
@@ -48,7 +48,7 @@ class Experiment:
     def __init__(self, config: Any) -> None:
         with usage_errors():
             based, self._told = with_base(config)
-        self.config: Any = dataclasses.replace(based, **absolute_paths(based))
+            self.config: Any = dataclasses.replace(based, **absolute_paths(based))
         # What was set by whoever made the config, or with the base of the adapters: the rest is a resumed run's own.
         self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
@@ -82,6 +82,8 @@ class Experiment:
         """
         resume = resume or int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
         with usage_errors():
+            for name, named in (("run_dir", run_dir), ("data_path", data_path), ("fork", fork)):
+                check_local(name, named)
             saved, parent, before = self._past(Path(run_dir or default_run_dir()), resume, fork)
             begun_by = parent if fork or from_step is None else None
             origin = Origin(fork=begun_by, from_step=from_step, skip_steps=skip_steps)

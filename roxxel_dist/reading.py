@@ -10,7 +10,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.locate import check_local, is_tokens
 from roxxel_dist.data.place import place_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
@@ -41,8 +41,16 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
 
 
 def absolute_paths(config: Any) -> dict[str, Any]:
-    """The fields of a config that name paths, so that a run may be resumed from another folder."""
+    """The fields of a config that name paths, so that a run may be resumed from another folder.
+
+    Raises:
+        ValueError: one is in a bucket.
+    """
     fields = {field: getattr(config, field) for field in ("datasets", "validation")}
+    check_local("init_from", config.init_from)
+    for field, paths in fields.items():
+        for name, path in paths.items() if isinstance(paths, dict) else ():
+            check_local(f"{field} {name!r}", path)
     absolute = {
         field: {name: os.path.abspath(path) if isinstance(path, str) else path for name, path in paths.items()}
         if isinstance(paths, dict)

@@ -2,12 +2,15 @@
 
 import multiprocessing
 import shutil
+from pathlib import Path
 
 import pytest
 
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.data.build import build
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
+from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.trainer import Trainer as Loop
 
@@ -134,6 +137,23 @@ def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
         Experiment(config(vocab_size=2)).fit(tmp_path / "nowhere", tmp_path / "a" / "b" / "c")
     assert set(before) <= set(tree(tmp_path))
     assert not (tmp_path / "a").exists()
+
+
+def test_a_bucket_is_no_local_folder(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, place, data, fields in (
+        ("run_dir", "gs://bucket/run", text, {}),
+        ("run_dir", Path("s3://bucket/run"), text, {}),
+        ("data_path", "run", "az://bucket/data", {}),
+        ("datasets 'code'", "run", text, {"datasets": {"code": "s3://bucket/code"}}),
+    ):
+        with pytest.raises(UsageError, match=f"{name} is .*: buckets cannot be read or written; name a folder"):
+            Experiment(config(**fields)).fit(data, place)
+    with pytest.raises(ValueError, match="buckets cannot be"):
+        CheckpointStore("gs://bucket/run/checkpoints")
+    with pytest.raises(ValueError, match="buckets cannot be"):
+        build([text], "gs://bucket/data")
+    assert tree(tmp_path) == ["text.txt"]
 
 
 def test_a_prompt_that_cannot_be_is_told_before_training(text, tmp_path):

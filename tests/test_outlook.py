@@ -217,3 +217,13 @@ def test_the_cost_alone_is_that_of_the_outlook(corpus, more):
     found, whole = cost(config, path), outlook(config, path, SIMULATED)
     assert found == Cost(steps=4, tokens=whole.tokens, flops=whole.flops, parameters=whole.parameters)
     assert found.flops > 0
+
+
+def test_a_table_of_its_own_for_looking_up_is_no_work(run):
+    """The work of a token is counted on shapes alone, with embeddings that are not in the product too."""
+    tied, own = (
+        outlook(Config(**ONE, tokenizer_type="byte", **fields), run / "data", SIMULATED)
+        for fields in ({}, {"weight_tying": False, "pos_encoding": "learned"})
+    )
+    assert own.parameters > tied.parameters
+    assert own.flops == tied.flops

@@ -18,6 +18,7 @@ from roxxel_dist.data.encode import PARALLEL_BYTES, cores, encode_documents, tra
 from roxxel_dist.data.info import info
 from roxxel_dist.data.inputs import HALVES, PathLike, Source, check_settings, find_inputs, ready_tokenizer
 from roxxel_dist.data.layout import Metadata
+from roxxel_dist.data.locate import check_local
 from roxxel_dist.data.report import Report
 from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
@@ -81,6 +82,8 @@ def build(
         ValueError: nothing to build from, a setting is wrong, an input is damaged, or `out` is an input, holds
             something else or cannot be written to. Then nothing was changed.
     """
+    for path in (paths, out) if isinstance(paths, (str, os.PathLike)) else (*paths, out):
+        check_local("a path of the data", path)
     report, place = Report(progress), Path(out)
     named = check_settings(paths, place, workers, val_fraction)
     ready = ready_tokenizer(tokenizer, vocab_size, eos_token)

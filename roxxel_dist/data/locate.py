@@ -13,7 +13,22 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
 """Of all files of tokens; the last three are read in place (`data.foreign`)."""
+BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path has one slash there
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
+
+
+def check_local(name: str, path: object) -> None:
+    """Raises ValueError for a path in a bucket (`s3://…`, `gs://…`), which the system would take for a local folder.
+
+    Args:
+        name: of the field or flag that names the path.
+        path: what it is; only text and `os.PathLike` are looked at.
+    """
+    if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
+        raise ValueError(
+            f"{name} is {path}: buckets cannot be read or written; name a folder that all hosts see, where the bucket "
+            f"is mounted, or which is copied from it and to it"
+        )
 
 
 def find_shards(source: Source) -> list[Path]:
@@ -30,6 +45,7 @@ def find_shards(source: Source) -> list[Path]:
     """
     if not isinstance(source, (str, os.PathLike)):
         return list(dict.fromkeys(path for one in source for path in find_shards(one)))
+    check_local("the path of the data", source)
     text = os.fspath(source)
     path = Path(text)
     folder = path if path.is_dir() else path.parent

@@ -259,9 +259,10 @@ class Transformer(nnx.Module):
         parameters -= sum(
             block.feedforward.idle for block in (self._blocks[:1] if self.config.scan_layers else self._blocks)
         )
-        looked_up = 0 if self.config.weight_tying else self.embedding.embedding[...].size
+        # Not `[...]`: of an abstract model that is a shape, which cannot be indexed.
+        looked_up = 0 if self.config.weight_tying else self.embedding.embedding.get_value().size
         if self.config.pos_encoding == "learned":
-            looked_up += self.position.embedding[...].size
+            looked_up += self.position.embedding.get_value().size
         pairs = sum(block.attention.pair_products for block in self._blocks)
         adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, LoRAParam)))
         of_weights = 4.0 * (parameters - looked_up) + 2.0 * adapters if adapters else 6.0 * (parameters - looked_up)

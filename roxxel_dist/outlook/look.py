@@ -192,6 +192,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
             options=options,
         )  # fmt: skip
         phases.check(plan.shapes)
+        phases.check_vocabulary(plan.shapes[0], {**curriculum.datasets, **made.validation})
     last = end_of(plan, options)
     steps = spans(plan, last)
     try:

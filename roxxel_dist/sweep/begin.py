@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.data.locate import check_local
 from roxxel_dist.sweep.history import JOURNAL
 from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
@@ -70,6 +71,8 @@ def look(
     Raises:
         ValueError: a file cannot be used, or the study is that of another sweep.
     """
+    check_local("--study", study)
+    check_local("data_path", data_path)
     if not (study / DEFINITION).is_file():
         if sweep_config is None:
             raise ValueError(f"{study} is no study yet: name a file with --sweep_config")

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.process import agree, collect, is_primary, process_index
+from roxxel_dist.data.locate import check_local
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.standing import META
 
@@ -80,6 +81,7 @@ class CheckpointStore:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
+        check_local("the folder of checkpoints", folder)
         self.folder: Path = Path(folder).absolute()
         self._forever = keep_every, frozenset(keep_steps or ())
         self._keep = max_to_keep, *self._forever

@@ -11,6 +11,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verified import VerifiedBlocks
+from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import Validation
@@ -55,6 +56,7 @@ class PhasePrograms:
         blocks: VerifiedBlocks | None = None,
     ) -> None:
         dtype = jnp.bfloat16 if options.bf16_compute else None
+        self._parts, self._loss_fn = parts, loss_fn
         # Not the arrays: a resumed run would hold those that it began with beside those of its checkpoint.
         self._programs, self._like, self._settings = programs, abstract(like), settings
         self._step = make_step(
@@ -68,6 +70,37 @@ class PhasePrograms:
         """Raises ValueError where a data set is too small for the validation batches of a phase."""
         for shape in shapes:
             self._validation.check(shape)
+
+    def check_vocabulary(self, shape: Shape, datasets: Mapping[str, Roxxel]) -> None:
+        """Compare the logits of the model with the vocabulary of the data; nothing is computed.
+
+        A model that is not called with tokens alone, or gives something else than an array for each of them, is left
+        to its loss.
+
+        Raises:
+            ValueError: the data has tokens that the model has no logits for.
+        """
+        name, size = max(((name, data.vocab_size or 0) for name, data in datasets.items()), key=lambda one: one[1])
+
+        def logits_of(state: TrainState, settings: Settings, tokens: Any) -> Any:
+            return self._parts.merge(state.params, state.rest, settings, training=False)(tokens)
+
+        tokens = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len - 1), jnp.int32)
+        try:
+            with jax.set_mesh(self._programs.mesh):
+                logits = jax.eval_shape(logits_of, self._like, dict(self._settings), tokens)
+        except Exception:  # of whatever kind: the loss may know how to call this model
+            return
+        if getattr(logits, "shape", ())[:-1] != tokens.shape or logits.shape[-1] >= size:
+            return
+        # What an own loss makes of its model may be no logits yet: then the weights of those are a parameter.
+        weights = (axis for leaf in jax.tree.leaves(self._like.params) for axis in leaf.shape)
+        if self._loss_fn not in (token_losses, next_token_loss) and any(size <= n <= 1.1 * size + 64 for n in weights):
+            return
+        raise ValueError(
+            f"the model gives {logits.shape[-1]} logits a token, and the data {name!r} has {size} tokens: make it with "
+            f"vocab_size={size}, or train on data that was made with the model's tokenizer"
+        )
 
     def try_loss(self, stream: Stream) -> None:
         """Trace the loss of the stream's next batch; what the loss function raises passes."""

@@ -161,6 +161,7 @@ class Trainer:
         )  # fmt: skip
         if not self.finished:
             self._phases.check(self.plan.shapes)
+            self._phases.check_vocabulary(self.plan.shapes[0], {**self._curriculum.datasets, **sets})
             self._phases.prepare(self._stream_from(self.step))
         if self.step:
             with self._progress.doing("restore"):

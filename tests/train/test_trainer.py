@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import PHASES, losses, make, rows, train
+from runs import PHASES, losses, make, model, rows, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
@@ -72,6 +72,17 @@ def test_a_finished_run_is_left_alone(corpus, tmp_path):
     for what, phases, options in (("curriculum", [Phase(6, 8, 17)], {}), ("seed", PHASES, {"seed": 9})):
         with pytest.raises(ValueError, match=f"is finished, and was made with another {what} .*amend=True"):
             make(corpus, tmp_path, phases, **options)
+
+
+def logits_squared(model, batch):
+    return (model(batch[:, :-1]) ** 2).mean()
+
+
+def test_a_model_with_too_few_logits_is_refused_before_its_first_step(corpus, tmp_path):
+    """The corpus has 500 tokens. Ids behind the logits would make the loss NaN."""
+    for loss_fn in (next_token_loss, logits_squared):
+        with pytest.raises(ValueError, match=r"gives 300 logits .*, and the data .* has 500 tokens: .*vocab_size=500"):
+            make(corpus, tmp_path, loss_fn=loss_fn, model=lambda: model(vocab_size=300))
 
 
 def test_speed_counts_training_alone(corpus, tmp_path):
