@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from roxxel_dist.model.embedding import Embedding
+from roxxel_dist.model.embedding import Embedding, logits_of
 from roxxel_dist.model.transformer import Transformer
 
 
@@ -29,7 +29,8 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
 def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
 
-    Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
+    Of packed documents also "loss_weight": float32[], the tokens that the mean is of, by which gradient accumulation
+    weighs it. Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
     """
     balance: dict[str, jax.Array] = {}
 
@@ -50,7 +51,8 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     losses = losses_of(tokens[:, 1:], tokens[:, :-1], segments[:, :-1], positions[:, :-1])
     counted = segments[:, 1:] == segments[:, :-1]
     sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
-    return {"loss": sums.sum() / jnp.maximum(counts.sum(), 1), "row_loss": sums / jnp.maximum(counts, 1)} | balance
+    mean, rows = sums.sum() / jnp.maximum(counts.sum(), 1), sums / jnp.maximum(counts, 1)
+    return {"loss": mean, "row_loss": rows, "loss_weight": jnp.float32(counts.sum())} | balance
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -79,8 +81,7 @@ def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -
         # A copy: NNX objects do not cross jax's trace levels.
         output: Embedding | nnx.Linear = nnx.merge(graphdef, own, copy=True)
         x_BxCxD, targets_BxC = piece
-        logits = output.attend(x_BxCxD) if isinstance(output, Embedding) else output(x_BxCxD)
-        return _cross_entropy(logits, targets_BxC)
+        return _cross_entropy(logits_of(output, x_BxCxD), targets_BxC)
 
     pieces = tuple(a.reshape(batch, count, size, *a.shape[2:]).swapaxes(0, 1) for a in (x_BxLxD, targets_BxL))
     losses_NxBxC = jax.lax.map(jax.checkpoint(losses_of), pieces)

@@ -14,6 +14,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts import Activate, experts
 from roxxel_dist.model.feedforward import Activation, activation, hidden_sizes, initializers
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
+from roxxel_dist.model.setting import FULL_PRECISION
 
 
 class MixtureOfExperts(nnx.Module):
@@ -22,7 +23,8 @@ class MixtureOfExperts(nnx.Module):
     The convention is Mixtral's (Jiang et al., 2024): a softmax over all experts, of which the k largest are taken and
     divided by their sum. Of a single one (k = 1) the gate is the probability itself, as in Switch (Fedus et al., 2021):
     divided by its sum it would be 1, and the router would learn nothing from the text. The router computes in float32
-    whatever the rest does; its choice is of the tokens at hand, and no expert is ever full: none are dropped.
+    whatever the rest does, with its matrix as it is stored; its choice is of the tokens at hand, and no expert is ever
+    full: none are dropped.
 
     What it costs: tokens are sorted by expert, and each costs its k experts (see `experts.py`). On a mesh that is set
     (`jax.set_mesh`, as `Trainer` does) and whose size divides the tokens, each device sorts and computes its own
@@ -39,7 +41,7 @@ class MixtureOfExperts(nnx.Module):
         init, init_out = initializers(config)
         self.router: nnx.Linear = nnx.Linear(
             config.dim, config.n_experts, use_bias=False, dtype=jnp.float32, precision="highest",
-            kernel_init=nnx.initializers.normal(INIT_STD), rngs=rngs,
+            kernel_init=nnx.initializers.normal(INIT_STD), kernel_metadata={FULL_PRECISION: True}, rngs=rngs,
         )  # fmt: skip
         first = nnx.Param(init(rngs.params(), (config.n_experts, config.dim, width)))
         if config.use_swiglu:

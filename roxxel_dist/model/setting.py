@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+FULL_PRECISION = "full_precision"
+"""Marks, in the metadata of an `nnx.Param`, one that `bf16_compute` does not cast to bfloat16."""
+
 
 class Setting(nnx.Variable[jax.Array]):
     """A float32[] scalar that goes into the training step as an input.

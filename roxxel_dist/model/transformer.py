@@ -13,7 +13,7 @@ from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.dropout import Dropout
-from roxxel_dist.model.embedding import Embedding
+from roxxel_dist.model.embedding import Embedding, logits_of
 from roxxel_dist.model.feedforward import FeedForward
 from roxxel_dist.model.lora import LoRAParam
 from roxxel_dist.model.mla import LatentAttention
@@ -110,7 +110,7 @@ class Transformer(nnx.Module):
         *,
         cache: Cache | None = None,
     ) -> jax.Array | tuple[jax.Array, Cache]:
-        """int32[B, L] tokens to [B, L, vocab_size] logits of the token after each, in the type of the parameters.
+        """int32[B, L] tokens to [B, L, vocab_size] logits of the token after each, float32 at least.
 
         Args:
             tokens_BxL: rows of tokens.
@@ -189,9 +189,9 @@ class Transformer(nnx.Module):
             x_BxLxD: [B, L, dim], from `states`.
 
         Returns:
-            [B, L, vocab_size], in the type of the parameters.
+            [B, L, vocab_size], float32 at least.
         """
-        return self.embedding.attend(x_BxLxD) if self.config.weight_tying else self.head(x_BxLxD)
+        return logits_of(self.output, x_BxLxD)
 
     def empty_cache(self, batch: int = 1) -> Cache:
         """A cache in which nothing was read yet.

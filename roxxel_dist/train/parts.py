@@ -4,7 +4,7 @@ The model is split once. Its leaves travel as dictionaries from a parameter's na
 of what NNX states or objects cost at the border of a jitted call, and are merged into a module again while tracing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.sharding import Axes
 from roxxel_dist.model.lora import LoRAParam, scales_of
-from roxxel_dist.model.setting import Setting
+from roxxel_dist.model.setting import FULL_PRECISION, Setting
 
 Leaves = dict[str, jax.Array]
 
@@ -29,6 +29,8 @@ class Part:
     tree: Any
     asked: tuple[P | None, ...]
     """How the module asks each leaf to be partitioned, in names of mesh axes."""
+    uncast: frozenset[str]
+    """Leaves that compute in the type that they are stored in: those that the module marks `FULL_PRECISION`."""
 
     def state(self, leaves: Mapping[str, Any]) -> Any:
         """The NNX state made of these leaves; others are left out."""
@@ -74,7 +76,8 @@ class ModelParts:
             dtype: what floating parameters, frozen ones too, are cast to; None leaves them as they are.
         """
         graphdef = self.training if training else self.evaluating
-        weights = cast({**params, **{name: settings[name] for name in self.frozen.names}}, dtype)
+        weights = {**params, **{name: settings[name] for name in self.frozen.names}}
+        weights = cast(weights, dtype, self.params.uncast | self.frozen.uncast)
         states = self.params.state(weights), self.frozen.state(weights)
         return nnx.merge(graphdef, *states, self.settings.state(settings), self.rest.state(rest))
 
@@ -121,17 +124,20 @@ def _split(model: nnx.Module) -> Any:
     return graphdef, trained, frozen, settings, rest
 
 
-def cast(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """Floating parameters as `dtype`; as they are for None."""
+def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) -> dict[str, Any]:
+    """Floating parameters as `dtype`, but for those of `uncast`; all as they are for None."""
     if dtype is None:
         return dict(params)
-    return {name: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p for name, p in params.items()}
+    return {
+        name: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) and name not in uncast else p
+        for name, p in params.items()
+    }
 
 
 def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
     """The leaves of an NNX state by name, such as "blocks.0.attention.qkv.kernel", in the tree's order."""
     leaves: dict[str, Any] = {}
-    asked = []
+    asked, uncast = [], set()
     variables, _ = jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in variables:
         for inner, leaf in jax.tree.leaves_with_path(variable):
@@ -143,7 +149,9 @@ def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
                 )
             leaves[name] = leaf
             asked.append(_asked(variable))
-    return Part(tuple(leaves), jax.tree.structure(state), tuple(asked)), leaves
+            if isinstance(variable, nnx.Variable) and variable.get_metadata().get(FULL_PRECISION):
+                uncast.add(name)
+    return Part(tuple(leaves), jax.tree.structure(state), tuple(asked), frozenset(uncast)), leaves
 
 
 def _asked(variable: Any) -> P | None:

@@ -27,6 +27,10 @@ BALANCE = "balance_loss"
 experts, which keeps them equally busy."""
 
 
+WEIGHT = "loss_weight"
+"""What a loss function calls the number of tokens that its loss is the mean of, where that differs between batches."""
+
+
 class Metrics(NamedTuple):
     """What a step tells, on the device until it is fetched."""
 
@@ -44,6 +48,8 @@ class Loss(NamedTuple):
     """Without the balance loss."""
     scalars: dict[str, jax.Array]
     row_loss: jax.Array | None
+    weight: jax.Array | None = None
+    """float32[]: what the loss is the mean of, such as tokens; None where all micro-batches count the same."""
 
     @property
     def minimized(self) -> jax.Array:
@@ -53,7 +59,8 @@ class Loss(NamedTuple):
 
 
 def unpack_loss(result: Any) -> Loss:
-    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "row_loss" [B] if given.
+    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, "row_loss" [B] and "loss_weight"
+    if given.
 
     Raises:
         ValueError: it is none of these, or the loss is not a scalar.
@@ -65,15 +72,20 @@ def unpack_loss(result: Any) -> Loss:
                 f'the loss function returned a dict without "loss": its keys are {", ".join(map(str, result))}'
             )
         loss, aux = result["loss"], {k: v for k, v in result.items() if k != "loss"}
-    elif isinstance(result, tuple):
-        loss, aux = result[0], result[1]
+    elif isinstance(result, tuple | list):
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                f"the loss function returned a {type(result).__name__} of {len(result)}: return a scalar, a tuple "
+                f'(loss, aux), or a dict with "loss"'
+            )
+        loss, aux = result
         aux = aux if isinstance(aux, Mapping) else {"aux": aux}
     if jnp.shape(loss) != ():
         raise ValueError(
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
         )
-    rows = aux.get("row_loss")
-    return Loss(loss, {str(k): v for k, v in aux.items() if jnp.shape(v) == ()}, rows)
+    scalars = {str(k): v for k, v in aux.items() if jnp.shape(v) == () and k != WEIGHT}
+    return Loss(loss, scalars, aux.get("row_loss"), aux.get(WEIGHT))
 
 
 def make_step(
@@ -142,6 +154,9 @@ def accumulate(
 ) -> tuple[Leaves, Leaves, Loss]:
     """Mean gradients and metrics over `count` micro-batches, one after another in a scan.
 
+    Where they tell the weights of their losses, gradients and losses are weighed by these: so the loss of packed
+    documents, a mean over tokens of which each micro-batch counts others, is that of the whole batch.
+
     Micro-batch i takes every count-th row from i: each device then finds its part among the rows that it holds already.
     """
 
@@ -154,14 +169,21 @@ def accumulate(
     def add(carry: Any, piece: Any) -> tuple[Any, Any]:
         total, rest = carry
         grads, (rest, found) = gradient(state.params, rest, settings, piece)
-        return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), found
+        if found.weight is None:
+            return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), found
+        return (jax.tree.map(lambda t, g: t + g * found.weight, total, grads), rest), found
 
     # Sums of bfloat16 lose what is small: they are kept in float32.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
     (total, rest), found = jax.lax.scan(add, (zeros, state.rest), jax.tree.map(pieces, batch))
+    loss, row_loss = found.loss.mean(), found.row_loss
+    if found.weight is not None:
+        counted = jnp.maximum(found.weight.sum(), 1)
+        loss = (found.loss * found.weight).sum() / counted
+        total = jax.tree.map(lambda t: t / counted, total)
     grads = jax.tree.map(lambda t, p: t.astype(p.dtype), total, state.params)
-    row_loss = None if found.row_loss is None else found.row_loss.swapaxes(0, 1).reshape(-1)
-    return grads, rest, Loss(found.loss.mean(), {k: v.mean(0) for k, v in found.scalars.items()}, row_loss)
+    row_loss = None if row_loss is None else row_loss.swapaxes(0, 1).reshape(-1)
+    return grads, rest, Loss(loss, {k: v.mean(0) for k, v in found.scalars.items()}, row_loss)
 
 
 def make_eval_step(

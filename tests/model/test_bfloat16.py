@@ -10,6 +10,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.embedding import Embedding
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.parts import take_apart
 
 HALF, FULL = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}
@@ -86,7 +87,8 @@ def test_a_cache_holds_what_is_computed(fields):
     for part in (tokens[:, :9], *jnp.split(tokens[:, 9:], 3, axis=1)):
         logits, cache = read(model, part, cache)
         found.append(logits)
-    assert {leaf.dtype for layer in cache.layers for leaf in layer} == {HALF} == {logits.dtype, expected.dtype}
+    assert {leaf.dtype for layer in cache.layers for leaf in layer} == {HALF}
+    assert {logits.dtype, expected.dtype} == {FULL}
     scale = np.abs(np.float32(expected)).max()
     np.testing.assert_allclose(np.float32(np.concatenate(found, 1)), np.float32(expected), atol=0.03 * scale)
 
@@ -97,3 +99,24 @@ def test_the_gradient_of_a_lookup_is_added_up_in_float32():
     gradient = nnx.grad(lambda table: table(jnp.zeros(1000, jnp.int32)).sum())(table).embedding[...]
     assert gradient.dtype == HALF
     np.testing.assert_allclose(np.float32(gradient), [[1000] * 3, [0] * 3])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_not_rounded(tied):
+    """In bfloat16 they would keep three digits of what the softmax looks at; their gradients are bfloat16."""
+    model, tokens = cast(build(weight_tying=tied)), jnp.arange(16)[None]
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    assert logits.dtype == FULL
+    assert (logits != logits.astype(HALF).astype(FULL)).mean() > 0.9
+    gradients = nnx.grad(lambda model: next_token_loss(model, tokens))(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {HALF}
+
+
+def test_a_router_is_not_cast_for_a_step():
+    model = build(use_moe=True, n_experts=N_EXPERTS)
+    parts, params, rest, settings = take_apart(model)
+    half = parts.merge(params, rest, settings, training=True, dtype=HALF)
+    feedforward, plain = half.blocks[0].feedforward, model.blocks[0].feedforward
+    assert feedforward.first[...].dtype == HALF
+    assert feedforward.router.kernel[...].dtype == FULL
+    assert (feedforward.router.kernel[...] == plain.router.kernel[...]).all()

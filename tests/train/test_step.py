@@ -8,8 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
+from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state
@@ -73,6 +74,25 @@ def test_accumulation_changes_nothing_but_rounding():
         np.testing.assert_allclose(one, two, atol=1e-6)
 
 
+def test_accumulation_changes_no_mean_over_the_tokens_that_count():
+    """Packed documents: one micro-batch has many starts of documents, which do not count, and the other has none."""
+    rows = jnp.arange(16)[:, None]
+    segments = jnp.where(rows % 2, jnp.arange(33)[None] // 2, 0)  # micro-batch i takes every second row from i
+    results = []
+    for count in (1, 2):
+        state, step, batch, _ = prepare(transformer(), optax.sgd(0.1), token_losses, grad_accum=count)
+        places = [
+            jax.device_put(jnp.broadcast_to(array, (16, 33)), batch.sharding) for array in (segments, jnp.arange(33))
+        ]
+        state, metrics = step(state, Packed(batch, *places))
+        results.append((fetch(metrics).scalars, state.params))
+    assert set(results[0][0]) == {"loss", "grad_norm", "update_norm"}
+    assert results[0][0]["loss"] == pytest.approx(results[1][0]["loss"], rel=1e-6)
+    assert results[0][0]["grad_norm"] == pytest.approx(results[1][0]["grad_norm"], rel=1e-5)
+    for one, two in zip(results[0][1].values(), results[1][1].values(), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+
+
 def test_random_streams_advance_and_evaluation_leaves_them_alone():
     state, step, batch, evaluate = prepare(transformer(dropout_rate=0.5), optax.sgd(0.0))
     before = float(evaluate(state, batch)["loss"])
@@ -104,6 +124,10 @@ def test_what_it_may_not_return():
         unpack_loss({"a": 1.0, "b": 2.0})
     with pytest.raises(ValueError, match=r"an array of shape \(4,\)"):
         unpack_loss(jnp.zeros(4))
+    with pytest.raises(ValueError, match=r"returned a list of 2: return a scalar, a tuple \(loss, aux\), or a dict"):
+        unpack_loss([jnp.float32(1), {}])
+    with pytest.raises(ValueError, match="returned a tuple of 3: return a scalar"):
+        unpack_loss((jnp.float32(1), {}, jnp.float32(2)))
 
 
 def test_every_scalar_of_the_loss_reaches_the_metrics():
