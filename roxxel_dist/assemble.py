@@ -287,7 +287,7 @@ def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> Non
     for i, phase in enumerate(curriculum.phases):
         rows = phase.batch_size or 0
         # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
-        if rows > devices and rows % grad_accum == 0 and (rows // grad_accum) % devices:
+        if rows > devices and rows >= grad_accum and rows % grad_accum == 0 and (rows // grad_accum) % devices:
             raise ValueError(
                 f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
                 f"({grad_accum}): use a multiple of {devices * grad_accum}"

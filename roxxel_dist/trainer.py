@@ -3,8 +3,11 @@
 from typing import Any, overload
 
 from roxxel_dist.config import Config
+from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.experiment import Experiment
 from roxxel_dist.train.trainer import Trainer as Loop
+
+__all__ = ["Curriculum", "Phase", "Trainer"]
 
 
 class Trainer(Loop):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import floor, isfinite
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
@@ -18,7 +18,8 @@ LEAST_SHARE = 1e-4
 class Phase:
     """A stretch of training in which batches have one shape.
 
-    Either `steps` or `epochs` says how long it lasts.
+    `steps` or `epochs` says how long it lasts; `steps`, where both do. A phase that was given to a `Curriculum` with
+    `epochs` alone has its `steps` from then on: those in all of that data, nothing held out.
 
     Raises:
         ValueError: a field breaks its rule; the message names the phase and the field.
@@ -40,9 +41,12 @@ class Phase:
     """"documents": batches say which document each token is of (`data.packed.Packed`), and attention stops where a
     document ends. The rows are the same tokens either way."""
 
+    counted: ClassVar[bool] = False
+    """Of a phase: whether a `Curriculum` has counted `steps`, from `epochs`; one of other data counts anew."""
+
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"{self._named()}: give steps or epochs, one of the two")
+        if self.steps is None and self.epochs is None:
+            raise ValueError(f"{self._named()}: give steps or epochs")
         if self.batch_size is None or self.seq_len is None:
             raise ValueError(f"{self._named()}: batch_size and seq_len must be given")
         for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2)):
@@ -135,13 +139,18 @@ class Curriculum:
         if "self" in self.mix_streamers:
             raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
         self._check_vocabularies()
-        self._given = [Phase.of(phase) for phase in phases]
+        given = [Phase.of(phase) for phase in phases]
+        self._given = [replace(phase, steps=None) if phase.counted else phase for phase in given]
         self._longest = max(phase.seq_len or 0 for phase in self._given)
         self.phases: tuple[Phase, ...] = tuple(self._with_steps(phase) for phase in self._given)
+        for phase, counted in zip(given, self.phases, strict=True):
+            if phase.steps is None or phase.counted:  # programs add up the steps of their phases, for a schedule
+                object.__setattr__(phase, "steps", counted.steps)
+                object.__setattr__(phase, "counted", True)
 
     def _with_steps(self, phase: Phase) -> Phase:
-        if phase.epochs is None:
-            return phase
+        if phase.steps is not None or phase.epochs is None:
+            return replace(phase, epochs=None)
         assert phase.batch_size is not None
         assert phase.seq_len is not None
         # In the units that the whole curriculum uses, or phases that add up to a pass would read more than one.

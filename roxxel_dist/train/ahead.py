@@ -15,7 +15,7 @@ from roxxel_dist.cluster.mesh import TENSOR, fit_sharding
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import Optimizer, first_state
 from roxxel_dist.train.state import Leaves, ModelParts, TrainState, abstract_state
-from roxxel_dist.train.step import SPIKE_FACTOR
+from roxxel_dist.train.step import SPIKE_FACTOR, micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Layout:
 
 def layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> Layout:
     """How a batch of `rows` x `length` tokens is shared, which is trained on in `grad_accum` micro-batches."""
-    shape = (rows // grad_accum, length)
+    shape = (rows // micro_batches(grad_accum, rows), length)
     fitted = fit_sharding(sharding, shape)
     by_row, by_token = (whole // part for whole, part in zip(shape, fitted.shard_shape(shape), strict=True))
     pieces = by_row * by_token

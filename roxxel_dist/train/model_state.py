@@ -5,6 +5,8 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,6 +60,37 @@ class ModelState:
         # Asked for at every row, and a module may walk through all of its parameters to answer.
         return cache(getattr(self.model, "flops_per_token", lambda length: usual))
 
+    def copy_to(self, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None) -> None:
+        """Give a module that was trained, and its optimizer, the arrays of this state; they are not copied.
+
+        What lay on one device of this process is given from there, where each device has the whole of it.
+
+        Args:
+            model: of which this state was made.
+            optimizer: whose transformation has trained it; None where there is no such object.
+        """
+        frozen = {name: self._settings[name] for name in self._parts.frozen.names}
+        for part, leaves in ((self._parts.params, self.params), (self._parts.frozen, frozen),
+                             (self._parts.rest, self._state.rest)):  # fmt: skip
+            nnx.update(model, part.state(jax.tree.map(_on_one_device, leaves)))
+        if optimizer is None:
+            return
+        names = set(self._parts.params.names)
+
+        def of_parameters(tree: Any) -> bool:
+            return isinstance(tree, dict) and set(tree) == names
+
+        as_states = jax.tree.map(
+            lambda tree: self._parts.params.state(tree) if of_parameters(tree) else tree,
+            self._state.opt_state,
+            is_leaf=of_parameters,
+        )
+        leaves = [_on_one_device(leaf) for leaf in jax.tree.leaves(as_states)]
+        theirs, tree = jax.tree.flatten(nnx.state(optimizer.opt_state))
+        if [leaf.shape for leaf in leaves] == [leaf.shape for leaf in theirs]:  # else it was made for other parameters
+            nnx.update(optimizer.opt_state, jax.tree.unflatten(tree, leaves))
+            optimizer.step[...] = jnp.asarray(int(self.step), optimizer.step[...].dtype)
+
     def local_model(self) -> Any:
         """A module with dropout off on this process's first device alone. Every process must ask for it.
 
@@ -74,6 +107,11 @@ class ModelState:
             leaves = [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
         params, rest, settings = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
         return self._parts.merge(params, rest, settings, training=False)
+
+
+def _on_one_device(leaf: jax.Array) -> jax.Array:
+    """The first device's copy of an array that all devices have the whole of."""
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 
 def _check_room(size: int) -> None:

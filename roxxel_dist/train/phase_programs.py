@@ -18,7 +18,7 @@ from roxxel_dist.train.evaluate import Validation
 from roxxel_dist.train.optimizer import Optimizer
 from roxxel_dist.train.programs import Programs, abstract, batch_key
 from roxxel_dist.train.state import ModelParts, TrainState
-from roxxel_dist.train.step import LossFn, Settings, make_eval_step, make_step
+from roxxel_dist.train.step import LossFn, Settings, make_eval_step, make_step, micro_batches
 
 
 class PhasePrograms:
@@ -144,9 +144,12 @@ class PhasePrograms:
 
 
 def check_batches(shapes: Sequence[Shape], grad_accum_steps: int) -> None:
-    """Raises ValueError for a phase whose batch gradient accumulation does not divide."""
+    """Raises ValueError for a phase whose batch gradient accumulation does not divide.
+
+    A batch of fewer rows than micro-batches has one row in each: a curriculum may end in one long row.
+    """
     for i, shape in enumerate(shapes):
-        if shape.batch_size % grad_accum_steps:
+        if shape.batch_size % micro_batches(grad_accum_steps, shape.batch_size):
             raise ValueError(
                 f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum "
                 f"({grad_accum_steps}): use a multiple of {grad_accum_steps}"

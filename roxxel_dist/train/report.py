@@ -113,12 +113,14 @@ class Reporter:
         for note in start.notes:
             self.logger.text(note)
 
-    def phase(self, step: int, sharding: NamedSharding) -> None:
+    def phase(self, step: int, sharding: NamedSharding, grad_accum: int) -> None:
         """A phase begins with this step, from 0."""
         rows, length = self.plan.shape(step)
         lies = fit_sharding(sharding, (rows, length)).spec
         asked = lies == sharding.spec
         how = "" if asked else f", laid out as {lies} because its rows do not divide by the devices"
+        if rows < grad_accum:
+            how += f", in {rows} micro-batch(es) instead of {grad_accum} because it has no more rows"
         self.logger.text(
             f"phase {self.plan.phase(step) + 1}/{len(self.plan.shapes)} from step {step + 1}: "
             f"{rows} rows x {length} tokens a step{how}"

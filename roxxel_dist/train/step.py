@@ -108,7 +108,7 @@ def make_step(
         optimizer: see `optimizer.py`.
         like: the state, or its shapes and shardings.
         sharding: of a (rows, tokens) batch: int32[B, L], or a tuple of such arrays.
-        grad_accum: micro-batches; divides B.
+        grad_accum: micro-batches, see `micro_batches`; divides a B that is larger.
         compute_dtype: the type that parameters are cast to for the forward and backward pass, while the optimizer
             keeps them in their own; None for their own.
         skip_bad: leave a bad step's update out (see `health.py`).
@@ -122,10 +122,11 @@ def make_step(
     gradient = jax.grad(loss_of, has_aux=True)
 
     def step(state: TrainState, settings: Settings, batch: Any) -> tuple[TrainState, Metrics]:
-        if grad_accum == 1:
+        count = micro_batches(grad_accum, jax.tree.leaves(batch)[0].shape[0])
+        if count == 1:
             grads, (rest, found) = gradient(state.params, state.rest, settings, batch)
         else:
-            grads, rest, found = accumulate(gradient, state, settings, batch, grad_accum, sharding)
+            grads, rest, found = accumulate(gradient, state, settings, batch, count, sharding)
         transformation = optimizer.build(settings, state.step)
         updates, opt_state = transformation.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
@@ -147,6 +148,11 @@ def make_step(
 
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(step, donate_argnums=0, out_shardings=(kept, NamedSharding(sharding.mesh, P())))
+
+
+def micro_batches(grad_accum: int, rows: int) -> int:
+    """Into how many micro-batches a batch of so many rows is cut: each has a row at least."""
+    return min(grad_accum, rows)
 
 
 def accumulate(

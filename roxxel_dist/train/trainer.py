@@ -59,7 +59,8 @@ class Trainer:
     """Trains an NNX module through a curriculum on a mesh; continues where `save_path` left off.
 
     Args:
-        model: an `nnx.Module`, the same on every process; or a function that builds one, straight into its shards.
+        model: an `nnx.Module`, the same on every process, trained when `run` returns; or a function that builds one,
+            straight into its shards.
         optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
         loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
@@ -69,7 +70,7 @@ class Trainer:
         validation: data sets by name to validate on, instead of what `val_fraction` holds out.
         mesh: devices of all processes, from `make_mesh` or with axes of your own; by default all of them along "data".
         data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
-        grad_accum_steps: micro-batches a step; divides every batch.
+        grad_accum_steps: micro-batches a step; divides every batch that has more rows, of a smaller one each is a row.
         amend: the curriculum may be another one than the run's, from here on.
         origin: another run's checkpoint to begin with, or an older one of its own to go back to.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
@@ -109,7 +110,9 @@ class Trainer:
         curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(curriculum.shapes, grad_accum_steps)
         self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
-        self._optimizer = as_optimizer(optimizer)
+        self._model = model if isinstance(model, nnx.Module) else None
+        self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
+        self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
         self._progress = Progress.from_env(process_index())
         self._timeline = Timeline(None if process_index() else self._folder, self._progress)
         self._let_go = hold_together(self._folder)
@@ -183,6 +186,8 @@ class Trainer:
     def run(self, at_the_end: Callable[[], None] | None = None) -> ModelState:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
+        The module, and the `nnx.Optimizer`, that the trainer was given have the arrays of that state then.
+
         Args:
             at_the_end: called on every rank when the run is finished and marked so, the log still open; for a run that
                 was finished before too. What it raises is logged, and harms nothing.
@@ -196,10 +201,13 @@ class Trainer:
             self.go_back()
             own = trackers_for(self._folder, self.last_step, self.step)
             self.logger.open([*own, self._timeline, *self._trackers])
-            return self._run(at_the_end)
+            state = self._run(at_the_end)
         except BaseException:
             self._failed = True
             raise
+        if self._model is not None:
+            state.copy_to(self._model, self._nnx_optimizer)
+        return state
 
     def go_back(self) -> None:
         """Delete the checkpoints behind that of `from_step`, for a run that goes back; once, and `run` does it too.
@@ -298,7 +306,7 @@ class Trainer:
         self._profiler.before(step + 1, self._state.step)
         if begins := phase != self._phase:
             self._reporter.log(self._check)  # before the line that announces the next phase
-            self._reporter.phase(step, self._sharding)
+            self._reporter.phase(step, self._sharding, self._grad_accum)
             self._program = self._program_of(step)
             self._phase, self._tokens = phase, self.plan.tokens(step + 1) - self.plan.tokens(step)
         return begins

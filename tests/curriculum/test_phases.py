@@ -17,7 +17,6 @@ def test_positional_order_is_steps_batch_seq_len_epochs():
     ("fields", "message"),
     [
         ({"batch_size": 1, "seq_len": 2}, "give steps or epochs"),
-        ({"steps": 1, "epochs": 1, "batch_size": 1, "seq_len": 2}, "give steps or epochs"),
         ({"steps": 1, "seq_len": 2}, "batch_size and seq_len must be given"),
         ({"steps": 0, "batch_size": 1, "seq_len": 2}, "steps is 0, and must be a whole number of at least 1"),
         ({"steps": 1, "batch_size": 2.0, "seq_len": 2}, "batch_size is 2.0"),
@@ -32,6 +31,23 @@ def test_positional_order_is_steps_batch_seq_len_epochs():
 def test_errors_name_field_value_and_rule(fields, message):
     with pytest.raises(ValueError, match=message):
         Phase(**fields)
+
+
+def test_steps_win_over_epochs(corpus):
+    curriculum = Curriculum(corpus, [Phase(steps=3, epochs=7, batch_size=2, seq_len=17)])
+    assert (curriculum.total_steps, curriculum.hold_out(0.5)[0].total_steps) == (3, 3)
+
+
+def test_a_phase_knows_its_steps_once_a_curriculum_has_counted_them(corpus):
+    """A schedule over `sum(phase.steps for phase in phases)`; another curriculum counts in its own data."""
+    phases = [Phase(epochs=0.5, batch_size=2, seq_len=17), Phase(steps=5, batch_size=2, seq_len=17)]
+    curriculum = Curriculum(corpus, phases)
+    whole = curriculum.total_steps
+    assert [phase.steps for phase in phases] == [whole - 5, 5]
+    part, _ = curriculum.hold_out(0.5)
+    assert part.total_steps < whole
+    assert Curriculum(part.primary_streamer, phases).total_steps == part.total_steps
+    assert Curriculum(corpus, phases).total_steps == whole
 
 
 def test_mappings_stand_for_phases(corpus):

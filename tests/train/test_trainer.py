@@ -2,6 +2,7 @@
 
 import csv
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -107,6 +108,41 @@ def test_another_corpus_or_curriculum_is_refused(corpus, tmp_path):
 def test_a_batch_that_accumulation_does_not_divide(corpus, tmp_path):
     with pytest.raises(ValueError, match=r"phase 1: batch_size is 8, which does not divide by grad_accum \(3\)"):
         make(corpus, tmp_path, grad_accum_steps=3)
+
+
+def test_a_curriculum_may_end_in_one_long_row(corpus, tmp_path):
+    """Gradient accumulation cuts a batch into no more micro-batches than it has rows."""
+    train(corpus, tmp_path, [Phase(2, 8, 17), Phase(2, 1, 65)], grad_accum_steps=4)
+    assert len(losses(tmp_path)) == 4
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert text.count("in 1 micro-batch(es) instead of 4 because it has no more rows") == 1
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corpus, tmp_path, monkeypatch, stopped):
+    net = model(dropout_rate=0.1)
+    before = np.array(net.embedding.embedding[...])
+    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+    if stopped:
+        monkeypatch.setattr(trainer_module, "stop_requested", lambda step: step == 3)
+    made = train(corpus, tmp_path, model=net, optimizer=optimizer)
+    assert made.stopped == stopped
+    steps = 3 if stopped else 13
+    assert int(optimizer.step[...]) == steps
+    assert (before != net.embedding.embedding[...]).any()
+    tokens = np.arange(16)[None]
+    net.eval()
+    np.testing.assert_allclose(net(tokens), made.state.model(tokens), rtol=1e-5, atol=1e-5)
+    moments = nnx.state(optimizer.opt_state)
+    count, first = jax.tree.leaves(moments)[0], dict(nnx.to_flat_state(moments))
+    assert int(count) == steps
+    mu = next(leaf for path, leaf in first.items() if "mu" in map(str, path) and "embedding" in map(str, path))
+    np.testing.assert_array_equal(mu[...], made.state.optimizer[0].mu["embedding.embedding"])
+    # A loop of one's own can go on with them.
+    net.train()
+    grads = nnx.grad(lambda net: next_token_loss(net, np.arange(34).reshape(2, 17)))(net)
+    optimizer.update(net, grads)
+    assert int(optimizer.step[...]) == steps + 1
 
 
 def test_a_batch_smaller_than_the_devices_is_told(corpus, tmp_path):
