@@ -14,6 +14,7 @@ import numpy as np
 
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
 from roxxel_dist.data.packed import Packed
+from roxxel_dist.data.place import place_of
 from roxxel_dist.data.verified import DamagedData, VerifiedBlocks
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class Stream:
         self.datasets: dict[int, Roxxel] = {
             number: named[name] for number, name in enumerate(plan.datasets) if name in named
         }
+        for number, data in self.datasets.items():
+            if data.dtype.kind not in "iu":
+                raise ValueError(
+                    f"data {plan.datasets[number]!r} holds elements of {data.dtype}, which are no token ids: write it "
+                    "again with an integer dtype, such as uint16"
+                )
         self.sharding = sharding
         self.step: int = start_step
         self._ahead: dict[int, Rows] = {}
@@ -74,7 +81,7 @@ class Stream:
 
     def __len__(self) -> int:
         if self.plan.total_steps >= ENDLESS:
-            raise TypeError("a stream without `steps` has no length: it goes on, pass after pass")
+            raise TypeError("a stream with passes=None has no length: it goes on, pass after pass")
         return self.plan.total_steps - self.step
 
     def __iter__(self) -> "Stream":
@@ -213,14 +220,30 @@ class Stream:
     def _copy(self, dataset: np.ndarray, offset: np.ndarray, seq_len: int) -> np.ndarray:
         """The windows of some rows, int32 [rows, seq_len]."""
         if len(self.plan.datasets) == 1:
-            return self.datasets[0].read(offset, seq_len, np.int32)
+            return self._ids(0, offset, seq_len)
         parts = _by_dataset(dataset, len(self.plan.datasets))
         if len(parts) == 1:
-            return self.datasets[parts[0][0]].read(offset, seq_len, np.int32)
+            return self._ids(parts[0][0], offset, seq_len)
         out = np.empty((len(offset), seq_len), np.int32)
         for number, mine in parts:
-            out[mine] = self.datasets[number].read(offset[mine], seq_len)
+            out[mine] = self._ids(number, offset[mine], seq_len)
         return out
+
+    def _ids(self, number: int, offset: np.ndarray, seq_len: int) -> np.ndarray:
+        """The same of one data set. Raises ValueError for an id that int32 does not hold."""
+        data = self.datasets[number]
+        if np.can_cast(data.dtype, np.int32):
+            return data.read(offset, seq_len, np.int32)
+        wide = data.read(offset, seq_len)
+        ids = wide.astype(np.int32)
+        if not np.array_equal(ids, wide):
+            row, column = np.argwhere(ids != wide)[0].tolist()
+            place = place_of(data, int(offset[row]) + column)
+            raise ValueError(
+                f"data {self.plan.datasets[number]!r}: {place.path}, document {place.document}: the id "
+                f"{wide[row, column]} is not below 2^31: build the data again with the tokenizer of the model"
+            )
+        return ids
 
 
 def stream_of(
@@ -230,6 +253,7 @@ def stream_of(
     seed: int = 0,
     start_step: int = 0,
     steps: int | None = None,
+    passes: int | None = 1,
     *,
     mesh: "Mesh | None" = None,
     data_sharding: "NamedSharding | None" = None,
@@ -239,7 +263,14 @@ def stream_of(
     """What `Roxxel.stream` gives: a curriculum of one phase as a stream."""
     from roxxel_dist.curriculum.phases import Curriculum, Phase
 
-    phase = Phase(ENDLESS if steps is None else steps, batch_size, seq_len, weights=weights)
+    if steps is not None and passes != 1:
+        raise ValueError(f"steps={steps} and passes={passes}: give one of them, steps are counted whatever the passes")
+    if passes is not None and passes < 1:
+        raise ValueError(f"passes={passes}: passes over the data set, at least 1, or None for a stream without an end")
+    if steps is not None or passes is None:
+        phase = Phase(ENDLESS if steps is None else steps, batch_size, seq_len, weights=weights)
+    else:
+        phase = Phase(batch_size=batch_size, seq_len=seq_len, epochs=passes, weights=weights)
     plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)
     if mesh is not None and data_sharding is None:
         from roxxel_dist.cluster.mesh import batch_sharding

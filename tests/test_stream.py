@@ -131,14 +131,14 @@ def test_a_two_axis_mesh(corpus, plan):
 
 
 def test_a_data_set_streams_without_end(corpus):
-    stream = corpus.stream(seq_len=33, batch_size=8, seed=4)
+    stream = corpus.stream(seq_len=33, batch_size=8, seed=4, passes=None)
     one_pass = corpus.estimate_steps(33, 8)
     first = [next(stream) for _ in range(2 * one_pass + 5)]
     assert all(batch.shape == (8, 33) and batch.dtype == np.int32 for batch in first)
     seen = {row.tobytes() for batch in first[:one_pass] for row in batch}
     assert len(seen) == one_pass * 8
     assert not all(np.array_equal(a, b) for a, b in zip(first, first[one_pass:], strict=False))
-    later = corpus.stream(seq_len=33, batch_size=8, seed=4, start_step=one_pass + 3)
+    later = corpus.stream(seq_len=33, batch_size=8, seed=4, start_step=one_pass + 3, passes=None)
     assert np.array_equal(next(later), first[one_pass + 3])
     with pytest.raises(TypeError, match="no length"):
         len(stream)
@@ -241,3 +241,42 @@ def test_numpy_batches_need_no_jax(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
     assert result.stdout == "(4, 33) False\n"
+
+
+def test_a_data_set_streams_once_where_nothing_is_said(corpus):
+    one_pass = corpus.estimate_steps(33, 8)
+    stream = corpus.stream(seq_len=33, batch_size=8, seed=4)
+    assert len(stream) == one_pass
+    rows = [row.tobytes() for batch in stream for row in batch]
+    assert len(rows) == len(set(rows)) == one_pass * 8
+    endless = corpus.stream(33, 8, 4, passes=None)
+    twice = corpus.stream(33, 8, 4, passes=2)
+    assert len(twice) == 2 * one_pass
+    assert all(np.array_equal(batch, next(endless)) for batch in twice)
+    assert len(corpus.stream(33, 8, steps=3 * one_pass)) == 3 * one_pass, "steps, whatever the passes"
+    for passes in (2, None):
+        with pytest.raises(ValueError, match=rf"steps=5 and passes={passes}: give one of them"):
+            corpus.stream(33, 8, steps=5, passes=passes)
+    with pytest.raises(ValueError, match="passes=0: passes over the data set, at least 1"):
+        corpus.stream(33, 8, passes=0)
+
+
+def test_what_is_no_token_is_refused(tmp_path):
+    Roxxel(tmp_path / "float.rox").write([np.arange(500, dtype=np.float32) / 500], separator=None)
+    with Roxxel(tmp_path / "float.rox") as data, pytest.raises(ValueError, match="'self' holds elements of float32"):
+        data.stream(9, 4)
+    wide = np.arange(500, dtype=np.int64)
+    wide[77] = 1 << 31
+    Roxxel(tmp_path / "wide.rox").write([wide[:50], wide[50:]], separator=None)
+    with Roxxel(tmp_path / "wide.rox") as data:
+        with pytest.raises(ValueError, match=r"wide\.rox, document 1: the id 2147483648 is not below 2\^31"):
+            list(data.stream(9, 4))
+        assert next(data.split(0.5)[1].stream(9, 4)).dtype == np.int32
+
+
+def test_the_rows_of_a_plan_cannot_be_changed(plan):
+    for step in (0, 1, 2):
+        rows = plan.rows(step)
+        for array in (rows.offset, rows.dataset):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 0

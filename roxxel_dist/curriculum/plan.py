@@ -192,7 +192,7 @@ class Plan:
             step: counted from 0. The log counts from 1.
 
         Returns:
-            `Rows` of the whole global batch: `dataset` int32[B], `offset` int64[B], `seq_len`.
+            `Rows` of the whole global batch: `dataset` int32[B], `offset` int64[B], both read-only, `seq_len`.
 
         Raises:
             IndexError: the plan has no such step.
@@ -227,7 +227,10 @@ class Plan:
         names = np.array([self.datasets.index(claim.source.name) for claim in segment.claims], np.int32)
         dataset = np.repeat(names[chosen], width)
         shape, size = segment.shape, (stop - first, segment.shape.batch_size)
-        return dataset.reshape(size), offset.reshape(size), shape.seq_len, shape.packing == "documents"
+        dataset, offset = dataset.reshape(size), offset.reshape(size)
+        for array in (dataset, offset):  # `rows` hands out views of them, to whoever asks
+            array.flags.writeable = False
+        return dataset, offset, shape.seq_len, shape.packing == "documents"
 
     def phase(self, step: int) -> int:
         """The index of the phase that holds `step`. Both count from 0.

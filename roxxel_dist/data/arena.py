@@ -1,7 +1,7 @@
 """Files as memory: all of a data set mapped back to back in one range of addresses, and windows copied from there.
 
 A file that is cut short while it is mapped leaves pages that cannot be read; touching one is the signal SIGBUS, which
-ends the process. `data/fault.py` turns it into an error.
+ends the process.
 """
 
 import ctypes
@@ -14,12 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.data import fault
+from roxxel_dist.data.layout import REPLACE
 
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
 COLD_FOR = 256
 """Batches for which pages are asked ahead after one had to wait. Asking takes twice as long as a copy from memory."""
+
+_libc: ctypes.CDLL = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Mapping:
@@ -41,11 +47,11 @@ class Mapping:
         self.size: int = sum(pages)
         for path, size in zip(paths, sizes, strict=True):
             if not size:
-                raise ValueError(f"{path}: the file is empty. Write it again, or take it away")
+                raise ValueError(f"{path}: the file is empty. {REPLACE}")
         reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self.address: int = fault.map_memory(None, self.size, PROT_NONE, reserved, -1)
+        self.address: int = _map_memory(None, self.size, PROT_NONE, reserved, -1)
         # Not at exit: threads may still read then, and the system unmaps everything anyway.
-        weakref.finalize(self, fault.unmap_memory, self.address, self.size).atexit = False
+        weakref.finalize(self, _libc.munmap, self.address, self.size).atexit = False
         self.starts: list[int] = []
         start = self.address
         for path, size, length in zip(paths, sizes, pages, strict=True):
@@ -53,14 +59,20 @@ class Mapping:
             self.starts.append(start)
             start += length
         self.sizes = sizes
-        fault.watch(
-            [(start, start + length, path) for start, length, path in zip(self.starts, pages, paths, strict=True)]
-        )
 
     @property
     def __array_interface__(self) -> dict[str, object]:
         """The range as numpy takes it: read-only uint8."""
         return {"version": 3, "data": (self.address, True), "shape": (self.size,), "typestr": "|u1"}
+
+
+def _map_memory(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    """mmap(2) from offset 0; the address."""
+    found = _libc.mmap(address, size, protection, flags, fd, 0)
+    if found == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+    return found
 
 
 def _map_file(path: Path, size: int, address: int) -> None:
@@ -71,7 +83,7 @@ def _map_file(path: Path, size: int, address: int) -> None:
             raise ValueError(
                 f"{path}: {now} bytes, a moment ago {size}: something writes to it. Open it when it is done"
             )
-        fault.map_memory(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, fd)
+        _map_memory(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, fd)
     finally:
         os.close(fd)
 
@@ -116,16 +128,12 @@ class Windows:
         """A fresh uint8 array [R, size]: the bytes from `index` on, int64 [R], counted like `starts`.
 
         The caller has checked that each window is within one of the arrays.
-
-        Raises:
-            ValueError: a file behind one of the windows was cut short while it was mapped.
         """
         windows = self._of_length.get(size)
         if windows is None:
             windows = self._of_length[size] = self._view(size)
         rows = windows[index]
-        if self.to_check():
-            self.check(index, size)
+        self.note_waits()
         return rows.view(np.uint8).reshape(len(index), size)
 
     @property
@@ -133,24 +141,19 @@ class Windows:
         """Whether copying had to wait for the disk not long ago."""
         return self._cold_for > 0
 
-    def to_check(self) -> bool:
-        """To be called when windows were read: whether files were cut short. Notes whether the disk was waited for."""
+    def note_waits(self) -> None:
+        """To be called when windows were read: remembers whether the disk was waited for."""
         waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
         if waits != self._waits:
             self._waits, self._cold_for = waits, COLD_FOR
         elif self._cold_for:
             self._cold_for -= 1
-        return bool(fault.lost)
-
-    def check(self, index: np.ndarray, size: int) -> None:
-        """Raise like `copy` if one of the windows is in a file that was cut short."""
-        fault.check(index + self._low, size)
 
     def ask(self, index: np.ndarray, size: int) -> None:
         """Let the kernel read the pages of some windows, given as to `copy`, from the disk ahead of their use."""
         for address in (index + self._low).tolist():
             low = address & -mmap.PAGESIZE
-            fault.libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(address + size - low), mmap.MADV_WILLNEED)
+            _libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(address + size - low), mmap.MADV_WILLNEED)
 
     def _view(self, size: int) -> np.ndarray:
         # Elements of `size` bytes, one at every byte: numpy copies each with one memcpy, whatever its alignment.
@@ -175,14 +178,3 @@ class _Memory:
 def address_of(array: np.ndarray) -> int:
     """Where the array's first byte is."""
     return array.__array_interface__["data"][0]
-
-
-def intact(array: np.ndarray) -> np.ndarray:
-    """The array itself, contiguous and mapped, if its file is not known to have been cut short.
-
-    Raises:
-        ValueError: it was; the message names the file.
-    """
-    if fault.lost:
-        fault.check(np.array([address_of(array)]), array.nbytes)
-    return array

@@ -139,6 +139,8 @@ def _make(parts: Path, halves: Sequence[str], source: Source, workers: int, repo
             texts = (piece for text, _ in source.texts(source.halves[0]) for piece in pieces(text))
             threads = workers if source.size >= PARALLEL_BYTES else 1
             tokenizer = train_on(kind, texts, source.vocab_size, threads, progress=report.enabled)
+            if tokenizer.vocab_size < (source.vocab_size or 0):
+                report.line(f"vocab_size={source.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
     if tokenizer is not None and not (parts / TOKENIZER_FILE).is_file():
         tokenizer.save(parts / TOKENIZER_FILE)
     for half in halves:

@@ -56,7 +56,7 @@ class TextFile:
             data = self.path.read_bytes()
             if checksum(data) != self.digest:
                 raise self._changed()
-            yield data.decode(), self.size
+            yield data.decode("utf-8-sig"), self.size  # a byte order mark is no text
             return
         readers = {"jsonl": read_json_lines, "parquet": read_parquet, "arrow": read_arrow}
         yield from readers[self.kind](self.path, text_key)
@@ -107,6 +107,11 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     passed_by: set[Path] = set()
     found, arrow = _find(paths, include, exclude, out, passed_by)
     shown = ", ".join(map(str, paths))
+    packed = [path for path in found if kind_of(path.name) == "text" and path.suffix in (".gz", ".bz2", ".xz", ".zst")]
+    if packed:
+        raise ValueError(
+            f"{packed[0]}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
+        )
     if not found:
         raise ValueError(
             f"{shown}: no file there matches the patterns; name the files themselves, or the patterns that take them: "

@@ -26,12 +26,13 @@ class Roxxel(TokenSequence):
         io: "mmap" copies batches from the mapped files, which is the fastest; what was read counts as the process's
             memory until the kernel needs it. "pread" reads them from the files, and that memory stays flat.
         dtype: of the tokens in `.bin` files that do not say it; uint16 where not given.
+        overwrite: what is there need not be readable: a damaged or empty file is no error, and `write` replaces it.
 
     Raises:
         ValueError: the files are not the whole shards of one data set. The message names the file.
     """
 
-    def __init__(self, filepath: Source, *, io: Io = "mmap", dtype: Any = None) -> None:
+    def __init__(self, filepath: Source, *, io: Io = "mmap", dtype: Any = None, overwrite: bool = False) -> None:
         if io not in get_args(Io):
             raise ValueError(f"io={io!r}: how batches are read, one of {', '.join(get_args(Io))}")
         self.filepath = filepath
@@ -40,7 +41,11 @@ class Roxxel(TokenSequence):
         self._is_view = False
         self._closed = False
         self._opened: tuple[Part, ...] | None = None
-        self._open()
+        try:
+            self._open()
+        except ValueError:
+            if not overwrite:
+                raise
 
     def _open(self) -> None:
         paths = find_shards(self.filepath)
@@ -137,28 +142,32 @@ class Roxxel(TokenSequence):
         seed: int = 0,
         start_step: int = 0,
         steps: int | None = None,
+        passes: int | None = 1,
         **options: Any,
     ) -> Any:
-        """Batches of shuffled windows: a `roxxel_dist.stream.Stream`, endless where `steps` is None.
+        """Batches of shuffled windows: a `roxxel_dist.stream.Stream`, one pass over the data set if not told otherwise.
 
         Args:
             seq_len: tokens of a row, the target included.
             batch_size: rows of the global batch.
             seed: of the order.
             start_step: the first step to read, from 0.
-            steps: of the whole stream; None: it goes on, pass after pass.
+            steps: of the whole stream, whatever the passes.
+            passes: how often this data set is read where `steps` is not given, as a phase counts its `epochs`; None:
+                the stream goes on, pass after pass.
             options: `mesh` and `data_sharding` for global `jax.Array`s instead of numpy arrays; `mix_datasets` (by
                 name) and `weights` (with "self" for this one) for a blend.
 
         Returns:
-            An iterator of int32[batch_size, seq_len], whose whole state is the integer `step`.
+            An iterator of int32[batch_size, seq_len], whose whole state is the integer `step`. Its `len()` is the steps
+            that are left.
 
         Raises:
             ValueError: a number breaks its rule, a weight names no data set, or the data cannot fill a batch.
         """
         from roxxel_dist.stream import stream_of  # above this layer: only a caller who streams needs it
 
-        return stream_of(self, seq_len, batch_size, seed, start_step, steps, **options)
+        return stream_of(self, seq_len, batch_size, seed, start_step, steps, passes, **options)
 
     # -- writing, checking, closing
 
@@ -208,6 +217,8 @@ class Roxxel(TokenSequence):
             vocab_size=vocab_size,
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
+        if isinstance(items, TokenSequence):  # what is cut off while it is copied must be an error, not zeros
+            items = items.read_documents()
         write_data_set(Target.of(self.filepath), items, options, append=append)
         self._closed = False
         self._open()

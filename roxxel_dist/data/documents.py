@@ -6,6 +6,7 @@ They are read one after another; no file is ever in memory whole. Empty and miss
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,7 @@ def read_json_lines(path: Path, key: str) -> Documents:
             read = raw.tell() if lines is not raw else read + len(line)
             if line.isspace():
                 continue
-            text = _text_of_line(line, key, f"{path}, line {number}")
+            text = _text_of_line(line.removeprefix(BOM_UTF8), key, f"{path}, line {number}")
             if text:
                 yield text, read - before
                 before = read
@@ -96,7 +97,7 @@ def read_arrow(path: Path, key: str) -> Documents:
     """
     with _damage_named(path):
         ipc, arrow = _pyarrow("pyarrow.ipc", path), _pyarrow("pyarrow", path)
-        with arrow.memory_map(str(path)) as source, ipc.open_stream(source) as stream:
+        with arrow.OSFile(str(path)) as source, ipc.open_stream(source) as stream:
             _check_column(stream.schema, key, path)
             before = 0
             for batch in stream:

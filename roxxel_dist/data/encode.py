@@ -59,8 +59,7 @@ def encode_documents(
         if workers > 1:
             found = stack.enter_context(closing(_by_helpers(batches, path, dtype, workers)))
         else:
-            stack.enter_context(_one_thread())
-            found = ((batch, _encode(tokenizer, batch, dtype)) for batch in batches)
+            found = ((batch, _encode_here(tokenizer, batch, dtype)) for batch in batches)
         for batch, encoded in found:
             for ids, (_, is_last, size) in zip(encoded, batch, strict=True):
                 parts.append(ids)
@@ -72,6 +71,11 @@ def encode_documents(
 
 def _encode(tokenizer: Tokenizer, batch: Batch, dtype: np.dtype) -> list[np.ndarray]:
     return [np.array(ids, dtype) for ids in tokenizer.encode_batch([text for text, _, _ in batch])]
+
+
+def _encode_here(tokenizer: Tokenizer, batch: Batch, dtype: np.dtype) -> list[np.ndarray]:
+    with _one_thread():  # around each batch: the caller may do anything between two
+        return _encode(tokenizer, batch, dtype)
 
 
 def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[Batch]:

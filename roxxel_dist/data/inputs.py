@@ -84,7 +84,7 @@ class Source:
 
     def arrays(self, half: str, skipped: int = 0) -> Iterator[np.ndarray]:
         """The same for tokens."""
-        for number, document in enumerate(self._open):
+        for number, document in enumerate(self._open.read_documents()):
             if self.is_in(half, number):
                 skipped -= 1
                 if skipped < 0:
@@ -158,4 +158,5 @@ def _found(corpus: Corpus) -> str:
         shown = ", ".join(commonest[:SHOWN_ENDINGS]) + (", ..." if len(commonest) > SHOWN_ENDINGS else "")
         skipped.append(f"{others} that no pattern takes: {shown}")
     left_out = f" (left out: {', '.join(skipped)})" if skipped else ""
-    return f"{len(corpus.files)} text files, {corpus.size / 1e6:.1f} MB{left_out}"
+    files = "1 text file" if len(corpus.files) == 1 else f"{len(corpus.files)} text files"
+    return f"{files}, {corpus.size / 1e6:.1f} MB{left_out}"

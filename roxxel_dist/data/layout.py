@@ -34,6 +34,7 @@ MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
 FOOTER = struct.Struct("<q8s6q3Q8s")
 SIGNED_BYTES = FOOTER.size - 16
+REPLACE = "Write it again (overwrite=True replaces it), or take it away"
 DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"})
 
 
@@ -131,14 +132,14 @@ def parse(path: Path, data: "ReadableBuffer") -> Layout:
     if len(view) < HEADER_BYTES + FOOTER.size:
         raise ValueError(
             f"{path}: {len(view)} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
-            "it was cut short or is not a .rox file. Write it again, or take it away"
+            f"it was cut short or is not a .rox file. {REPLACE}"
         )
     footer = bytes(view[-FOOTER.size :])
     tokens, name, block_size, documents, ends, sums, meta, meta_length, ends_sum, sums_sum, signature, magic = (
         FOOTER.unpack(footer)
     )
     if magic != MAGIC:
-        raise ValueError(f"{path}: {_stranger(magic)}. Write it again, or take it away")
+        raise ValueError(f"{path}: {_stranger(magic)}. {REPLACE}")
     dtype = _dtype(path, name)
     if block_size < 1 or min(tokens, documents, meta_length) < 0:
         raise ValueError(f"{path}: the footer is damaged (a negative size). Write the file again")
@@ -149,7 +150,7 @@ def parse(path: Path, data: "ReadableBuffer") -> Layout:
     if (ends, sums, meta, len(view)) != (expected_ends, expected_sums, expected_meta, expected_size):
         raise ValueError(
             f"{path}: the file has {len(view)} bytes where its footer speaks of {expected_size}; "
-            "bytes are missing or were added. Write the file again"
+            f"bytes are missing or were added. {REPLACE}"
         )
     text = bytes(view[meta : meta + meta_length])
     if checksum(text + footer[:SIGNED_BYTES]) != signature:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.data.arena import intact
 from roxxel_dist.data.part import Part, TokenFile
 
 
@@ -73,7 +72,7 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     A document without a token begins where the next does: the same place comes twice.
 
     Raises:
-        ValueError: the file was cut short, or its document ends are damaged.
+        ValueError: its document ends are damaged.
     """
     ends = file.document_ends
     first, last = (ends.searchsorted(offsets + at, side="right") for at in (0, length - 1))
@@ -82,8 +81,6 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     # In each window the numbers of its ends follow each other from the first.
     number = np.arange(len(window)) + np.repeat(first - np.cumsum(count) + count, count)
     place = ends[number] - offsets[window]
-    if len(ends):
-        intact(ends)
     if (last < first).any() or (last >= len(ends)).any() or ((place < 1) | (place >= length)).any():
         raise ValueError(f"{file.path}: the document ends are damaged. Write the file again from its source")
     return window, place

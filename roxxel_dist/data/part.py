@@ -1,14 +1,15 @@
 """The part of a file that a data set reads, and the check that files are one data set."""
 
+import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from roxxel_dist.data.arena import Windows, intact, map_files
+from roxxel_dist.data.arena import Windows, map_files
 from roxxel_dist.data.convert import storage_dtype
 from roxxel_dist.data.foreign import OLD_MAGIC, ForeignFile, last_bytes, open_foreign
 from roxxel_dist.data.layout import MAGIC
@@ -73,13 +74,41 @@ class Part:
 
     def document(self, number: int) -> np.ndarray:
         """What the part holds of its document `number` without the separator: read-only [tokens]."""
+        first, last = self._span(number)
+        return self.shard.tokens[first:last]
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """The same as the first token and one past the last, in the shard."""
         index = self.first_document + number
         ends = self.shard.document_ends
         end = int(ends[index])
         start = int(ends[index - 1]) if index else 0
         if self.shard.metadata.separator is not None:
             end -= 1
-        return intact(self.shard.tokens[max(start, self.low) : min(end, self.high)])
+        first = max(start, self.low)
+        return first, max(first, min(end, self.high))
+
+    def read_documents(self) -> Iterator[np.ndarray]:
+        """All documents, one after another, by read(2) and not from the mapped file: read-only [tokens].
+
+        Of a mapped file that is cut short the rest of the last page is zeros.
+
+        Raises:
+            ValueError: the file is cut short. The message names it.
+        """
+        width = self.shard.dtype.itemsize
+        with self.shard.path.open("rb", buffering=1 << 20) as file:
+            for number in range(self.documents):
+                first, last = self._span(number)
+                if file.tell() != self.shard.offset + first * width:
+                    file.seek(self.shard.offset + first * width)
+                data = file.read((last - first) * width)
+                if len(data) < (last - first) * width:
+                    raise ValueError(
+                        f"{self.shard.path} was cut short while it was read: {os.fstat(file.fileno()).st_size} bytes "
+                        "are left. Get it whole again and start again"
+                    )
+                yield np.frombuffer(data, self.shard.dtype)
 
 
 class Reader:
@@ -117,7 +146,7 @@ class Reader:
             A fresh array [R, length].
 
         Raises:
-            ValueError: a window is not within one part, or its file was cut short since it was opened.
+            ValueError: a window is not within one part, or (read, not mapped) its file was cut short.
         """
         if length >= LONG and dtype != self._dtype and self._files is None:
             return self._convert(offsets, length, dtype)
@@ -138,8 +167,7 @@ class Reader:
             if number < 0 or offset + length > high:
                 raise self._outside(offset, length)
             out[row] = tokens[offset - first : offset - first + length]
-        if self._windows.to_check():
-            self._windows.check(self._locate(offsets, length)[1], length * self._dtype.itemsize)
+        self._windows.note_waits()
         return out
 
     @property

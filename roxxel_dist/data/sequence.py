@@ -103,6 +103,15 @@ class TokenSequence(ABC):
         for part in self._parts:
             yield from map(part.document, range(part.documents))
 
+    def read_documents(self) -> Iterator[np.ndarray]:
+        """All documents in order, as iterating gives them, but read into memory and not views of the mapped files.
+
+        Raises:
+            ValueError: a file is cut short. The message names it.
+        """
+        for part in self._parts:
+            yield from part.read_documents()
+
     # -- windows
 
     @cached_property
@@ -121,7 +130,7 @@ class TokenSequence(ABC):
             A fresh array [R, length].
 
         Raises:
-            ValueError: a window is not within one of `ranges`, or its file was cut short since it was opened.
+            ValueError: a window is not within one of `ranges`, or with `io="pread"` its file was cut short.
         """
         wanted = self.dtype if dtype is None else np.dtype(dtype)
         return self._reader.read(np.asarray(offsets, np.int64), length, wanted)

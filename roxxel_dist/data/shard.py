@@ -298,5 +298,7 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Close and remove the unfinished file."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
+        try:
+            self._file.close()  # writes what is buffered: on a full disk it raises
+        finally:
+            self.path.unlink(missing_ok=True)

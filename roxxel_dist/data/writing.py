@@ -1,6 +1,7 @@
 """From a stream of documents to shards, holding one document and no shard in memory."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -103,7 +104,8 @@ def write_shards(
             writer.finish()
     except BaseException:
         if writer is not None:
-            writer.abort()
+            with suppress(OSError):  # what ended the writing is the error to tell
+                writer.abort()
         for path in written:
             path.unlink(missing_ok=True)
         raise

@@ -1,5 +1,6 @@
 """`data build`: from folders of text to a data set, the same every time, complete or not at all."""
 
+import gzip
 import os
 import signal
 import subprocess
@@ -282,3 +283,27 @@ def test_the_wrong_tokenizer_beside_the_shards_is_noticed(texts, tmp_path):
     train_tokenizer("char", ["abc"]).save(tmp_path / "out" / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer\.json: its fingerprint is"):
         _ = Roxxel(tmp_path / "out").tokenizer
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\n')
+    for name in ("a.txt", "b.jsonl"):
+        with build(tmp_path / name, tmp_path / f"out-{name}", tokenizer="char", progress=False) as data:
+            assert data.num_tokens == 4
+            assert data.tokenizer.vocab_size == 4
+
+
+def test_compressed_text_is_named(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
+    with pytest.raises(ValueError, match=r"a\.txt\.gz: compressed text is not read: unpack it first"):
+        build(tmp_path / "a.txt.gz", tmp_path / "out", progress=False)
+
+
+def test_one_file_and_a_vocabulary_that_the_text_does_not_yield(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one two three")
+    with build(tmp_path / "a.txt", tmp_path / "out", tokenizer="bpe", vocab_size=4000) as data:
+        size = data.tokenizer.vocab_size
+    said = capsys.readouterr().err
+    assert "1 text file, " in said
+    assert f"vocab_size=4000: the text yields {size} ids, and no more" in said

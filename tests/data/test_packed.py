@@ -1,6 +1,5 @@
 """Which document each token of a row is of, against a loop over the documents."""
 
-import os
 from itertools import pairwise
 
 import numpy as np
@@ -104,17 +103,6 @@ def test_damaged_ends_are_an_error_that_names_the_file(tmp_path, ends):
         file.write(np.array(ends, "<i8").tobytes())
     with Roxxel(path) as data, pytest.raises(ValueError, match=r"a\.rox: the document ends are damaged"):
         data.segments(np.array([0, 0, 15]), 15)
-
-
-def test_a_file_that_was_cut_short_is_an_error_that_names_it(tmp_path):
-    """The document ends are behind the tokens, so they go first."""
-    path = tmp_path / "a.rox"
-    Roxxel(path).write([np.ones(10, np.uint16)] * 30_000)
-    with Roxxel(path) as data:
-        data.segments(np.array([0]), 100)
-        os.truncate(path, Shard.open(path).layout.ends_offset + 8)
-        with pytest.raises(ValueError, match=r"a\.rox was cut short while it was read"):
-            data.segments(np.array([300_000]), 100)
 
 
 def test_only_the_ends_in_the_window_are_looked_at(tmp_path):

@@ -1,12 +1,15 @@
 """`Roxxel.write`: dtypes, separators, refusals, replacing and appending."""
 
 import os
+import resource
+import signal
 
 import numpy as np
 import pytest
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.layout import DTYPES
+from roxxel_dist.data.writing import WriteOptions, write_shards
 
 
 def write(tmp_path, items, **options):
@@ -204,3 +207,30 @@ def test_folders_are_made_and_taken_back(tmp_path):
     assert os.listdir(tmp_path) == []
     Roxxel(f"{tmp_path}/new/deep/").write([b"x"])
     assert os.listdir(tmp_path / "new" / "deep") == ["shard_00000.rox"]
+
+
+def test_a_damaged_or_empty_file_is_replaced_when_that_is_asked_for(tmp_path):
+    path = tmp_path / "a.rox"
+    for content in (b"", b"not a shard", bytes(6000)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"Write it again \(overwrite=True replaces it\)"):
+            Roxxel(path)
+        data = Roxxel(path, overwrite=True)
+        assert path.read_bytes() == content, "nothing is replaced before it is written"
+        data.write([b"new"])
+        assert [one.tobytes() for one in Roxxel(path)] == [b"new"]
+        data.close()
+
+
+def test_a_disk_that_is_full_leaves_no_shard_behind(tmp_path):
+    """Closing an unfinished shard writes what is buffered, which fails again."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_shards(tmp_path, "{:05d}.rox".format, [bytes(100_000)] * 40, WriteOptions(max_shard_bytes=10**9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from roxxel_dist.launcher.outcome import (
     exit_code,
     failure_report,
     first_failure,
+    how,
     last_words,
     late_report,
 )
@@ -95,3 +96,8 @@ def test_what_is_told_of_connections_is_nobodys_last_word() -> None:
     gloo = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
     assert last_words([gloo, *crash, gloo]) == crash
     assert last_words([gloo, gloo]) == [gloo, gloo]
+
+
+def test_what_sigbus_means_is_said():
+    assert how(-7) == "signal SIGBUS (a mapped file, such as a shard of the data, was cut short, or its disk failed)"
+    assert how(-9) == "signal SIGKILL"
