@@ -1,32 +1,32 @@
 """One a host: starts the ranks, watches them, sends their lines to the controller, and ends them.
 
-One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe. epoll hands over
-what is ready in the order in which it became ready, and a rank that runs Python tells of its failure before its
-connections close, so the first failure is the first one. The agent takes orders from its stdin alone (signals do
-nothing); when that ends, or says nothing for longer than the leash, whoever gave orders is gone, and so are the ranks.
+One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe, and what there is
+to kill is killed by others (`process_tree`). epoll hands over what is ready in the order in which it became ready, and
+a rank that runs Python tells of its failure before its connections close, so the first failure is the first one. The
+agent takes orders from its stdin alone (signals do nothing); when that ends, or says nothing for longer than the leash,
+whoever gave orders is gone; the agent ends, and with it the ranks.
 """
 
 import math
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
-from roxxel_dist.launcher.guard import Guard
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import take_failure, take_status
 from roxxel_dist.launcher.outcome import USAGE_S
-from roxxel_dist.launcher.rank import Rank, exit_code, start_rank
-from roxxel_dist.launcher.reaper import KEY_ENV, is_ending, kill_sessions, members
+from roxxel_dist.launcher.process_tree import beat, go_on_under_guard, is_ending
+from roxxel_dist.launcher.rank import Rank, start_rank
 from roxxel_dist.launcher.stacks import ask_for_stack
 from roxxel_dist.launcher.variables import misleads
 
@@ -34,6 +34,8 @@ CHUNK = 1 << 16
 FULL = 1 << 20
 """With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
 
+SLACK_S = 2.0
+"""An agent that is stopped is killed by its guard so much later than it would have ended by itself."""
 REPORT_S = 0.5
 """How often the controller hears how far the ranks are."""
 
@@ -41,37 +43,40 @@ REPORT_S = 0.5
 class Agent:
     """The loop of one host."""
 
-    def __init__(self, orders: int, channel: int, guard: Guard, folder: Path, leash_s: float = math.inf) -> None:
+    def __init__(self, orders: int, channel: int, heartbeat: int, folder: Path, leash_s: float = math.inf) -> None:
         self._orders = orders
         self._outbox = Outbox(channel)
-        self._guard = guard
+        self._heartbeat = heartbeat
         self._progress_file = folder / "progress"
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._inbox = Decoder()
         self._ranks: list[Rank] = []
+        self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
         self._poll = select.epoll()
         self._poll.register(orders, select.EPOLLIN)
         self._by_pidfd: dict[int, Rank] = {}
+        self._by_keeper: dict[int, Rank] = {}
         self._by_output: dict[int, Rank] = {}
         self._kill_at: float | None = None
         self._report_at = 0.0
         self._leash_s = leash_s
         self._heard = time.monotonic()
-        self._draining = self._paused = self._writable = self._ended = False
+        self._draining = self._paused = self._writable = self._done = self._ended = False
         self.why: str = ""  # it ended before its ranks, and nobody asked it to
 
     def serve(self) -> None:
-        """Follow orders until there is nobody left to give them."""
+        """Follow orders until there is nobody left to give them. What ranks there are then die with this process."""
         while not self._ended:
-            exited: list[Rank] = []
             for fd, _ in self._poll.poll(self._wait_s()):
                 if fd == self._orders:
                     self._read_orders()
                 elif fd in self._by_pidfd:
-                    exited.append(self._by_pidfd.pop(fd))
+                    self._note_exit(self._by_pidfd.pop(fd))
+                elif fd in self._by_keeper:
+                    self._hear_keeper(self._by_keeper[fd])
                 elif fd in self._by_output:
                     self._read_output(self._by_output[fd])
-            self._on_exits(exited)
+            self._on_exits()
             now = time.monotonic()
             if self._kill_at is not None and now >= self._kill_at:
                 self._kill()
@@ -81,12 +86,12 @@ class Agent:
                 self._ended = True
                 self.why = f"it heard nothing from the launcher for {self._leash_s:g} s"
             self._read_rests()
+            self._tell_done()
             self._send()
-        self._kill()
         self._poll.close()
 
     def _wait_s(self) -> float:
-        if not self._paused and any(rank.swept and rank.output >= 0 for rank in self._ranks):
+        if not self._paused and any(rank.tree.gone and rank.output >= 0 for rank in self._ranks):
             return 0
         until = self._report_at if self._kill_at is None else min(self._report_at, self._kill_at)
         return max(0.0, until - time.monotonic())
@@ -113,21 +118,20 @@ class Agent:
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
         for rank in order["ranks"]:
             env = {**base, **rank["env"], progress.ENV: str(self._progress_file)}
-            env[KEY_ENV] = self._guard.key(rank["rank"])
-            started = start_rank(rank["rank"], worker_argv(order["command"]), env, self._guard.watch)
+            started = start_rank(rank["rank"], worker_argv(order["command"]), env)
             self._ranks.append(started)
-            self._by_pidfd[started.pidfd] = self._by_output[started.output] = started
-            self._poll.register(started.pidfd, select.EPOLLIN)
-            self._poll.register(started.output, select.EPOLLIN)
-            self._outbox.send({"type": "started", "rank": started.number, "pid": started.process.pid})
+            self._by_pidfd[started.tree.pidfd] = self._by_keeper[started.tree.fd] = started
+            self._by_output[started.output] = started
+            for fd in (started.tree.pidfd, started.tree.fd, started.output):
+                self._poll.register(fd, select.EPOLLIN)
+            self._outbox.send({"type": "started", "rank": started.number, "pid": started.tree.pid})
 
     def _stop(self, grace: float) -> None:
         """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""
         self._draining = True
         self._kill_at = time.monotonic() + grace
-        for pid in members(rank.process.pid for rank in self._alive()):  # who is started by a handler is not asked
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGTERM)
+        for rank in self._alive():
+            rank.tree.ask_to_stop()
 
     def _report(self) -> None:
         """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
@@ -147,7 +151,7 @@ class Agent:
 
     def _beat(self) -> None:
         try:
-            self._guard.beat()
+            beat(self._heartbeat)
         except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
             self.why = "its guard was killed (is memory short on this host?)"
             self._ended = True
@@ -155,7 +159,7 @@ class Agent:
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
         records = self._records()
-        asked = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.process.pid)) for rank in self._alive()]
+        asked = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.tree.pid)) for rank in self._alive()]
         self._outbox.send({"type": "dumped", "ranks": asked})
 
     def _alive(self) -> list[Rank]:
@@ -167,27 +171,30 @@ class Agent:
 
     def _kill(self) -> None:
         self._kill_at = None
-        rest = [rank for rank in self._ranks if not rank.settled]
-        for rank in rest:
-            rank.culled = rank.culled or (rank.code is None and not is_ending(rank.process.pid))
-        self._sweep(rest)
+        for rank in self._ranks:
+            rank.culled = rank.culled or (
+                rank.code is None and rank not in self._exited and not is_ending(rank.tree.pid)
+            )
+            rank.tree.kill()
 
-    def _sweep(self, ranks: list[Rank]) -> None:
-        self._end([rank for rank in ranks if not rank.swept])
-        for rank in ranks:
-            rank.swept = True
-            self._settle(rank)
+    def _note_exit(self, rank: Rank) -> None:
+        self._poll.unregister(rank.tree.pidfd)
+        os.close(rank.tree.pidfd)
+        self._exited.append(rank)
 
-    def _end(self, ranks: Sequence[Rank]) -> None:
-        """Kill all that these ranks have started."""
-        kill_sessions((rank.process.pid for rank in ranks), (self._guard.key(rank.number) for rank in ranks))
+    def _hear_keeper(self, rank: Rank) -> None:
+        rank.tree.hear()
+        if rank.tree.gone:
+            self._poll.unregister(rank.tree.fd)
+            del self._by_keeper[rank.tree.fd]
+            rank.tree.close()
 
-    def _on_exits(self, exited: list[Rank]) -> None:
-        for rank in exited:
-            self._poll.unregister(rank.pidfd)
-            os.close(rank.pidfd)
+    def _on_exits(self) -> None:
+        exited: list[Rank] = []
+        while self._exited and (code := self._exited[0].tree.code) is not None:
+            exited.append(rank := self._exited.popleft())
             if rank.code is None:  # else it has told itself
-                self._tell_end(rank, exit_code(rank.process.pid))
+                self._tell_end(rank, code)
         self._react(exited)
 
     def _tell_end(self, rank: Rank, code: int) -> None:
@@ -196,7 +203,7 @@ class Agent:
             {
                 "type": "exit",
                 "rank": rank.number,
-                "pid": rank.process.pid,
+                "pid": rank.tree.pid,
                 "code": code,
                 "culled": rank.culled,
                 "step": self._records()[rank.number].entered,
@@ -207,19 +214,21 @@ class Agent:
         """End the others where one of these has failed, and what these have left."""
         if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
             for rank in exited:
-                self._settle(rank)
+                if rank.output < 0:
+                    rank.tree.kill()
             return
         failures = {rank.code for rank in exited if rank.code not in ORDERLY and not rank.culled}
         if failures == {EXIT_USAGE}:
             self._kill_in(USAGE_S)
         elif failures:
             self._kill()
-        self._sweep(exited)
+        for rank in exited:
+            rank.tree.kill()
 
     def _read_output(self, rank: Rank) -> None:
         try:
             data = os.read(rank.output, CHUNK)
-        except BlockingIOError:  # only asked for when the session is dead: the pipe is empty for good
+        except BlockingIOError:  # only asked for when the tree is gone: the pipe is empty for good
             data = b""
         self._deliver(rank, rank.lines.feed(data) if data else rank.lines.close())
         if not data:
@@ -228,11 +237,12 @@ class Agent:
             del self._by_output[rank.output]
             os.close(rank.output)
             rank.output = -1
-            self._settle(rank)
+            if rank.code is not None:
+                rank.tree.kill()
 
     def _read_rests(self) -> None:
         for rank in self._ranks:
-            if rank.swept and rank.output >= 0 and not self._paused:
+            if rank.tree.gone and rank.output >= 0 and not self._paused:
                 self._read_output(rank)
 
     def _deliver(self, rank: Rank, lines: list[str]) -> None:
@@ -246,16 +256,9 @@ class Agent:
             self._tell_end(rank, failed)
             self._react([rank])
 
-    def _settle(self, rank: Rank) -> None:
-        """Reap a rank when it has ended and all its output was read. Until then its number cannot be reused."""
-        if rank.settled or rank.code is None or rank.output >= 0:
-            return
-        rank.settled = True
-        if not rank.swept:
-            self._end([rank])
-        rank.process.wait()
-        self._guard.forget(rank.process.pid)
-        if all(other.settled for other in self._ranks):
+    def _tell_done(self) -> None:
+        if self._ranks and not self._done and all(rank.settled for rank in self._ranks):
+            self._done = True
             self._outbox.send({"type": "done"})
 
     def _send(self) -> None:
@@ -280,15 +283,15 @@ def main() -> None:
     leash_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
+    folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
+    heartbeat = go_on_under_guard(str(folder), leash_s + SLACK_S)
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
-    folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
-    guard = Guard(folder, holds=(channel,), leash_s=leash_s)
     try:
-        agent = Agent(sys.stdin.fileno(), channel, guard, folder, leash_s)
+        agent = Agent(sys.stdin.fileno(), channel, heartbeat, folder, leash_s)
         agent.serve()
     finally:
-        guard.close()
+        shutil.rmtree(folder, ignore_errors=True)
     if agent.why:
         sys.exit(agent.why)
 

@@ -254,7 +254,10 @@ def _leftovers(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         if others:
             text = f"{host}: ranks that another launch has left run there: {_ranks(others)}; they hold its devices"
             yield finding("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")
-        if not ours and not others:
+        if stuck := [rank for rank in facts["left"] if rank["stuck"]]:
+            text = f"{host}: process {stuck[0]['pid']} cannot be looked at: it seems to wait for a disk or a driver"
+            yield finding("warning", "leftovers", [host], f"{text}; if it is a rank that was left, restart the host")
+        if not (ours or others or stuck):
             clean.append(host)
     if clean:
         yield finding("ok", "leftovers", clean, f"no ranks that another launch has left on {named(clean)}")

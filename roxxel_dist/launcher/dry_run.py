@@ -9,7 +9,6 @@ from typing import Any
 from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.job import JobSpec, coordinator_port, placements, worker_argv, working_hosts
 from roxxel_dist.launcher.link import Backend, agent_words
-from roxxel_dist.launcher.reaper import KEY_ENV
 from roxxel_dist.launcher.report import count
 from roxxel_dist.launcher.variables import masked, masked_words, shell_line
 
@@ -30,7 +29,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
         "step_timeout": job.step_timeout,
         "grace": job.grace,
         "exit_timeout": job.exit_timeout,
-        "set_by_the_agent": [ENV, KEY_ENV],
+        "set_by_the_agent": [ENV],
         "agents": {host: backend.argv(host, *agent_words(backend)) for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
@@ -62,7 +61,7 @@ def as_text(job: JobSpec, backend: Backend) -> str:
         f"run {job.run_id}: {count(job.nprocs, 'rank')} on {count(hosts, 'host')}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
         *(f"agent on {host}: {shlex.join(words)}" for host, words in told["agents"].items()),
-        f"in {told['working_directory']}, with the host's variables, {ENV} (a temporary file) and {KEY_ENV} (random):",
+        f"in {told['working_directory']}, with the host's variables and {ENV} (a temporary file):",
         *_ranks(told["ranks"]),
     ]
     return "\n".join(lines)

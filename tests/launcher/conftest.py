@@ -73,11 +73,16 @@ class Launch:
         return [line.split(" | ", 1)[1] for line in self.log(rank).splitlines()[1:]]
 
     def family(self) -> dict[str, list[int]]:
-        """The launcher's agent, the agent's guard, and everything below."""
-        agent = psutil.Process(self.process.pid).children()[0]
-        guard = [child.pid for child in agent.children() if any("reaper.py" in word for word in child.cmdline())]
-        everything = [agent.pid, *(child.pid for child in agent.children(recursive=True))]
-        return {"agent": [agent.pid], "guard": guard, "all": everything}
+        """The guard that the launcher has started, its agent, the keepers of the ranks, and everything below."""
+        (guard,) = psutil.Process(self.process.pid).children()
+        (agent,) = guard.children()
+        everything = [guard, *guard.children(recursive=True)]
+        return {
+            "guard": [guard.pid],
+            "agent": [agent.pid],
+            "keepers": [child.pid for child in agent.children()],
+            "all": [process.pid for process in everything],
+        }
 
     def marks(self, pattern: str, count: int) -> list[Path]:
         """Files that ranks make in the folder to say that they are ready."""

@@ -72,8 +72,9 @@ def disk(free: int, why: str | None = None) -> dict[str, Any]:
     return {"path": "/data/runs", "free": free, "why": why}
 
 
-def rank(*, ours: bool, orphan: bool = True) -> dict[str, Any]:
-    return {"pid": 4711, "run_id": "20250101_000000", "ours": ours, "seconds": 600.0, "orphan": orphan}
+def rank(*, ours: bool, orphan: bool = True, stuck: bool = False) -> dict[str, Any]:
+    facts = {"pid": 4711, "run_id": "20250101_000000", "seconds": 600.0}
+    return facts | {"ours": ours, "orphan": orphan, "stuck": stuck}
 
 
 TOKENS = {"path": "d", "fingerprint": "aa"}
@@ -114,6 +115,12 @@ CASES = [
         ["h2", "this run", "20250101_000000", "10 min", "kill 4711"],
     ),
     ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),
+    (
+        "leftovers",
+        "warning",
+        put("h2", left=[rank(ours=False, orphan=False, stuck=True)]),
+        ["h2", "process 4711 cannot be looked at", "restart the host"],
+    ),
     ("variables", "warning", put("h2", variables=["OMPI_COMM_WORLD_SIZE"]), ["h2", "OMPI_COMM_WORLD_SIZE", "unset"]),
     ("host", "warning", put("h2", machine="boot1 net"), ["h1, h2", "one machine"]),
 ]

@@ -60,10 +60,10 @@ class Members:
         return [self.start(index, *words, **variables) for index in reversed(range(len(self.hosts.names)))][::-1]
 
     def rank(self, index: int) -> int:
-        """The first rank of a host: a process that leads a session, as its agent and the guard do too."""
+        """The first rank of a host: the child of a keeper, which is a fork of the agent."""
         processes = [psutil.Process(pid) for pid in self.hosts.processes(self.hosts.names[index])]
         agent = next(one for one in processes if one.cmdline()[-1:] == ["roxxel_dist.launcher.agent"])
-        return min(child.pid for child in agent.children() if "reaper.py" not in " ".join(child.cmdline()))
+        return min(child.pid for keeper in agent.children() for child in keeper.children())
 
 
 @pytest.fixture

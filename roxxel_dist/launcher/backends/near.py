@@ -1,13 +1,12 @@
 """The near end of an agent on another host: a program of this machine (ssh, srun) that is the channel to it."""
 
-import ctypes
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from roxxel_dist.launcher.process_tree import die_with_parent
+
 LEASH_S = 10.0
 """For agents that a cut link can part from their launcher."""
-PR_SET_PDEATHSIG = 1
 
 
 def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
@@ -15,7 +14,6 @@ def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "su
 
     A launcher that is killed cannot close what is behind a cut link; the program would stay until TCP gives up.
     """
-    libc = ctypes.CDLL(None)
     return subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -23,5 +21,5 @@ def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "su
         stderr=subprocess.PIPE,
         env=env,
         start_new_session=True,
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - a system call, no lock
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
     )

@@ -1,0 +1,317 @@
+"""A program and everything that it starts, killed as a whole, however its processes part from each other.
+
+A process with PR_SET_CHILD_SUBREAPER is given every process below it whose own parent ends: daemons, `setsid`, a double
+fork, whatever they do to their environment. So who kills its children until it has none leaves nothing. Two processes
+do that on a host. The guard is the parent of the agent; it kills what an agent that died has left. A keeper is the
+parent of one rank; it kills that rank's tree when the agent says so, or is gone. They read /proc and kill so that the
+agent never does: a process that waits for a disk holds up nobody but its keeper.
+
+A process may only be signalled while its number is its own: children that were not reaped, or by pidfd.
+
+As a program, `process_tree.py CHILD LIMIT FOLDER`, this file is the guard. It imports no other file of the package: it
+must start within milliseconds, without site-packages.
+"""
+
+import ctypes
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import subprocess
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, not after a fork, where a lock may be held for ever
+PF_EXITING = 0x4
+PARENT, SESSION, FLAGS, STARTED = 1, 3, 6, 19
+"""Fields of /proc/PID/stat, counted from the one after the name."""
+KILL_S = 8.0
+"""How long killed processes are waited for, less than `link.AGENT_END_S`; those in a disk or a driver die later."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
+STOP, KILL = b"stop", b"kill"
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent (the thread that started it) ends."""
+    _prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is on its way out, or gone.
+
+    It closes its files before anybody can see that it ended: who read from it may be gone earlier.
+    """
+    try:
+        return bool(int(_stat(pid)[FLAGS]) & PF_EXITING)
+    except OSError:
+        return True
+
+
+def _stat(pid: int) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def processes() -> Iterator[tuple[int, list[bytes]]]:
+    """Every process of this machine, with the fields of its stat, which can be read of a stuck process too."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):  # it ended meanwhile
+                yield int(name), _stat(int(name))
+
+
+def descendants(ancestor: int) -> dict[int, bytes]:
+    """The processes below one, each with when it started (in the kernel's units)."""
+    children: dict[int, list[tuple[int, bytes]]] = {}
+    for pid, stat in processes():
+        children.setdefault(int(stat[PARENT]), []).append((pid, stat[STARTED]))
+    below: dict[int, bytes] = {}
+    parents = [ancestor]
+    while parents:
+        for pid, started in children.get(parents.pop(), ()):
+            below[pid] = started
+            parents.append(pid)
+    return below
+
+
+def send(pid: int, started: bytes, number: int) -> None:
+    """Signal a process, unless its number has become another's."""
+    with suppress(OSError):  # it is gone, or another user's
+        pidfd = os.pidfd_open(pid)
+        try:
+            if _stat(pid)[STARTED] == started:
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            os.close(pidfd)
+
+
+class Subreaper:
+    """This process, of one thread, as the parent of `child` and of all that `child` leaves.
+
+    Args:
+        child: a process that this one has started.
+        on_exit: called with how it ended (negative: a signal), once.
+    """
+
+    def __init__(self, child: int, on_exit: Callable[[int], None] = lambda code: None) -> None:
+        self.child = child
+        self.code: int | None = None
+        self._on_exit = on_exit
+
+    def reap(self) -> bool:
+        """Take note of every child that has ended; whether there are others."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return True
+                if pid == self.child:
+                    self.code = os.waitstatus_to_exitcode(status)
+                    self._on_exit(self.code)
+        return False
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM, once, to every process of the session that the child leads.
+
+        Not to what has left it: libraries start helpers so that they outlive a Ctrl-C until they are told to end.
+        """
+        if self.code is None:
+            for pid, stat in list(processes()):  # before the first one is asked: who is started by a handler is not
+                if int(stat[SESSION]) == self.child:
+                    send(pid, stat[STARTED], signal.SIGTERM)
+
+    def kill(self, limit_s: float) -> bool:
+        """SIGKILL all that is below this process, until nothing is; false where something was left at the limit."""
+        end, pause_s = time.monotonic() + limit_s, FIRST_PAUSE_S
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.child, signal.SIGKILL)
+        while self.reap():  # a child that ends leaves its own children to this process
+            for pid, started in descendants(os.getpid()).items():
+                send(pid, started, signal.SIGKILL)
+            if time.monotonic() >= end:
+                return not self.reap()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return True
+
+
+class Tree:
+    """A program under a keeper: a small process, forked from this one, that adopts all orphans of the program.
+
+    This process must have one thread. The descriptor `fd` is readable when there is something to `hear`.
+
+    Args:
+        start: starts the program, as the leader of a session, from inside the keeper.
+        holds: descriptors that `start` needs; the keeper closes all others, and these when the program is there.
+
+    Raises:
+        ChildProcessError: the program could not be started.
+    """
+
+    def __init__(self, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...] = ()) -> None:
+        self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stderr.flush()
+        self.keeper: int = os.fork()
+        if self.keeper == 0:
+            _run_keeper(far, start, holds)
+        far.close()
+        said, pidfds, _, _ = socket.recv_fds(self._control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
+        if not pidfds:
+            raise ChildProcessError(said.decode(errors="replace") or "its keeper was killed")
+        self.pid: int = int(said)
+        self.pidfd: int = pidfds[0]
+        """Of the program; the keeper opened it while the number was its own."""
+        self.code: int | None = None
+        """How the program ended, as soon as the keeper has said so (negative: a signal)."""
+        self.gone = False
+        """Whether nothing is left of it."""
+
+    @property
+    def fd(self) -> int:
+        """Where the keeper's messages come from."""
+        return self._control.fileno()
+
+    def hear(self) -> None:
+        """Take in one message of the keeper."""
+        try:
+            said = self._control.recv(32)
+        except ConnectionResetError:
+            said = b""
+        if said:
+            self.code = int(said)
+        else:
+            self.gone = True
+            if self.code is None:  # the keeper was killed, and the kernel has killed the program with it
+                self.code = -signal.SIGKILL
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to every process of the program's session."""
+        self._order(STOP)
+
+    def kill(self) -> None:
+        """Kill whatever there is of it; `gone` tells when that is done."""
+        self._order(KILL)
+
+    def _order(self, order: bytes) -> None:
+        with suppress(OSError):  # the keeper is gone
+            self._control.send(order)
+
+    def close(self) -> None:
+        """Close what is open for it; what there is of it is killed."""
+        self._control.close()
+
+
+def _run_keeper(
+    control: socket.socket, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...]
+) -> NoReturn:
+    try:
+        for name in os.listdir("/proc/self/fd"):  # the ends of other keepers' sockets among them
+            if int(name) > 2 and int(name) not in (control.fileno(), *holds):
+                with suppress(OSError):
+                    os.close(int(name))
+        with open(os.devnull, "r+b") as null:
+            os.dup2(null.fileno(), 0)
+            os.dup2(null.fileno(), 1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        program = start()  # kept: its destructor would reap it
+        for fd in holds:
+            os.close(fd)
+        socket.send_fds(control, [b"%d" % program.pid], [os.pidfd_open(program.pid)])
+        _keep(control, program.pid)
+    except OSError as error:
+        with suppress(OSError):
+            control.send(str(error).encode()[:1024])
+    finally:  # a fork of the agent: nothing of that may go on in here
+        os._exit(0)
+
+
+def _keep(control: socket.socket, child: int) -> None:
+    """Tell how the child ends, and kill what is left when told to, or when nobody is there to tell."""
+
+    def tell(code: int) -> None:
+        with suppress(OSError):
+            control.send(b"%d" % code)
+
+    tree = Subreaper(child, tell)
+    wakes, writes = os.pipe()
+    for fd in (wakes, writes):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    order = b""
+    while tree.reap():
+        ready = select.select([wakes, control], [], [])[0]
+        if wakes in ready:
+            os.read(wakes, 1024)
+        if control in ready:
+            order = control.recv(16)
+            if order != STOP:
+                break
+            tree.ask_to_stop()
+    while not tree.kill(KILL_S) and tree.code is None:  # else what is left is the guard's
+        continue
+
+
+def go_on_under_guard(folder: str, limit_s: float = math.inf) -> int:
+    """Go on as the child of a guard, which keeps this process's number; returns where `beat` must write.
+
+    The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
+    kills all that is left, removes `folder` and its files, closes stdout and stderr and ends as this process did. Where
+    the guard is killed, the keepers of this process's trees remain, which see its end.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:  # a program of its own: who kills agents by their command line must not kill it too
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            os.dup2(reads, 0)
+            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), folder])
+        finally:
+            os._exit(127)
+    os.close(reads)
+    os.setsid()  # who kills the process group of the one must not kill the other
+    die_with_parent(signal.SIGCONT)  # harmless; wakes this process if it is stopped, to see that the guard is gone
+    return writes
+
+
+def beat(heartbeat: int) -> None:
+    """Tell the guard that this process lives. Raises BrokenPipeError where the guard is gone."""
+    with suppress(BlockingIOError):  # the guard is stopped
+        os.write(heartbeat, b".")
+
+
+def _guard(child: int, limit_s: float, folder: str) -> NoReturn:
+    tree = Subreaper(child)
+    wait_s = None if limit_s == math.inf else limit_s
+    while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
+        pass
+    tree.kill(KILL_S)
+    with suppress(OSError):  # somebody has emptied the temporary folder
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+    code = -signal.SIGKILL if tree.code is None else tree.code
+    if code < 0:
+        with suppress(OSError):  # not to be done with SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

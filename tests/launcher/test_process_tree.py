@@ -1,0 +1,189 @@
+"""Guards and keepers kill what is left of a program, and nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from machines import missing
+
+Alive = Callable[[int], bool]
+Until = Callable[[Callable[[], Any], str], None]
+Start = Callable[..., tuple["subprocess.Popen[str]", list[int]]]
+
+# A daemon: no child of anybody's, in a session of its own, with nothing in its environment; it tells its pid.
+DAEMON = "(setsid env -i /bin/bash -c 'echo $$; exec sleep 1000 > /dev/null' &); "
+START = """
+import os, subprocess, sys, time
+from roxxel_dist.launcher.process_tree import Tree, die_with_parent, go_on_under_guard
+def tree(script):
+    reads, writes = os.pipe()
+    options = {"stdout": writes, "start_new_session": True, "preexec_fn": die_with_parent}
+    made = Tree(lambda: subprocess.Popen(["bash", "-c", script], **options), holds=(writes,))
+    os.close(writes)
+    return made, open(reads)
+def say(*words):
+    print(*words, flush=True)
+"""
+AGENT = """
+os.makedirs(sys.argv[1]); open(sys.argv[1] + "/progress", "w").close()
+guard = os.getpid(); heartbeat = go_on_under_guard(sys.argv[1], float(sys.argv[2]))
+rank, out = tree(sys.argv[3])
+say(guard, os.getpid(), rank.keeper, rank.pid, int(out.readline()), int(out.readline()))
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Run Python code with `tree` and `say`; the process, and the numbers of the first line that it says."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(code: str, *words: object, before: tuple[object, ...] = ()) -> Any:
+        command = [*map(str, before), sys.executable, "-c", START + code, *map(str, words)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        return process, [int(word) for word in process.stdout.readline().split()]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("victims", ["agent", "agent and keeper", "guard", "agent that is stopped"])
+def test_kill_9_leaves_nothing(victims: str, start: Start, alive: Alive, until: Until, tmp_path: Path) -> None:
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        rank = DAEMON + "trap '' TERM; timeout 1000 bash -c 'echo $$; sleep 1000; true'; true"
+        limit_s = 1 if "stopped" in victims else "inf"
+        process, pids = start(AGENT, tmp_path / "progress", limit_s, rank)
+        guard, agent, keeper, *_ = pids
+        assert (guard, psutil.Process(agent).ppid()) == (process.pid, guard)
+        below = [agent, *(child.pid for child in psutil.Process(agent).children(recursive=True))]
+        assert set(pids[1:]) < set(below), "the daemon too is found below the agent"
+        assert len(below) == 7
+        for pid in {"guard": [guard], "agent and keeper": [agent, keeper]}.get(victims, [agent]):
+            os.kill(pid, signal.SIGSTOP if "stopped" in victims else signal.SIGKILL)
+        if victims == "guard":
+            os.kill(agent, signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL, "the guard ends as the agent did"
+        until(lambda: not any(map(alive, below)), "all processes to be gone")
+        if victims != "guard":
+            assert not (tmp_path / "progress").exists()
+        assert alive(bystander.pid)
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+TWO = """
+first, second = tree(sys.argv[1] + "sleep 1000; true"), tree(sys.argv[1] + "exit 7")
+said = [made.pid for made, _ in (first, second)] + [int(out.readline()) for _, out in (first, second)]
+second[0].hear()
+say(*said, second[0].code)
+for made in (second[0], first[0]):
+    sys.stdin.readline()
+    made.kill()
+    while not made.gone:
+        made.hear()
+    say(made.code)
+sys.stdin.readline()
+"""
+
+
+def test_a_tree_is_killed_with_its_daemons_and_without_those_of_another(start: Start, alive: Alive) -> None:
+    process, (rank, ended, daemon, left, code) = start(TWO, DAEMON)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert code == 7
+    assert all(map(alive, (rank, daemon, left)))
+    for codes, gone, stays in (("7", (ended, left), (rank, daemon)), ("-9", (rank, daemon), ())):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"{codes}\n"
+        assert not any(map(alive, gone))
+        assert all(map(alive, stays))
+
+
+# The program waits for a disk that does not answer, and has a child that does not.
+STUCK = """
+dead, out = tree("sleep 1000 & echo $!; exec cat " + sys.argv[1] + "/dead/x")
+child = int(out.readline())
+def state(pid):
+    try:
+        name, _, fields = open(f"/proc/{pid}/stat").read().rpartition(")")
+    except FileNotFoundError:
+        return "X"
+    return name.partition("(")[2] + " " + fields.split()[0]
+while state(dead.pid) != "cat S":
+    time.sleep(0.01)
+time.sleep(0.1)  # until the disk has heard of it
+dead.kill()
+while state(child)[-1] not in "ZX" or state(dead.pid) != "cat D":
+    time.sleep(0.01)
+os.set_blocking(dead.fd, False)
+try:
+    dead.hear()
+except BlockingIOError:
+    say(dead.keeper, dead.pid, state(dead.pid), dead.gone)
+"""
+
+
+def test_a_program_that_cannot_be_killed_holds_up_nobody(tmp_path: Path, alive: Alive, until: Until) -> None:
+    """Its keeper waits for it, and what it has started is killed all the same."""
+    result = subprocess.run(stuck_disk(tmp_path, sys.executable, "-c", START + STUCK, tmp_path / "disk"), **TEXT)
+    assert result.returncode == 0, result.stderr
+    keeper, pid, *states = result.stdout.split()
+    assert states == ["cat", "D", "False"]
+    until(lambda: not alive(int(pid)) and not alive(int(keeper)), "the disk to be gone, and with it those who wait")
+
+
+TEXT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
+
+
+def stuck_disk(folder: Path, *words: object) -> list[str]:
+    """The command that runs another one beside a disk that does not answer, at FOLDER/disk."""
+    if why := missing():
+        pytest.skip(why)
+    (folder / "disk").mkdir()
+    program = Path(__file__).parents[1] / "stuck_disk.py"
+    words = ("unshare", "--mount", "--propagation", "private", sys.executable, program, folder / "disk", *words)
+    return [str(word) for word in words]
+
+
+# It waits for the disk in the middle of a change of its memory map, so who reads /proc/PID/cmdline waits with it.
+VICTIM = """
+import ctypes, mmap, os, sys
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+both = mmap.PROT_READ | mmap.PROT_WRITE
+page = libc.mmap(None, 4096, both, mmap.MAP_SHARED, os.open(sys.argv[1] + "/file", os.O_RDWR), 0)
+ctypes.memset(page, 1, 4096)
+print("ready", flush=True)
+MAP_FIXED = 0x10
+libc.mmap(page, 4096, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED, -1, 0)
+"""
+LOOK = f"""
+import subprocess, sys, time
+from roxxel_dist.launcher.leftovers import leftovers
+victim = subprocess.Popen([sys.executable, "-c", {VICTIM!r}, sys.argv[1]], stdin=-1, stdout=-1)
+victim.stdout.readline()
+while open(f"/proc/{{victim.pid}}/stat").read().rpartition(")")[2].split()[0] not in "DS":
+    time.sleep(0.01)
+time.sleep(0.3)
+found = [one["pid"] == victim.pid for one in leftovers("some-id", None, 1.0) if one["stuck"]]
+print(found)
+"""
+
+
+def test_a_process_that_cannot_be_looked_at_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    result = subprocess.run(stuck_disk(tmp_path, sys.executable, "-c", LOOK, tmp_path / "disk"), **TEXT)
+    assert (result.returncode, result.stdout) == (0, "[True]\n"), result.stderr
