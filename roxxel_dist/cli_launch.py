@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tyro
 
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, parse, parse_train
+from roxxel_dist.flags import Switch, parse
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.job import JobSpec
@@ -111,13 +111,13 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
 def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher import registry
+    from roxxel_dist.launcher.crew import micro_batches
     from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements, working_hosts
     from roxxel_dist.launcher.variables import assignments, read_env_file
 
     if args.json and not args.dry_run:
         raise ValueError("--json tells what would run: give it with --dry-run")
-    if command[:1] == ["train"]:
-        parse_train(command[1:])
+    batches = micro_batches(tuple(command))
     fields = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = args.run_id or new_run_id(registry.knows)
     job = JobSpec(
@@ -126,6 +126,7 @@ def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -
         run_id=run_id,
         log_dir=log_dir_for(tuple(command), run_id),
         env={**(read_env_file(args.env_from) if args.env_from else {}), **assignments(args.env, os.environ)},
+        micro_batches=batches,
         **{name: value for name, value in dataclasses.asdict(args).items() if name in fields},
     )
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide

@@ -19,14 +19,13 @@ class Crew:
     """Which hosts are missing and which devices idle, for people; empty where all is as it was asked for."""
 
 
-def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str], batches: Sequence[int]) -> Crew:
+def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Crew:
     """The largest crew out of the hosts that are there.
 
     Args:
         job: as it was asked for, on all of `hosts`.
         hosts: all hosts, in rank order, the spare ones last.
         present: those that can be used now, in the same order; at least one.
-        batches: rows of each phase's micro-batch, all of which the devices must divide; empty where nobody knows.
     """
     working = working_hosts(job, hosts)
     if len(present) >= len(working):
@@ -42,7 +41,7 @@ def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str], batches: Se
             (number * procs * some, number)
             for number in range(1, len(present) + 1)
             for some in range(1, devices + 1)
-            if not any(rows % (number * procs * some) for rows in batches)
+            if not any(rows % (number * procs * some) for rows in job.micro_batches)
         ),
         default=(len(present) * procs * devices, len(present)),  # the program itself will say why it cannot be
         key=lambda choice: (choice[0], -choice[1]),  # few hosts, each with many devices: the network is what is slow
@@ -71,21 +70,23 @@ def _devices_per_process(job: JobSpec, procs: int) -> int:
     return job.gpus_per_host // procs if job.gpus_per_host is not None else 1
 
 
-def micro_batches(command: Sequence[str]) -> list[int]:
+def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     """Rows of each phase's micro-batch, by the words of a `train` command; none for another program.
+
+    Asked once, at the launch: the file of the config may be another one an hour later.
 
     Raises:
         ValueError: the words, or the config that they name, cannot be used.
     """
-    if command[0] != "train":
-        return []
+    if command[:1] != ("train",):
+        return ()
     from roxxel_dist.curriculum.phases import Phase
     from roxxel_dist.flags import parse_train
 
     _, config = parse_train(list(command[1:]))
     if not config.phases:
-        return [config.batch_size]
-    return [Phase.of(phase).batch_size // config.grad_accum for phase in config.phases]
+        return (config.batch_size,)
+    return tuple(Phase.of(phase).batch_size // config.grad_accum for phase in config.phases)
 
 
 def count_working(hosts: int, spare: int, least: int | None) -> int:

@@ -96,7 +96,8 @@ def _plain(job: JobSpec) -> dict[str, Any]:
 
 
 def _job(values: dict[str, Any]) -> JobSpec:
-    return JobSpec(**{**values, "command": tuple(values["command"]), "log_dir": Path(values["log_dir"])})
+    tuples = {name: tuple(values[name]) for name in ("command", "micro_batches")}
+    return JobSpec(**{**values, **tuples, "log_dir": Path(values["log_dir"])})
 
 
 class NobodyWaitsError(Exception):

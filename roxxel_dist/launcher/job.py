@@ -19,7 +19,6 @@ CONTRACT = (
     "ROXXEL_ATTEMPT",
     "ROXXEL_PROGRESS",
     "ROXXEL_RUN_ID",
-    "ROXXEL_RANK_KEY",
     STATUS_ENV,
     EXIT_TIMEOUT_ENV,
 )
@@ -68,6 +67,8 @@ class JobSpec:
     """Seconds that a host may be out of reach at a restart before it is gone for good."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, beside those of the launcher."""
+    micro_batches: tuple[int, ...] = ()
+    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty where nobody knows."""
     all_ranks: bool = False
     """Show every rank's lines on the screen, not only those of rank 0."""
 
@@ -207,10 +208,17 @@ def placements(
     attempt: int = 0,
     visible: Mapping[str, str] | None = None,
 ) -> list[Placement]:
-    """Deal the ranks to the hosts, in blocks. Raises ValueError where GPUs do not divide among the ranks of a host.
+    """Deal the ranks to the hosts, in blocks.
+
+    Raises ValueError where a host would have no rank, or GPUs do not divide among the ranks of a host.
 
     `visible` is CUDA_VISIBLE_DEVICES of the hosts that have a list of their own; that of the job or of `outer` wins.
     """
+    if job.nprocs < len(hosts):
+        raise ValueError(
+            f"nprocs {job.nprocs}: there are {len(hosts)} hosts, and each has at least one process; use nprocs "
+            f"{len(hosts)}, or fewer hosts"
+        )
     common = {**outer, **job.env}.get("CUDA_VISIBLE_DEVICES")
     placed = []
     for number, host in enumerate(hosts):

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.launcher.crew import Crew, crew, micro_batches
+from roxxel_dist.launcher.crew import Crew, crew
 from roxxel_dist.launcher.job import JobSpec, working_hosts
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.preflight import Interrupted, Ready, look
@@ -85,7 +85,7 @@ class Muster:
                 raise NotReadyError("\n".join(problems), unreachable=bool(seen.unreachable))
             present = rest
             self._tell(problems, told)
-            chosen = crew(self._job, hosts, present, micro_batches(self._job.command))
+            chosen = crew(self._job, hosts, present)
             self._tell([chosen.note], told)
 
     def _look(self, chosen: Crew, attempt: int) -> Ready:

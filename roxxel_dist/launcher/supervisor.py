@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher.attempt import Attempt
-from roxxel_dist.launcher.job import JobSpec, placements
+from roxxel_dist.launcher.job import JobSpec, placements, working_hosts
 from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.logs import Logs
 from roxxel_dist.launcher.muster import Muster, Mustered, NotReadyError, StoppedError
@@ -42,7 +42,11 @@ class Result:
 
 
 def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int:
-    """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job."""
+    """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job.
+
+    Raises ValueError for a job that does not fit the hosts.
+    """
+    placements(job, working_hosts(job, backend.hosts), "", backend.environment)
     return supervise(job, backend, register or Register(job, backend)).code
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.job import (
     CONTRACT,
     JobSpec,
@@ -20,6 +21,7 @@ from roxxel_dist.launcher.job import (
     rank_environment,
     visible_gpus,
 )
+from roxxel_dist.launcher.supervisor import run
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 
@@ -111,6 +113,12 @@ def test_ranks_are_dealt_to_hosts_in_blocks_and_gpus_within_each_host() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plain[0].ranks[0]
 
 
+def test_a_host_without_a_rank_is_refused(tmp_path: Path) -> None:
+    job = JobSpec(**{**GOOD, "nprocs": 1, "log_dir": tmp_path})
+    with pytest.raises(ValueError, match="nprocs 1: there are 2 hosts"):
+        run(job, SshBackend(["a", "b"]))
+
+
 def test_what_the_caller_set_stays() -> None:
     job = JobSpec(**{**GOOD, "devices_per_proc": 1})
     env = rank_environment(job, 0, "c", {"PJRT_NPROC": "7", "JAX_PLATFORMS": "cuda"})
@@ -129,7 +137,7 @@ def test_the_thread_count_of_an_outer_launch_does_not_leak() -> None:
 def test_the_contract_names_all_that_the_launcher_sets() -> None:
     job = JobSpec(**{**GOOD, "devices_per_proc": 1})
     own = {name for name in rank_environment(job, 0, "c", {}) if name.startswith("ROXXEL_")}
-    assert own | {"ROXXEL_PROGRESS", "ROXXEL_RANK_KEY"} == set(CONTRACT)
+    assert own | {"ROXXEL_PROGRESS"} == set(CONTRACT)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Who is mustered where hosts are missing; the hosts themselves are in test_ssh.py."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from roxxel_dist.launcher import muster as muster_file
 from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.crew import micro_batches
 from roxxel_dist.launcher.findings import finding
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.muster import Muster, NotReadyError
@@ -28,8 +30,9 @@ def muster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], atte
         return Ready(address="10.0.0.1", port=1, findings=(), unreachable=away)
 
     monkeypatch.setattr(muster_file, "look", look)
-    monkeypatch.setattr(muster_file, "micro_batches", lambda command: [8])
-    job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, **more)
+    job = JobSpec(
+        **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
+    )
     with Screen(all_ranks=False) as screen, Signals(screen.say) as signals:
         ready = Muster(job, SshBackend(["a", "b", "c", "d"]), signals, screen).ready(attempt)
     assert ready.crew.hosts == asked[-1]
@@ -53,6 +56,20 @@ def test_fewer_hosts_than_work_when_the_spare_ones_are_used_up(tmp_path: Path, m
     assert less == [("a", "b"), ("a", "c"), ("a", "d"), ("a",)]
 
 
+def test_the_config_is_read_at_the_launch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours later, when a host is lost, its file is that of the next experiment, or gone."""
+    config = tmp_path / "run.yaml"
+    config.write_text("phases: [{steps: 2, batch_size: 6, seq_len: 9}, {steps: 2, batch_size: 12, seq_len: 9}]")
+    command = ("train", "--config", str(config), "--data_path", "data")
+    batches = micro_batches(command)
+    assert batches == (6, 12)
+    config.unlink()
+    train = {"command": command, "micro_batches": batches, "host_timeout": 0}
+    assert muster(tmp_path, monkeypatch, {"a"}, 1, spare_hosts=2, **train) == [("a", "b"), ("b", "c")]
+    less = muster(tmp_path, monkeypatch, {"a", "b"}, 1, nprocs=8, min_hosts=1, **train)
+    assert less == [("a", "b", "c", "d"), ("c",)], "of 4 devices on two hosts, 6 rows use 3 or 2"
+
+
 def test_what_no_single_host_is_to_blame_for_ends_the_muster_with_idle_hosts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,8 +84,8 @@ def test_what_no_single_host_is_to_blame_for_ends_the_muster_with_idle_hosts_too
         return Ready(address="10.0.0.1", port=1, findings=wrong, unreachable=gone)
 
     monkeypatch.setattr(muster_file, "look", look)
-    monkeypatch.setattr(muster_file, "micro_batches", lambda command: [8])
     job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
+    job = replace(job, micro_batches=(8,))
     with (
         Screen(all_ranks=False) as screen,
         Signals(screen.say) as signals,
