@@ -51,9 +51,10 @@ class Signals:
             numbers = list(os.read(self.fd, 64))
         except BlockingIOError:
             return []
-        if signal.SIGTSTP in numbers:
+        if self._stays and signal.SIGTSTP in numbers:
             self._say("Ctrl-Z is not followed: hosts that hear nothing from here for 10 s end their ranks")
-        return [number for number in numbers if number != signal.SIGTSTP]
+        # The descriptor has the number of every signal for which the program has a handler.
+        return [number for number in numbers if number in self._before and number != signal.SIGTSTP]
 
     def wait(self, seconds: float) -> list[int]:
         """The requests that come within so many seconds, as soon as there is one."""
