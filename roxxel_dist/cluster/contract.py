@@ -1,5 +1,9 @@
 """What a launcher and its ranks have agreed on. Standard library only: both sides import this first."""
 
+import signal
+
+STACK_SIGNAL = signal.SIGRTMIN + 5
+"""Asks a rank for the stacks of its threads. No SIGUSR1: programs catch that one for purposes of their own."""
 STATUS_ENV = "ROXXEL_STATUS"
 """Set to 1 where a launcher reads the lines that begin with the marks below, and draws the progress bar."""
 STATUS_MARK = "\x1e"
@@ -17,6 +21,8 @@ EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
 EXIT_PREFLIGHT = 69
 """The hosts are not fit, and nothing was started."""
+EXIT_PORT = 71
+"""Rank 0 found the coordinator's port taken, which preflight had found free: started again, with another one."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 WAITED = "the program had ended, and other ranks had not after the time that --exit-timeout gives"

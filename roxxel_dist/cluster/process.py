@@ -5,9 +5,11 @@ pods, Open MPI) is asked, and a process that is alone stays alone.
 """
 
 import contextlib
+import errno
 import os
 import platform
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -128,6 +130,7 @@ def initialize() -> None:
     """Join the other processes of this job. Harmless when called twice, or in a process that is alone.
 
     Raises:
+        PortTakenError: this is rank 0, and somebody listens where its coordinator shall.
         RuntimeError: the coordinator was not reached within 300 s.
     """
     if jax.distributed.is_initialized():
@@ -137,6 +140,8 @@ def initialize() -> None:
         jax.config.update("jax_num_cpu_devices", int(devices))
     pin_threads()
     if coordinator := env.get("ROXXEL_COORDINATOR"):
+        if env["ROXXEL_PROCESS_ID"] == "0":
+            _check_port(coordinator)
         # For one process too: its devices then reduce in the order in which those of several processes do, so that the
         # same number of devices gives the same bits however they are split.
         jax.distributed.initialize(
@@ -158,6 +163,23 @@ def initialize() -> None:
     except RuntimeError as error:
         if "before any JAX" not in str(error):  # a process that has used its devices is alone already
             raise
+
+
+class PortTakenError(RuntimeError):
+    """Somebody listens where rank 0's coordinator shall. It was free when the launcher looked, some seconds ago."""
+
+
+def _check_port(coordinator: str) -> None:
+    """Raises PortTakenError. (jax aborts, or shares the port with another job of this user.)"""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(f"another process listens at {coordinator}, where rank 0 should") from error
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> None:

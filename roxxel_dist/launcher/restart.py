@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_PORT
 from roxxel_dist.launcher.outcome import Outcome, as_code, exit_code, first_failure
 
 EXIT_GIVEN_UP = 75
@@ -18,7 +18,9 @@ IDLE_PREEMPTIONS = 10
 """Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
 
 PREEMPTED = {EXIT_DRAINED, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
-INFRASTRUCTURE = {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)}
+INFRASTRUCTURE = {EXIT_PORT} | {
+    128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)
+}
 
 
 class Cause(Enum):
@@ -81,6 +83,8 @@ def ended(outcome: Outcome, *, seconds: float, counts: bool) -> Ended:
     """An attempt for `decide`. `counts`: the program is known to tell its steps, even if it has not yet."""
     failure, hang = first_failure(outcome), outcome.hang
     culprit = hang or failure
+    if failure is not None and failure.code == EXIT_PORT:
+        culprit = None  # of no rank's making
     return Ended(
         cause=classify(outcome),
         code=exit_code(outcome),

@@ -1,11 +1,12 @@
 """Asking a process for the stacks of its threads, without harm to one that does not understand the question."""
 
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 
-QUESTION = signal.SIGUSR1
+from roxxel_dist.cluster.contract import STACK_SIGNAL
+
+QUESTION = STACK_SIGNAL
 """The worker answers it with faulthandler, into the rank's log. A process that does not catch it would die of it."""
 
 

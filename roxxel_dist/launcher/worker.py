@@ -20,10 +20,12 @@ from typing import NoReturn
 
 from roxxel_dist.cluster.contract import (
     EXIT_HANG,
+    EXIT_PORT,
     EXIT_TIMEOUT_ENV,
     EXIT_USAGE,
     FAILED_MARK,
     ORDERLY,
+    STACK_SIGNAL,
     STATUS_ENV,
     WAITED,
 )
@@ -129,10 +131,14 @@ def _initialize(then: str = "") -> None:
     """Join the others, and tell so. What comes `then` has no limit by default: perhaps it never tells its steps."""
     progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
     progress.say("start")
-    from roxxel_dist.cluster.process import initialize
+    from roxxel_dist.cluster.process import PortTakenError, initialize
 
     progress.say("join")
-    initialize()
+    try:
+        initialize()
+    except PortTakenError as error:
+        _say(str(error))
+        sys.exit(EXIT_PORT)
     progress.say(then)
 
 
@@ -158,7 +164,7 @@ def _run(program: Callable[[], None]) -> None:
     share (0, or 42: drained) goes that way; a failure skips it.
     """
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     try:
         program()
     except SystemExit as end:

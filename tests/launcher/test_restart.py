@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from roxxel_dist.cluster.contract import EXIT_PORT
 from roxxel_dist.launcher.hang import Hang
 from roxxel_dist.launcher.outcome import Exit, Lost, Outcome
 from roxxel_dist.launcher.restart import Cause, Ended, classify, decide, ended
@@ -67,6 +68,14 @@ DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
 )
 def test_why_an_attempt_ended(codes: tuple[int, ...], more: dict[str, Any], cause: Cause) -> None:
     assert classify(Outcome(exits=ends(*codes), **more)) is cause
+
+
+def test_a_port_that_was_taken_is_no_fault_of_the_program() -> None:
+    """It comes before the first step each time, and another port is tried each time."""
+    told = [ended(Outcome(exits=ends(EXIT_PORT)), seconds=1.0, counts=True)] * 2
+    assert told[0].cause is INFRA
+    assert decide(told, 3).again
+    assert decide(told, 1).code == 75
 
 
 def test_who_is_to_blame() -> None:

@@ -141,6 +141,19 @@ def test_a_failure_is_told_while_the_connections_are_open(tmp_path: Path) -> Non
     assert rank.returncode == 1
 
 
+def test_a_coordinator_port_that_is_taken_has_a_code_of_its_own(tmp_path: Path) -> None:
+    """It was free when the launcher looked."""
+    (tmp_path / "script.py").write_text("print('here')")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        job = {"ROXXEL_COORDINATOR": address, "ROXXEL_NUM_PROCESSES": "1", "ROXXEL_PROCESS_ID": "0"}
+        done = subprocess.run(
+            [*WORKER, "script.py"], cwd=tmp_path, env=os.environ | job, capture_output=True, text=True
+        )
+    assert (done.returncode, done.stdout) == (71, "")
+    assert done.stderr == f"roxxel-dist: another process listens at {address}, where rank 0 should\n"
+
+
 # What leaves the usual way runs the handler of atexit (or hangs in the thread); nothing printed may be lost either way.
 PRELUDE = "import atexit, os, signal, sys, threading, time\natexit.register(print, 'atexit')\nprint('out', end='')\n"
 
@@ -152,7 +165,7 @@ PRELUDE = "import atexit, os, signal, sys, threading, time\natexit.register(prin
         ("sys.exit(7)", 7, "out", ""),
         ("sys.exit('in words')", 1, "out", "in words"),
         ("raise KeyboardInterrupt", 130, "out", ""),
-        ("os.kill(os.getpid(), signal.SIGUSR1); sys.exit(42)", 42, "outatexit\n", "most recent call first"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 5); sys.exit(42)", 42, "outatexit\n", "most recent call first"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, "", "Fatal Python error: Segmentation fault"),
     ],
 )
