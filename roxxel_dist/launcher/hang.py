@@ -64,6 +64,7 @@ class Watch:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _usual: dict[int, deque[float]] = field(default_factory=dict)
     _looked: float | None = None
+    _stood_still: bool = False
 
     def observe(self, rank: int, record: Record, now: float) -> None:
         """Take in the record of a rank, as it is at `now` (seconds of any clock that only grows)."""
@@ -100,10 +101,11 @@ class Watch:
 
     def overdue(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""
-        if self._looked is not None and now - self._looked > STILL_S:
+        still = self._looked is not None and now - self._looked > STILL_S
+        if self._looked is not None and still and not self._stood_still:  # twice in a row: it is slow, and has listened
             for seen in self._seen.values():
                 seen.since += now - self._looked
-        self._looked = now
+        self._looked, self._stood_still = now, still
         absent = self._absent(now)
         last = absent or self._last()
         ages = {rank: now - self._seen[rank].since for rank in last}

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from roxxel_dist.cluster.progress import ACTIVITIES, Record
 from roxxel_dist.launcher.hang import LEAST_S, LIMITS_S, UNKNOWN_S, Watch, hang_report
+from roxxel_dist.launcher.stacks import ask_for_stack
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -157,12 +159,32 @@ def test_the_report_names_all() -> None:
     assert set(LIMITS_S) == set(ACTIVITIES) - {"", "step"}
 
 
+def test_a_launcher_that_is_slow_finds_a_hang_all_the_same() -> None:
+    """It has listened in each of its turns; one that stood still, once, has not."""
+    slow = watch(at(6), at(5))
+    assert [slow.overdue(now) is not None for now in (0, 6, 12, 18)] == [False, False, False, True]
+    stopped = watch(at(6), at(5))
+    assert [stopped.overdue(now) for now in (0, 1, 1000, 1001, 2000, 2001)] == [None] * 6
+
+
+def test_a_process_that_catches_a_signal_for_its_own_ends_is_not_asked() -> None:
+    script = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('mine')); print(); time.sleep(1000)"
+    words = [sys.executable, "-uc", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert ask_for_stack(process.pid, process.pid)[1] is False
+        process.kill()
+        assert process.stdout.read() == b""
+
+
 # Every rank enters step n + 1 when all have finished step n, as in training; rank `STUCK` sleeps in step 5.
 RANKS = """
 import faulthandler, os, signal, time
 from pathlib import Path
+from roxxel_dist.cluster.contract import STACK_SIGNAL
 from roxxel_dist.cluster.progress import Progress
-faulthandler.register(signal.SIGUSR1, all_threads=True)
+faulthandler.register(STACK_SIGNAL, all_threads=True)
 rank, size = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_NUM_PROCESSES"])
 
 def read_a_batch_that_never_comes():
@@ -219,7 +241,7 @@ def test_a_stuck_rank_is_named_20_of_20(number: int, launch: Launch, tmp_path: P
 
 def test_a_stuck_python_script_with_jax(launch: Launch, tmp_path: Path) -> None:
     """The worker's own answer to the question for stacks, beside the threads of jax."""
-    (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register(signal.SIGUSR1, all_threads=True)\n", ""))
+    (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register(STACK_SIGNAL, all_threads=True)\n", ""))
     assert "faulthandler.register" not in (tmp_path / "ranks.py").read_text()
     stuck(launch, 1, tmp_path, ("python", "ranks.py"))
 
@@ -278,7 +300,7 @@ def test_a_process_that_does_not_listen_is_named_and_not_killed_by_the_question(
     assert code == 124
     assert "is stuck: in step 1" in err
     assert "gave no stack" in err
-    assert not list(job.folder.glob("ended.*")), "SIGUSR1 has killed a rank"
+    assert not list(job.folder.glob("ended.*")), "the question has killed a rank"
 
 
 QUIET = """
