@@ -22,10 +22,11 @@ from roxxel_dist.reading import absolute_paths, primary_path, saved_plan
 from roxxel_dist.report.runs import read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.ahead import arrays, device_bytes, look_ahead, memory_limit
+from roxxel_dist.train.ahead import arrays, look_ahead, memory_limit
 from roxxel_dist.train.base import check_weights, checkpoint_named
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.follow import end_of, longer_than_its_phases
+from roxxel_dist.train.hardware import device_bytes
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.programs import Programs

@@ -1,6 +1,5 @@
 """A run's step looked at before it runs: its program, its memory, how its arrays lie. Nothing of it is allocated."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, fit_sharding
 from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.hardware import device_bytes
 from roxxel_dist.train.optimizer import Optimizer, first_state
 from roxxel_dist.train.state import Leaves, ModelParts, TrainState, abstract_state
 from roxxel_dist.train.step import SPIKE_FACTOR, micro_batches
@@ -85,11 +85,6 @@ def look_ahead(
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), one)
     return parts, state, settings | numbers
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes that the arrays of a tree, or their shapes with shardings, take on one device."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def memory_limit(devices: Sequence[Any]) -> int | None:

@@ -104,6 +104,11 @@ def peak_memory_gb(devices: Sequence[Any] | None = None) -> dict[str, float]:
     return {"ram_gb": peak_rss_bytes() / 1e9}
 
 
+def device_bytes(tree: Any) -> int:
+    """Bytes that the arrays of a tree, or their shapes with shardings, take on one device."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def free_device_bytes() -> float:
     """The memory free on the fullest device of this process; on CPU its share of what the machine has available."""
     devices = jax.local_devices()

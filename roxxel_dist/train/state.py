@@ -1,6 +1,11 @@
 """The state of a run, made of a module's leaves (see `parts.py`) straight into its shards."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +18,15 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.process import agree, collect, is_primary
 from roxxel_dist.cluster.sharding import parameter_sharding
+from roxxel_dist.train.hardware import device_bytes, free_device_bytes
 from roxxel_dist.train.health import Health, healthy
 from roxxel_dist.train.parts import Leaves, ModelParts, named_leaves, take_apart
+
+MEMORY_CHECK_ENV = "ROXXEL_MEMORY_CHECK"
+"""Set to off, a model is tried that is larger than the memory that is free."""
+SLOW_S = 2.0
 
 
 class TrainState(NamedTuple):
@@ -61,7 +72,8 @@ def init_state(
         and what is frozen of its parameters.
 
     Raises:
-        ValueError: a module asks for a mesh axis that is not there, or that does not divide.
+        ValueError: a module asks for a mesh axis that is not there, or that does not divide; or what a callable makes,
+            its optimizer's state and its gradients are more than a device has free.
         TypeError: the callable returns no module.
     """
     if isinstance(model, nnx.Module):
@@ -75,11 +87,14 @@ def init_state(
     else:
         parts, shapes, programs = _trace(model, mesh, dtype)
         places, leaves = _places(parts, shapes, mesh, fsdp), {}
+        _check_room(parts, shapes, places, init_optimizer, mesh, dtype)
         given = set(parts.params.names) if restored else set()
         given |= set(_loaded(parts)) if load is not None else set()
-        with jax.set_mesh(mesh):
+        size = sum(math.prod(shapes[name].shape) for name in _weights(parts) - given)
+        with jax.set_mesh(mesh), _said_if_slow(f"initialising {size:,} parameters"):
             for program in programs(places, given):
                 leaves |= program()
+            jax.block_until_ready(leaves)
         leaves |= {name: _described(shapes[name], places[name], dtype) for name in given}
     if load is not None and (parts.frozen.names or not restored):
         leaves |= load({name: leaves[name] for name in _loaded(parts)})
@@ -104,6 +119,48 @@ def abstract_state(
     everywhere = NamedSharding(mesh, P())
     step, health = jax.tree.map(lambda x: _described(x, everywhere), (jnp.zeros((), jnp.int32), healthy()))
     return parts, TrainState(step, params, rest, opt_state, health), settings
+
+
+def _check_room(
+    parts: ModelParts, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding], init_optimizer: Any, mesh: Mesh,
+    dtype: Any,
+) -> None:  # fmt: skip
+    """Raises ValueError where the state and the gradients of a model are larger than what a device has free."""
+    if os.environ.get(MEMORY_CHECK_ENV) == "off":
+        return
+    weights = _weights(parts)
+    leaves = {name: _described(shapes[name], places[name], dtype if name in weights else None) for name in shapes}
+    params, rest, settings = _sorted(parts, leaves)
+    opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
+    sizes = [device_bytes(tree) for tree in ((params, rest, settings), opt_state, params)]
+    # Processes on CPU share the memory of their host.
+    free = free_device_bytes() / (_ranks_here() if mesh.devices.flat[0].platform == "cpu" else 1)
+    if sum(sizes) > free:
+        model, optimizer, gradients = (f"{size / 1e9:,.1f} GB" for size in sizes)
+        raise ValueError(
+            f"the model does not fit: each device needs {sum(sizes) / 1e9:,.1f} GB (model {model}, optimizer "
+            f"{optimizer}, gradients {gradients}) beside activations, and {free / 1e9:,.1f} GB are free: use a smaller "
+            f"model, use_bf16, fsdp on more devices, or set {MEMORY_CHECK_ENV}=off to try all the same"
+        )
+
+
+def _ranks_here() -> int:
+    """How many processes of the run are on this host."""
+    host = socket.gethostname()
+    return agree("hosts of the ranks", "\n".join(collect("hosts of the ranks", host))).split("\n").count(host) or 1
+
+
+@contextlib.contextmanager
+def _said_if_slow(text: str) -> Iterator[None]:
+    """Print a line where what is done within takes longer than a person waits for without asking."""
+    timer = threading.Timer(SLOW_S, lambda: print(text, flush=True))
+    timer.daemon = True
+    if is_primary():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _weights(parts: ModelParts) -> frozenset[str]:

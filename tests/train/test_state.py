@@ -324,3 +324,13 @@ def test_the_dropout_rate_is_an_input():
         float(step(state, rate, batch)[1].scalars["loss"]) for state, rate in ((again, tenth), (other, fifth))
     ]
     assert losses[0] != losses[1]
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_made(monkeypatch):
+    """17 TB of parameters: nothing of them may be made, and the message has the numbers."""
+
+    def huge():
+        return nnx.Linear(2**21, 2**21, rngs=nnx.Rngs(0))
+
+    with pytest.raises(ValueError, match=r"needs 70,368.* GB \(model 17,592.* optimizer 35,184.* gradients 17,592"):
+        init_state(huge, optax.adam(1e-3).init, make_mesh())
