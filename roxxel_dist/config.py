@@ -236,9 +236,17 @@ def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return flat
 
 
+USUAL_NAMES = {"learning_rate": "lr", "absolute_pos": "pos_encoding"}
+"""What other programs call a field, where the name is far from ours."""
+
+
 def unknown(name: str, known: list[str], what: str) -> str:
     """The message for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = (
+        [USUAL_NAMES[name]]
+        if USUAL_NAMES.get(name) in known
+        else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    )
     return f"there is no {what} {name!r}" + (
         f": did you mean {near[0]!r}?" if near else f": they are {', '.join(known)}"
     )

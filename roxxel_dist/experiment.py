@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields
-from roxxel_dist.run_directory import CURVE, DATA, LOG, TOKENIZER, RunDirectory, default_run_dir
+from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, TOKENIZER, RunDirectory, default_run_dir
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
 from roxxel_dist.train.origin import Origin, RunStep
@@ -104,6 +105,12 @@ class Experiment:
                 path = primary_path(self.config, data_path) or data_of(
                     before, parent.run if parent and not saved else None
                 )
+                if resume and not before and path is None:
+                    near = difflib.get_close_matches(
+                        run.name, [one.parent.name for one in run.parent.glob(f"*/{CONFIG}")]
+                    )
+                    hint = f"did you mean {run.parent / near[0]}?" if near else "check --run_dir"
+                    raise ValueError(f"there is no run {run}: {hint}; a new one needs --data_path")
                 if other_data and not is_tokens(path or ""):
                     raise ValueError(
                         f"data_path is {path}, and {run} was begun with {saved[RECORD]['data_path']}: leave it out, or "

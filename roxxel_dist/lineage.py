@@ -140,7 +140,8 @@ def tokenizer_of(init_from: str) -> Path:
 def check_tokenizer(init_from: str, data: Roxxel) -> None:
     """Raises ValueError if the data was made with another tokenizer than the run that the weights come from."""
     run = run_step(init_from).run
-    path = tokenizer_of(init_from) if is_hf_folder(run) else run / TOKENIZER
+    names = TOKENIZER_NAMES if is_hf_folder(run) else (TOKENIZER,)  # a folder without one may train on shards
+    path = tokenizer_of(init_from) if any((run / name).is_file() for name in names) else run / TOKENIZER
     if not path.exists() or data.tokenizer_fingerprint is None:
         return
     known = Tokenizer.load(path).fingerprint

@@ -57,6 +57,8 @@ def test_numbers_as_people_write_them(tmp_path):
     ("text", "message"),
     [
         ("lern: 1", "there is no field 'lern'"),
+        ("learning_rate: 1", "did you mean 'lr'"),
+        ("absolute_pos: True", "did you mean 'pos_encoding'"),
         ("batchsize: 3", "did you mean 'batch_size'"),
         ("- a\n- b", "expected `field: value` lines, found a list"),
         ("a: [", "not valid YAML"),

@@ -139,6 +139,14 @@ def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_run_that_is_not_there_is_not_resumed(tmp_path):
+    (tmp_path / "first").mkdir()
+    Config().save_yaml(tmp_path / "first" / "config.yaml")
+    with pytest.raises(UsageError, match=r"there is no run .*/frist: did you mean .*/first\?"):
+        Experiment(config()).fit(run_dir=tmp_path / "frist", resume=True)
+    assert tree(tmp_path) == ["first", "first/config.yaml"]
+
+
 def test_a_bucket_is_no_local_folder(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, place, data, fields in (
