@@ -3,8 +3,11 @@
 What `--help` touches imports neither jax nor numpy, so that it answers at once.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -43,13 +46,31 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if words[:1] and words[0] in HEAR_THEMSELVES:
         interrupt.end()
+    # It warns where HOME cannot be written, and does without.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
+        _check_text(words)
         return _dispatch("", COMMANDS, words)
     except UsageError as error:
         print(f"roxxel-dist: {as_flags(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _check_text(words: list[str]) -> None:
+    """Raises UsageError for names that the locale makes no text of: they could not be written down in any file."""
+    folder = ""
+    with contextlib.suppress(FileNotFoundError):
+        folder = os.getcwd()
+    for text in (*words, folder):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{text!a} is no text in this locale ({sys.getfilesystemencoding()}), and a run is written in UTF-8: "
+                f"set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            ) from error
 
 
 def _dispatch(group: str, table: dict[str, Command], words: list[str]) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,9 @@ from roxxel_dist.train.trackers.wandb import WandbTracker
 from roxxel_dist.train.trainer import Trainer
 
 LAST_WORDS_LIMIT_S = 1800.0
-SAMPLE_TOKENS = 160
+SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
+SAMPLE_AFTER_S = 30.0
+"""What a run of less has learned is no text yet, and to write it would take a large part of its time."""
 
 
 class Experiment:
@@ -265,10 +268,17 @@ class Experiment:
         return WandbTracker(run, mode, self.config.wandb_project, config=self.config.to_dict(), restored_step=done)
 
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
+        begun, wish = time.monotonic(), self.config.sample
+
         def at_the_end() -> None:
             """The run is done and saved: what fails here is told, and harms nothing."""
-            model, no_sample = None, "" if tokenizer else "no tokenizer: no sample"
-            if tokenizer:
+            model, no_sample = None, ""
+            long = agree("long enough for a sample", "yes" if time.monotonic() - begun >= SAMPLE_AFTER_S else "")
+            if wish == "off" or (wish == "auto" and not long):
+                pass
+            elif tokenizer is None:
+                no_sample = "no tokenizer: no sample"
+            else:
                 try:
                     model = trainer.state.local_model()  # every rank has a part of it
                 except Exception as error:
@@ -277,14 +287,12 @@ class Experiment:
                 return
             say = trainer.logger.text
             for what, act in (
-                (
-                    "sample",
-                    lambda: self._sample(model, tokenizer, prompt) if tokenizer and not no_sample else no_sample,
-                ),
+                ("sample", lambda: no_sample if model is None else self._sample(model, tokenizer, prompt)),
                 ("loss curve", lambda: _draw(trainer, run)),
             ):
                 try:
-                    say(act())
+                    if text := act():
+                        say(text)
                 except Exception as error:
                     say(f"no {what}: {error!r}")
             say(f"run directory: {run}")
@@ -298,7 +306,14 @@ class Experiment:
         new = generate(
             model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed, eos_id=tokenizer.eos_id
         )
-        return f"a sample of what it writes now:\n{self.config.sample_prompt}{tokenizer.decode(new)}"
+        text = printable(self.config.sample_prompt + tokenizer.decode(new))
+        return "\n".join(["a sample of what it writes now:", *text.split("\n")[:SAMPLE_LINES]])
+
+
+def printable(text: str) -> str:
+    """The text with all that could command a terminal as Python writes it, but for line ends and tabs."""
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
 
 
 @contextlib.contextmanager

@@ -158,7 +158,20 @@ def test_training_on_a_text_file(work, kind):
     text = work / f"{kind}.txt"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(4000)))
     shape = ["--dim", 32, "--num_blocks", 1, "--max_context", 32, "--batch_size", 8, "--vocab_size", 300]
-    more = ["--max_steps", 6, "--eval_iters", 1, "--lr", "1e-2", "--weight_tying", "False", "--dropout-rate", 0.1]
+    more = [
+        "--max_steps",
+        6,
+        "--eval_iters",
+        1,
+        "--lr",
+        "1e-2",
+        "--sample",
+        "on",
+        "--weight_tying",
+        "False",
+        "--dropout-rate",
+        0.1,
+    ]
     result = run("train", "--data_path", text, "--run_dir", kind, "--tokenizer_type", kind, *shape, *more, cwd=work)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "a sample of what it writes now" in result.stdout
@@ -196,6 +209,19 @@ def test_a_reader_that_has_left(tmp_path):
     )
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_name_that_the_locale_cannot_read(tmp_path, inside):
+    folder = tmp_path / "Läufe"
+    folder.mkdir()
+    words = ("plan", "configs/x.yaml") if inside else ("train", "--run_dir", folder / "run")
+    more = {"PYTHONUTF8": "0", "LC_ALL": "C", "LANG": "C"}
+    done = run(*words, cwd=folder if inside else tmp_path, **more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "set PYTHONUTF8=1" in done.stderr
+    assert run("--help", cwd=tmp_path, **more).returncode == 0
 
 
 def test_output_on_a_full_disk(tmp_path):

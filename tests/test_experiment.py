@@ -9,6 +9,7 @@ import pytest
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.data.build import build
+from roxxel_dist.experiment import printable
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.cursor import read_cursor
@@ -234,3 +235,19 @@ def test_a_trainer_of_a_config_is_its_experiment():
     with pytest.raises(TypeError, match="missing"):
         Trainer(config(), "adamw")
     assert issubclass(Trainer, Loop)
+
+
+def test_a_sample_commands_no_terminal():
+    assert printable("a\x1b[2Jb\r\n\tπ\x00\x9b") == "a\\x1b[2Jb\\r\n\tπ\\x00\\x9b"
+
+
+@pytest.mark.parametrize("wish", ["auto", "off", "on"])
+def test_a_run_of_seconds_shows_no_sample_unless_it_is_asked_to(text, tmp_path, capfd, wish):
+    Experiment(config(tokenizer_type="byte", sample=wish, sample_prompt="\x1b[2J" + "one\n" * 20)).fit(
+        text, tmp_path / wish
+    )
+    shown = capfd.readouterr().out
+    assert "\x1b" not in shown
+    assert "(Bal" not in shown
+    assert shown.count("\none") == (8 - 1 if wish == "on" else 0)
+    assert (r"\x1b[2Jone" in shown) == (wish == "on")

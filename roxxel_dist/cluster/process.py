@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ BITS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_defau
 """Settings of jax that decide bits."""
 
 _calls: dict[str, int] = {}
+_no_cache: set[Path] = set()
 _stop, _stepped = threading.Event(), threading.Event()
 
 
@@ -189,7 +191,21 @@ def enable_compilation_cache(folder: str | Path | None = None) -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(folder or base / "roxxel-dist" / "xla"))
+        folder = Path(folder or base / "roxxel-dist" / "xla")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            if is_primary() and folder not in _no_cache:
+                _no_cache.add(folder)
+                print(
+                    f"roxxel-dist: {folder} cannot be written ({error.strerror}): compiled programs are not kept; "
+                    f"JAX_COMPILATION_CACHE_DIR names another folder",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+        else:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
     # The default of one second leaves out most of a small model's programs. It holds for the whole process, so what its
     # program or its environment has chosen stays.
     if jax.config.jax_persistent_cache_min_compile_time_secs == DEFAULT_MIN_COMPILE_S:  # pyright: ignore[reportAttributeAccessIssue]

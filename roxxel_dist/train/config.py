@@ -210,6 +210,8 @@ class LoopConfig(LoopOptions):
     """The project there."""
     sample_prompt: str = ""
     """Text that the sample at the end of the run continues; a document's beginning where empty."""
+    sample: Literal["auto", "on", "off"] = "auto"
+    """Show some lines of what the model writes at the end of the run; auto: not after one of less than 30 seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,6 +219,8 @@ class LoopConfig(LoopOptions):
             _check_at_least(name, getattr(self, name), 1)
         for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("tensor_devices", 1)):
             _check_at_least(name, getattr(self, name), least)
+        if self.sample not in ("auto", "on", "off"):
+            raise ValueError(f"sample is {self.sample!r}: it must be auto, on or off")
         if not self.epochs > 0:
             raise ValueError(f"epochs is {self.epochs}: it must be above 0")
         if self.phases is not None and not self.phases:

@@ -99,6 +99,8 @@ class Reporter:
         if found.row_loss is not None:
             more |= loss_by_dataset(found.row_loss, self.plan.rows(done - 1).dataset, self.plan.datasets)
         self.logger.row(make_row(done, found.scalars, extra, more))
+        if done == self.last_step:
+            self.show(done)  # it stays on the screen
         return True
 
     def introduce(self, sharding: NamedSharding, start: Start, *, finished: bool) -> None:

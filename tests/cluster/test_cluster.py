@@ -63,6 +63,21 @@ def test_a_request_to_stop_lasts_as_long_as_the_loop():
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_home_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    code = "from roxxel_dist.cluster import process as p; p.enable_compilation_cache(); p.enable_compilation_cache()"
+    code += "; import jax; print(jax.jit(lambda x: x + 1)(1))"
+    others = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=others | {"XDG_CACHE_HOME": str(tmp_path / "file")}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "2\n"
+    [line] = done.stderr.splitlines()
+    assert "file/roxxel-dist/xla cannot be written (Not a directory)" in line
+    assert "JAX_COMPILATION_CACHE_DIR" in line
+
+
 def test_the_thread_pool_is_one_number(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "7")
     assert process.pin_threads() == 7

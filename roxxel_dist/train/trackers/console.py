@@ -115,7 +115,7 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def _loss(title: str, loss: float, balance: float | None) -> str:
-    return f"{title}: {loss:.4f}" + (f" (Bal: {balance:.4f})" if balance is not None else "")
+    return f"{title}: {loss:.4f}" + (f" (Bal: {balance:.4f})" if balance else "")  # 0: no experts
 
 
 def _plain(name: str, value: Any) -> str:
