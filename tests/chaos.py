@@ -90,8 +90,8 @@ class Chaos:
     def run(self, faults: Sequence[Fault]) -> None:
         """All faults, one after the other, and then to the end of the training."""
         for number, fault in enumerate(faults, 1):
-            newest, begun = self._newest, time.monotonic()
-            while self._newest < newest + fault.steps and time.monotonic() < begun + fault.seconds:
+            step, begun = max(2, int(fault.place * self.summary.steps)), time.monotonic()
+            while self._newest < step and time.monotonic() < begun + fault.seconds:
                 assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
             while not self._inflict(fault):
                 assert not self._tend(), f"the training was over before fault {number}: it needs more steps"

@@ -21,20 +21,20 @@ STEPS_A_FAULT = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, and when it comes after the one before."""
+    """One fault, and when it comes."""
 
     kind: str
     host: str
-    steps: int
-    """So many new steps later,"""
+    place: float
+    """At this share of the run's steps,"""
     seconds: float
-    """or so many seconds, whichever is first; infinite for most."""
+    """or so many seconds after the one before, whichever is first; infinite for most."""
     lasts: float
     """Seconds, of a link."""
 
 
 def choose(seed: int, count: int, hosts: Sequence[str], kinds: Sequence[str] = KINDS) -> list[Fault]:
-    """The faults that belong to a seed: each kind as often as any other, in another order each time."""
+    """The faults of a seed, over the whole run: each kind as often as any other, in another order each time."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     while len(faults) < count:
@@ -43,7 +43,7 @@ def choose(seed: int, count: int, hosts: Sequence[str], kinds: Sequence[str] = K
             fault = Fault(
                 kind=kind,
                 host=chance.choice(hosts),
-                steps=chance.randint(2, STEPS_A_FAULT // 3),
+                place=(len(faults) + chance.random()) / (count + 1),
                 seconds=chance.uniform(0, 10) if soon else float("inf"),
                 lasts=chance.uniform(1, 14),
             )

@@ -16,6 +16,7 @@ def test_a_seed_chooses_the_same_faults_each_time_and_every_kind_of_them() -> No
     assert chosen == choose(1, 2 * len(KINDS), ("h1", "h2"))
     assert chosen != choose(2, 2 * len(KINDS), ("h1", "h2"))
     assert sorted(fault.kind for fault in chosen) == sorted([*KINDS, *KINDS])
+    assert all(number / 19 <= fault.place < (number + 1) / 19 for number, fault in enumerate(chosen))
 
 
 @pytest.mark.slow
