@@ -5,6 +5,7 @@ the process is given is the row *encoded*: ordered choices on one axis, other ch
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -104,7 +105,9 @@ class Coding:
     def _holds(self, formula: Expression, needed: Sequence[int], values: Sequence[float]) -> bool:
         row = np.zeros(self.dims)
         row[list(needed)] = values
-        return bool(formula(self._space.point(self.point(row))))
+        with suppress(ValueError):  # it cannot be worked out: no trial is made of these values
+            return bool(formula(self._space.point(self.point(row))))
+        return False
 
     def mutate(self, rows: np.ndarray, chance: np.random.Generator, times: int, reach: float) -> np.ndarray:
         """Neighbours: each row with `times` parameters, picked at random, moved by about `reach` of their range."""

@@ -86,6 +86,8 @@ QUANTIZED = ("uniform", "log_uniform", "log_uniform_values", "normal", "log_norm
 """Those that there are with `q_` too: rounded to multiples of q (1)."""
 KEYS = {"value", "values", "probabilities", "min", "max", "mu", "sigma", "a", "b", "q", "distribution"}
 OTHERS = ("constant", "categorical", "categorical_w_probabilities", "int_uniform")
+EXACT = 2**53
+"""Integers that a float tells apart."""
 NAMES = (*OTHERS, *CONTINUOUS, *(f"q_{name}" for name in QUANTIZED))
 
 
@@ -172,6 +174,9 @@ def _integers(given: Mapping[str, Any]) -> Distribution:
         raise ValueError(f"int_uniform: min {least!r} and max {most!r} must be integers")
     if least > most:
         raise ValueError(f"min {least} is larger than max {most}")
+    if most - least >= EXACT:  # u has not so many values, and len() of a range has its limit too
+        count = most - least + 1
+        return Distribution(name="int_uniform", quantile=lambda u: min(least + int(u * count), most))
     choices = range(least, most + 1)
     return Distribution(
         name="int_uniform", quantile=lambda u: least + min(int(u * len(choices)), len(choices) - 1), choices=choices

@@ -9,13 +9,28 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+LONGEST, DEEPEST = 2000, 50
+"""Characters of a formula, and operations within one another."""
+
+
+def _number(name: str, operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The operation for numbers alone: of texts and lists `*` and `%` make any size."""
+
+    def work(left: Any, right: Any) -> Any:
+        if not (isinstance(left, int | float) and isinstance(right, int | float)):
+            raise TypeError(f"{name} is for numbers")
+        return operation(left, right)
+
+    return work
+
+
 BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
+    ast.Mult: _number("*", operator.mul),
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Mod: _number("%", operator.mod),
 }
 COMPARE: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
@@ -44,6 +59,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+class MissingError(ValueError):
+    """A formula asks for a parameter that there is not."""
+
+
 class Expression:
     """A formula.
 
@@ -56,12 +75,17 @@ class Expression:
 
     def __init__(self, text: str) -> None:
         self.text: str = text.strip()
+        if len(self.text) > LONGEST:
+            raise ValueError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the most")
         try:
             self._tree = ast.parse(self.text, mode="eval").body
-        except SyntaxError as error:
+        except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
+            why = error.msg if isinstance(error, SyntaxError) else str(error) or "it is nested too deeply"
+            raise ValueError(f"{self.text!r} is no formula ({why}): write one such as dim % kv_heads == 0") from None
+        if _depth(self._tree) > DEEPEST:
             raise ValueError(
-                f"{self.text!r} is no formula ({error.msg}): write one such as dim % kv_heads == 0"
-            ) from None
+                f"{self.text!r} is nested too deeply: {DEEPEST} operations within one another are the most"
+            )
         for node in ast.walk(self._tree):
             self._check(node)
         called = [node.func for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
@@ -90,15 +114,25 @@ class Expression:
         """What it comes to for these parameters.
 
         Raises:
-            ValueError: a parameter that there is not, or an operation that these values do not have.
+            MissingError: a parameter that there is not.
+            ValueError: an operation that these values do not have.
         """
         try:
             return _value(self._tree, values)
         except KeyError as error:
-            raise ValueError(f"{self.text!r}: there is no parameter {error.args[0]!r}") from None
+            raise MissingError(f"{self.text!r}: there is no parameter {error.args[0]!r}") from None
         except (ArithmeticError, TypeError, ValueError) as error:
             told = ", ".join(f"{name} {values[name]!r}" for name in sorted(self.names) if name in values)
             raise ValueError(f"{self.text!r} cannot be worked out for {told}: {error}") from None
+
+
+def _depth(tree: ast.AST) -> int:
+    """How many operations stand within one another."""
+    depth, level = 0, [tree]
+    while level:
+        depth += 1
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return depth
 
 
 def _is_call(node: ast.AST) -> bool:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from roxxel_dist.sweep.expressions import Expression
+from roxxel_dist.sweep.expressions import Expression, MissingError
 from roxxel_dist.sweep.place import Place, is_amount, nearest
 
 EXTRAS = ("constraints", "derived", "resources", "when")
@@ -27,18 +28,45 @@ class Rules:
     def complete(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
 
+        What asks for a parameter that is left out is left out with it: a derived one, a condition, a constraint.
+
         Raises:
-            InfeasibleError: a constraint does not hold.
-            ValueError: a formula cannot be worked out.
+            InfeasibleError: a constraint does not hold, or a formula cannot be worked out for these values.
         """
-        found = {name: value for name, value in params.items() if name not in self.when or self.when[name](params)}
+        found = self._active(params)
         for name, formula in self.derived.items():
-            found[name] = formula({**params, **found})
+            try:
+                found[name] = formula(found)
+            except MissingError:
+                found.pop(name, None)
+            except ValueError as error:
+                raise InfeasibleError(str(error)) from error
         for rule in self.constraints:
-            if not rule({**params, **found}):
-                told = ", ".join(f"{name} {({**params, **found})[name]!r}" for name in sorted(rule.names))
+            if not _holds(rule, found, unknown=True):
+                told = ", ".join(f"{name} {found[name]!r}" for name in sorted(rule.names))
                 raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {told}")
         return found
+
+    def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Those whose condition holds; a condition may ask for a parameter that has one itself."""
+        found = dict(params)
+        for _ in self.when:
+            found = {
+                name: value
+                for name, value in params.items()
+                if name not in self.when or _holds(self.when[name], found, unknown=False)
+            }
+        return found
+
+
+def _holds(formula: Expression, params: Mapping[str, Any], *, unknown: bool) -> bool:
+    """Whether it does; `unknown` where it asks for a parameter that is left out."""
+    try:
+        return bool(formula(params))
+    except MissingError:
+        return unknown
+    except ValueError as error:
+        raise InfeasibleError(str(error)) from error
 
 
 def rules_of(told: Mapping[str, Any], place: Place, parameters: Any) -> Rules:
@@ -69,8 +97,15 @@ def rules_of(told: Mapping[str, Any], place: Place, parameters: Any) -> Rules:
     for name, amount in resources.items():
         if not is_amount(amount):
             raise place.error(["resources", name], f"{amount!r} must be a number, 0 or more")
+    formulas = {name: formula(["derived", name], text, [*names, *derived]) for name, text in derived.items()}
+    # A formula that asks for its own name means the parameter of that name.
+    needed = {name: (found.names & set(derived)) - ({name} & set(names)) for name, found in formulas.items()}
+    try:
+        order = list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        raise place.error(["derived"], f"these need one another: {', '.join(map(str, error.args[1]))}") from None
     return Rules(
-        derived={name: formula(["derived", name], text, [*names, *derived]) for name, text in derived.items()},
+        derived={name: formulas[name] for name in order},
         constraints=tuple(formula(["constraints"], text, [*names, *derived]) for text in told.get("constraints") or ()),
         when={name: formula(["when", name], text, names) for name, text in when.items()},
         resources=resources,

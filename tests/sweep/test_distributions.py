@@ -122,3 +122,11 @@ def test_what_can_be_known_of_a_parameter() -> None:
 def test_what_cannot_be_is_told(spec: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         distribution(spec)
+
+
+def test_integers_of_64_bits() -> None:
+    found = distribution({"min": 0, "max": 2**63 - 1})
+    assert (found.quantile(0.0), found.quantile(1.0)) == (0, 2**63 - 1)
+    assert found.quantile(0.5) == 2**62
+    assert found.count is None
+    assert distribution({"min": 0, "max": 2**53 - 1}).count == 2**53

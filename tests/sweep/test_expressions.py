@@ -53,6 +53,9 @@ def test_its_parameters_are_known() -> None:
         "import os",
         "",
         "dim dim",
+        "-" * 1500 + "1",
+        "not " * 400 + "1",
+        "(" * 300 + "1" + ")" * 300,
     ],
 )
 def test_nothing_else_is_a_formula(text: str) -> None:
@@ -66,8 +69,16 @@ def test_nothing_else_is_a_formula(text: str) -> None:
         ("dims // 8", "no parameter 'dims'"),
         ("dim // 0", "for dim 96"),
         ("pos + dim", "for dim 96, pos 'rope'"),
+        ("'%0100d' % dim", "% is for numbers"),
+        ("[0] * dim", "* is for numbers"),
+        ("dim * pos", "* is for numbers"),
     ],
 )
 def test_what_cannot_be_worked_out_is_told(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         Expression(text)(VALUES)
+
+
+def test_a_formula_has_an_end() -> None:
+    with pytest.raises(ValueError, match="a formula of 20,001 characters: 2,000 are the most"):
+        Expression("-" * 20_000 + "1")

@@ -40,6 +40,24 @@ def test_used_up_under_rules(method: str) -> None:
     assert len({named(one) for one in seen}) == len(seen) == 9
 
 
+@pytest.mark.parametrize("method", ["bayes", "random", "grid", "tpe"])
+def test_a_formula_that_cannot_be_worked_out_ends_no_search(method: str) -> None:
+    rules = {"constraints": ["64 % heads == 0"], "when": {"width": "8 // heads > 1"}}
+    found = engine({"heads": {"min": 0, "max": 8}, "width": {"values": [1, 2]}}, method, **rules)
+    rows = searched(found, 7, lambda params: params["heads"] * 1.0)
+    assert {params["heads"] for params, _ in rows} == {1, 2, 4, 8}
+    with pytest.raises(UsedUp, match="all 7 configurations that can be run"):
+        found.ask()
+    with pytest.raises(UsedUp, match="no configuration that can be run: '1 // heads' cannot be worked out"):
+        engine({"heads": {"values": [0]}}, method, derived={"a": "1 // heads"}).ask()
+
+
+@pytest.mark.parametrize("method", ["bayes", "random", "tpe"])
+def test_a_range_of_64_bits_is_searched(method: str) -> None:
+    found = engine({"seed": {"min": 0, "max": 2**63 - 1}, "x": {"min": 0.0, "max": 1.0}}, method)
+    assert len({params["seed"] for params, _ in searched(found, 12, lambda params: params["x"])}) == 12
+
+
 def test_spaces_that_nothing_is_left_of() -> None:
     with pytest.raises(UsedUp, match=re.escape("no configuration that can be run: the constraint 'a > 5'")):
         engine({"a": {"values": [1, 2]}}, constraints=["a > 5"]).ask()

@@ -106,8 +106,37 @@ def test_rules_of_a_second_file(file: Any) -> None:
         rules.complete({**given, "n_heads": 12})
     with pytest.raises(InfeasibleError, match="head_size 4"):
         rules.complete({**given, "n_heads": 64})
-    with pytest.raises(ValueError, match="no parameter 'dim'"):
-        rules.complete({"n_heads": 4, "use_moe": True})
+
+
+def test_what_asks_for_a_parameter_that_is_left_out_is_left_out_with_it() -> None:
+    parameters = {"use_moe": {"values": [True, False]}, "top_k": {"values": [1, 2]}, "expert_dim": {"values": [8, 16]}}
+    extras = {
+        "when": {"expert_dim": "top_k > 1", "top_k": "use_moe"},  # a condition on one that has a condition
+        "derived": {
+            "width": "size * 8",
+            "size": "top_k if use_moe else 1",
+            "active": "top_k * 2",
+            "both": "active + 1",
+        },
+        "constraints": ["top_k * 8 < 16 or use_moe", "expert_dim > 8"],
+    }
+    rules = sweep_of({"parameters": parameters}, extras).rules
+    assert rules.complete({"use_moe": False, "top_k": 2, "expert_dim": 8}) == {"use_moe": False, "size": 1, "width": 8}
+    whole = rules.complete({"use_moe": True, "top_k": 2, "expert_dim": 16})
+    assert whole == {
+        "use_moe": True, "top_k": 2, "expert_dim": 16, "size": 2, "width": 16, "active": 4, "both": 5,
+    }  # fmt: skip
+    with pytest.raises(InfeasibleError, match="expert_dim > 8"):
+        rules.complete({"use_moe": True, "top_k": 2, "expert_dim": 8})
+
+
+def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
+    rules = sweep_of(
+        {"parameters": {"heads": {"min": 0, "max": 4}, "use": {"values": [1, 2]}}},
+        {"when": {"use": "4 / heads > 1"}},
+    ).rules
+    with pytest.raises(InfeasibleError, match="cannot be worked out for heads 0"):
+        rules.complete({"heads": 0, "use": 1})
 
 
 @pytest.mark.parametrize(
@@ -157,6 +186,7 @@ def test_errors_name_file_line_and_key(old: str, new: str, said: str, file: Any)
         ("constraints: [num_blocks < 3]", "line 1: constraints: 'num_blocks < 3': there is no parameter 'num_blocks'"),
         ("constraints: dim < 3", "constraints: 'dim < 3' must be a list of formulas"),
         ("derived: [a]", "derived: ['a'] must be a mapping"),
+        ("derived: {a: b, b: a + dim}", "derived: these need one another: "),
         ("resources: {GPU: one}", "resources.GPU: 'one' must be a number, 0 or more"),
     ],
 )
