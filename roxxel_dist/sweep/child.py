@@ -57,11 +57,13 @@ class Child:
             )
         self.pid: int = self._process.pid
         """Of its process group too."""
-        self._ended = os.pidfd_open(self.pid)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._ended = select.poll()  # select() knows no descriptor above 1,023
+        self._ended.register(self._pidfd, select.POLLIN)
 
     def wait(self, limit_s: float) -> int | None:
         """Its exit code, 128 + N for signal N; None while it runs."""
-        if self._process.returncode is None and select.select([self._ended], [], [], limit_s)[0]:
+        if self._process.returncode is None and self._ended.poll(limit_s * 1000):
             code = self._process.wait()
             self._process.returncode = code if code >= 0 else 128 - code  # somebody killed the leash
             self._close()
@@ -97,7 +99,7 @@ class Child:
         os.killpg(self.pid, number)  # not reaped yet: the number is its own
 
     def _close(self) -> None:
-        os.close(self._ended)
+        os.close(self._pidfd)
         if stdin := self._process.stdin:
             stdin.close()
 
@@ -116,8 +118,9 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 def holder(lock: Path) -> int | None:
     """Who holds the lock (flock) of a file, where the kernel tells: a process of this machine."""
-    mark = f":{lock.stat().st_ino} "
+    status = lock.stat()
+    mark = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
         if " FLOCK " in line and " -> " not in line and mark in line:
-            return int(line.partition(mark)[0].split()[-2])
+            return int(line.partition(mark)[0].split()[-1])
     return None

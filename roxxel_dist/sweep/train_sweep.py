@@ -44,6 +44,9 @@ def main(words: Sequence[str]) -> NoReturn:
 def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """The words of the training, whose config is written into its run directory."""
     told = _told(words)
+    if path := env.get("WANDB_SWEEP_PARAM_PATH"):
+        given = {name: one["value"] for name, one in load_yaml(path).items() if isinstance(one, Mapping)}
+        told |= {name: value for name, value in given.items() if not name.startswith("_")}  # `_wandb` is the client's
     config_file = told.pop("config", None) or env.get(CONFIG_ENV)
     if config_file is None and Path(DEFAULT_CONFIG).exists():
         config_file = DEFAULT_CONFIG
@@ -51,9 +54,6 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     data = told.pop("data_path", None) or env.get(DATA_ENV)
     if data is None and not (base.get("datasets") or (base.get("data") or {}).get("datasets")):
         data = DEFAULT_DATA
-    if path := env.get("WANDB_SWEEP_PARAM_PATH"):
-        given = {name: one["value"] for name, one in load_yaml(path).items() if isinstance(one, Mapping)}
-        told |= {name: value for name, value in given.items() if not name.startswith("_")}  # `_wandb` is the client's
     mode = MODES.get(env.get("WANDB_MODE", ""), "online" if "WANDB_SWEEP_ID" in env else None)
     config = config_of(base, {**told, "wandb": mode} if mode else told)
     folder = _folder(env)

@@ -67,6 +67,8 @@ class WandbFile:
             if len(data) < place + PIECE.size:
                 break
             _, length, kind = PIECE.unpack_from(data, place)
+            if (length, kind) == (0, 0):
+                break  # zeros: what was written there cannot be seen from this host yet
             piece = data[place + PIECE.size : place + PIECE.size + length]
             if len(piece) < length:
                 break

@@ -10,7 +10,7 @@ from trials import program, split, task
 
 from roxxel_dist.sweep.program import ProgramReader, command_of, expand
 from roxxel_dist.sweep.trial import run
-from roxxel_dist.sweep.wandb_file import BLOCK, WandbFile
+from roxxel_dist.sweep.wandb_file import BLOCK, PIECE, WandbFile
 
 PARAMS = {"lr": 0.001, "deep": True, "wide": False, "name": "a b", "nested": {"a": 1}}
 LOGS = """
@@ -148,3 +148,17 @@ def test_records_longer_than_a_block_are_put_together(tmp_path):
         grown.write_bytes(data[:end])
         found += [(step, row["val_loss"]) for step, row in reader.rows()]
     assert found == whole
+
+
+def test_zeros_in_a_file_of_the_client_are_waited_for(tmp_path):
+    """A file system may show that a file has grown before it shows what is in it."""
+    path = tmp_path / "run-a.wandb"
+    head, record = b":W&B" + bytes(3), PIECE.pack(0, 3, 1) + b"abc"
+    path.write_bytes(head + record + bytes(40))
+    reader = WandbFile(path)
+    assert list(reader._records()) == [b"abc"]
+    path.write_bytes(head + record + record + bytes(30))
+    assert list(reader._records()) == [b"abc"]
+    path.write_bytes(head + record + record + PIECE.pack(0, 3, 9) + b"abc")
+    with pytest.raises(ValueError, match="damaged at byte 27"):
+        list(reader._records())

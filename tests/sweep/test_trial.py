@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from trials import BASE, program, split, task
 from roxxel_dist.run_directory import is_held
 from roxxel_dist.sweep import child as child_module
 from roxxel_dist.sweep import trial as trial_module
+from roxxel_dist.sweep.child import Child, environment, holder
 from roxxel_dist.sweep.trial import run
 from roxxel_dist.train.cursor import read_cursor
 
@@ -240,3 +242,27 @@ def _ranks(folder):
         if b"ROXXEL_PROCESS_ID=" in environ and str(folder).encode() in words and b"launcher.worker" in words:
             found[environ.split(b"ROXXEL_PROCESS_ID=")[1].split(b"\0")[0]] = name
     return [found[rank] for rank in sorted(found)]
+
+
+def test_a_program_is_waited_for_where_many_files_are_open(tmp_path):
+    """select() knows no descriptor from 1,024 on, and a worker of Ray may have more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        child = Child([sys.executable, "-c", "raise SystemExit(3)"], environment({}), tmp_path / "log", "title")
+        while child.wait(1.0) is None:
+            pass
+        assert child.end() == 3
+    finally:
+        for file in many:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_holds_a_lock_is_a_file_of_its_own_device(tmp_path):
+    lock = tmp_path / ".lock"
+    with lock.open("w") as file:
+        assert holder(lock) is None
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert holder(lock) == os.getpid()
