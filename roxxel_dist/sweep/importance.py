@@ -5,6 +5,8 @@ from roxxel_dist.sweep.study import Study
 FEWEST = 8
 """Trials with a value below which shares would be made of chance."""
 SAMPLES = 2048
+MOST = 500
+"""Trials that the process is fitted to: its cost grows with their cube."""
 
 
 def importances(study: Study) -> dict[str, float]:
@@ -16,7 +18,7 @@ def importances(study: Study) -> dict[str, float]:
     """
     import numpy as np
 
-    from roxxel_dist.sweep.bayes import one_thread, usual_values
+    from roxxel_dist.sweep.bayes import LEARN_FROM, informative, one_thread, usual_values
     from roxxel_dist.sweep.coding import Coding
     from roxxel_dist.sweep.gp import fit, learn
 
@@ -29,7 +31,10 @@ def importances(study: Study) -> dict[str, float]:
     values = usual_values([study.sweep.sign * float(one.value or 0.0) for one in trials])
     cubes = [coding.from_cube(chance.random((SAMPLES, coding.dims))) for _ in range(2)]
     with one_thread():
-        process = fit(points, values, learn(points, values))
+        few = informative(values, LEARN_FROM)
+        theta = learn(points[few], values[few])
+        some = informative(values, MOST)
+        process = fit(points[some], values[some], theta)
         believed = process.believe(coding.encode(cubes[0]))[0]
         found = []
         for dim in range(coding.dims):

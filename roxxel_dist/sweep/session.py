@@ -25,6 +25,9 @@ from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, is_study, read
 from roxxel_dist.sweep.trial_config import config_of
 from roxxel_dist.sweep.wanted import Wanted
 
+MANY = 200
+"""Trials whose pictures take seconds."""
+
 
 class Session:
     """A study that is searched.
@@ -206,7 +209,9 @@ class Session:
     def _tell(self, reason: str) -> None:
         """The last words: why it ended, the best, the page."""
         study = read_study(self._wanted.study)
-        print(f"{table(study)}\n\n{reason}")
+        print(f"{table(study)}\n\n{reason}", flush=True)
+        if len(study.done) >= MANY:
+            print(f"making the page of {len(study.done):,} trials …", flush=True)
         try:
             page, missing = write_report(study, study.path / REPORT)
         except OSError as error:  # the sweep has ended all the same, and the journal has all

@@ -6,16 +6,20 @@ from dataclasses import replace
 
 import pytest
 from commands import run
-from made_study import made_study
+from made_study import SWEEP, loss, made_study
 
 from roxxel_dist.config import Config
+from roxxel_dist.sweep import gp
 from roxxel_dist.sweep.ablations import middle
 from roxxel_dist.sweep.axes import axis
+from roxxel_dist.sweep.engine import make
+from roxxel_dist.sweep.history import History, Trial
 from roxxel_dist.sweep.importance import importances
 from roxxel_dist.sweep.page import write_report
 from roxxel_dist.sweep.report import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.screen import Screen
-from roxxel_dist.sweep.study import flat, read_study
+from roxxel_dist.sweep.space import sweep_of
+from roxxel_dist.sweep.study import Study, flat, read_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
 
@@ -47,6 +51,29 @@ def test_what_matters_is_found(study):
     assert set(shares) == set(NAMES)
     assert sum(shares.values()) == pytest.approx(1)
     assert min(shares, key=shares.__getitem__) == "optimizer"
+
+
+def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
+    sizes = {"learn": 0, "fit": 0}
+
+    def counted(name, work):
+        def call(points, *more):
+            sizes[name] = max(sizes[name], len(points))
+            return work(points, *more)
+
+        monkeypatch.setattr(gp, name, call)
+
+    counted("learn", gp.learn)
+    counted("fit", gp.fit)
+    sweep, trials = sweep_of(SWEEP), {}
+    engine = make(sweep, seed=1)
+    for _ in range(1500):
+        number, params = engine.ask()
+        point, value = engine.point(number), loss(params, 6)
+        trials[number] = Trial(number=number, params=params, point=point, state="done", value=value)
+    shares = importances(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)))
+    assert min(shares, key=shares.__getitem__) == "optimizer"
+    assert sizes == {"learn": 60, "fit": 500}  # the cost of both grows with the cube
 
 
 def test_few_trials_show_no_importance(tmp_path):
