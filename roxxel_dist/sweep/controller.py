@@ -6,9 +6,11 @@ trial said and the driver did not yet write down is gone. Therefore the body of 
 when it is run again, and tell its result at once.
 """
 
+import atexit
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from roxxel_dist.sweep.ray_task import Item
 from roxxel_dist.sweep.space import Params, Sweep
 
 __all__ = ["Ending", "Options", "run_sweep"]
+CLOSE_S = 10.0
+"""So long Ray may take to leave a cluster."""
 
 
 def run_sweep(
@@ -67,8 +71,8 @@ def run_sweep(
         _check_same(study, sweep, journal.history)
         with _ray(options, wanted) as ray, Signals(say) as signals:
             check_room(ray.nodes(), wanted)
-            pool = Pool(ray, run, wanted, own=options.ray_address is None)
-            return Driver(journal, sweep, engine, task_of, options, pool, signals, on_change, say).run()
+            with Pool(ray, run, wanted) as pool:
+                return Driver(journal, sweep, engine, task_of, options, pool, signals, on_change, say).run()
 
 
 def _check_same(study: Path, sweep: Sweep, history: History) -> None:
@@ -91,10 +95,19 @@ def _ray(options: Options, wanted: Mapping[str, float]) -> Iterator[Any]:
             yield ray
         return
     flag = "--address"
+    with ExitStack() as stack:
+        try:
+            ray = stack.enter_context(connected(options.ray_address, insecure=options.insecure))
+        except (ValueError, ClusterError) as error:
+            if not str(error).startswith(flag):
+                raise
+            raise type(error)(f"--ray_address{str(error).removeprefix(flag)}") from error
+        opened = stack.pop_all()
     try:
-        with connected(options.ray_address, insecure=options.insecure) as ray:
-            yield ray
-    except (ValueError, ClusterError) as error:
-        if not str(error).startswith(flag):
-            raise
-        raise type(error)(f"--ray_address{str(error).removeprefix(flag)}") from error
+        yield ray
+    finally:  # in a thread: from a cluster that is gone Ray never comes back, nor when the interpreter ends
+        closing = threading.Thread(target=opened.close, name="ray-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            atexit.unregister(ray.shutdown)

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.signals import Signals
-from roxxel_dist.sweep.early import poor
+from roxxel_dist.sweep.early import bands, poor
 from roxxel_dist.sweep.engine import Engine, UsedUp
-from roxxel_dist.sweep.history import History
+from roxxel_dist.sweep.history import VERSION, History
 from roxxel_dist.sweep.journal import Journal, this_driver
 from roxxel_dist.sweep.options import Ending, Options
-from roxxel_dist.sweep.pool import Pool, Running
+from roxxel_dist.sweep.pool import LOST_S, Pool, Running
 from roxxel_dist.sweep.ray_task import Item
 from roxxel_dist.sweep.space import Params, Sweep
 
@@ -21,6 +21,11 @@ LOOK_S = 0.5
 """How soon a signal is heard."""
 SAY_S = 30.0
 """How long a trial waits for room before a person is told."""
+
+LOST = (
+    f"Ray was lost: the head of its cluster has not answered for {LOST_S:g} s, or it has ended on this machine. All "
+    "results are kept: once Ray is there again the same command goes on, trials from their checkpoints"
+)
 
 
 class Driver:
@@ -44,6 +49,8 @@ class Driver:
         self._history = journal.history
         self._again: deque[tuple[int, int, int]] = deque()
         """(trial, attempt, losses) to be run before any new one."""
+        self._judged = False
+        """That running trials were compared since the start: the driver before may have been killed before it did."""
         self._enough: str | None = None
         """Why no more trials are asked for."""
         self._ending: Ending | None = None
@@ -55,6 +62,8 @@ class Driver:
         while True:
             if self._heed() and self._ending is not None:
                 return self._ending
+            if self._pool.is_lost:
+                return Ending(code=EXIT_PREFLIGHT, reason=LOST)
             self._fill()
             if not self._pool.running:
                 return self._ended()
@@ -73,7 +82,7 @@ class Driver:
             self._engine.recall(trial.number, trial.params, trial.point)
         sweep, options = self._sweep, self._options
         self._note(
-            "study", None, metric=sweep.metric, goal=sweep.goal, method=options.method or sweep.method,
+            "study", None, version=VERSION, metric=sweep.metric, goal=sweep.goal, method=options.method or sweep.method,
             seed=options.seed, driver=this_driver(),
         )  # fmt: skip
         for trial in trials:
@@ -133,17 +142,24 @@ class Driver:
         trial = self._history.trials[one.trial]
         if not _is_number(value):
             self._nan(one, value, f" at step {step}")
-        elif (step, value) not in trial.reports:  # a trial that is run again tells its earlier ones again
+        elif trial.reported(step) != value:  # a trial that is run again tells its earlier ones again
+            before = len(trial.reports)
             self._note("report", one.trial, step=step, value=value)
-            self._stop_poor(step)
+            self._stop_poor(before, len(trial.reports))
 
-    def _stop_poor(self, step: int) -> None:
-        if self._sweep.early_terminate is None:
+    def _stop_poor(self, before: int, now: int) -> None:
+        """Stop trials that are poor, where a trial has come from so many reports to so many.
+
+        Nobody becomes poor but where a trial reaches a band: between two bands limits stay, and best values improve.
+        """
+        rule = self._sweep.early_terminate
+        if rule is None or (self._judged and before < now and now not in bands(rule, now)):
             return
-        values = {trial.number: [value for _, value in trial.reports] for trial in self._history.trials.values()}
+        self._judged = True
+        reports = {trial.number: trial.reports for trial in self._history.trials.values()}
         running = {one.trial: one for one in self._pool.running if one.verdict is None}
-        for number, reason in poor(self._sweep.early_terminate, self._sweep.sign, values, list(running)).items():
-            step, value = self._history.trials[number].reports[-1]
+        for number, reason in poor(rule, self._sweep.sign, reports, list(running)).items():
+            step, value = reports[number][-1]
             self._note("stop", number, step=step, value=value, rule="hyperband", reason=reason)
             self._pool.cancel(running[number], "stop")
 

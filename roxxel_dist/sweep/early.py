@@ -1,6 +1,6 @@
-"""Which running trials are poor enough to be ended: W&B's hyperband, as its own engine decides it.
+"""Which running trials are poor enough to be ended: W&B's hyperband, as its server decides it since 2023.
 
-An iteration is a report, counted from 0. At some iterations (bands) a trial must be among the best `1/eta` of all
+An iteration is a report, counted from 1. At some iterations (bands) a trial must be among the best `1/eta` of all
 that came so far, those that have ended included; it is judged by its best value up to now.
 """
 
@@ -33,46 +33,41 @@ def bands(rule: Mapping[str, Any], longest: int) -> list[int]:
             found = [int(band), *found] if band >= 1 else found
     else:
         band = rule["min_iter"]
-        while len(found) < MOST_BANDS and (not found or band < longest):
+        while len(found) < MOST_BANDS and (not found or band <= longest):
             found.append(int(band))
             band *= eta
     if not found:
         raise ValueError("early_terminate: no iteration is left to judge trials at: raise max_iter or s, or lower eta")
-    return [band for band in found if band < longest]
+    return [band for band in found if band <= longest]
 
 
 def poor(
-    rule: Mapping[str, Any], sign: float, trials: Mapping[int, Sequence[float]], running: Sequence[int]
+    rule: Mapping[str, Any], sign: float, trials: Mapping[int, Sequence[tuple[int, float]]], running: Sequence[int]
 ) -> dict[int, str]:
     """The running trials that should be stopped, each with the reason.
 
     Args:
-        rule: W&B's `early_terminate`. With `strict`, a trial is judged at every band by its value there.
+        rule: W&B's `early_terminate`. With `strict`, a trial is judged by its value at the last band that it reached.
         sign: what a value is multiplied by so that less is better.
-        trials: the reported values of every trial, by number, in their order.
+        trials: the reports (step, value) of every trial, by number, in their order.
         running: the numbers of those that can still be stopped.
     """
-    limits = _limits(rule, sign, trials)
+    eta = rule.get("eta", ETA)
+    levels = bands(rule, max(map(len, trials.values()), default=0))
+    limits: dict[int, float] = {}
     found = {}
     for number in running:
-        values = [sign * value for value in trials[number]]
-        passed = [band for band in limits if band < len(values)]
-        for band in passed if rule.get("strict") else passed[-1:]:
-            value = values[band] if rule.get("strict") else min(values)
-            if value > limits[band]:
-                found[number] = (
-                    f"{sign * value:.6g} after {len(values)} reports; the best 1/{rule.get('eta', ETA):g} of the "
-                    f"trials had {sign * limits[band]:.6g} or better at report {band + 1}"
-                )
-                break
+        reports = trials[number]
+        band = max((level for level in levels if level <= len(reports)), default=None)
+        if band is None:
+            continue
+        if band not in limits:
+            values = sorted(sign * other[band - 1][1] for other in trials.values() if len(other) >= band)
+            limits[band] = values[math.floor(1.0 / eta * len(values))]
+        value = sign * reports[band - 1][1] if rule.get("strict") else min(sign * report for _, report in reports)
+        if value > limits[band]:
+            found[number] = (
+                f"{sign * value:.6g} after {len(reports)} reports; the best 1/{eta:g} of the trials had "
+                f"{sign * limits[band]:.6g} or better at report {band}"
+            )
     return found
-
-
-def _limits(rule: Mapping[str, Any], sign: float, trials: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """The worst value that is good enough, by band."""
-    keep = 1.0 / rule.get("eta", ETA)
-    limits = {}
-    for band in bands(rule, max(map(len, trials.values()), default=0)):
-        values = sorted(sign * one[band] for one in trials.values() if len(one) > band)
-        limits[band] = values[math.floor(keep * len(values))]
-    return limits

@@ -1,13 +1,21 @@
 """What the journal of a study tells: its trials, what they reported, and how they ended."""
 
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 JOURNAL = "journal.jsonl"
+VERSION = 1
+"""Of the journal's form, in its `study` events; those of the first release have none, and are of this one."""
 State = Literal["running", "done", "stopped", "failed"]
+
+
+class NewerError(ValueError):
+    """A journal that a later version has written."""
 
 
 @dataclass(kw_only=True)
@@ -37,6 +45,12 @@ class Trial:
     began: float | None = None
     """Unix seconds, as `ended`."""
     ended: float | None = None
+
+    def reported(self, step: int) -> float | None:
+        """What it has reported for a step; None: nothing."""
+        place = bisect_left(self.reports, (step, -math.inf))
+        found = place < len(self.reports) and self.reports[place][0] == step
+        return self.reports[place][1] if found else None
 
 
 @dataclass(kw_only=True)
@@ -69,9 +83,13 @@ class History:
         return choose(values) if values else None
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Follow one line of the journal. Raises KeyError for one that belongs to nothing before it."""
+        """Follow one line of the journal. Raises KeyError for one that belongs to nothing before it, NewerError."""
         kind = event["event"]
         if kind == "study":
+            if (version := event.get("version", 1)) > VERSION:
+                raise NewerError(
+                    f"its form is version {version}, and this roxxel-dist reads up to {VERSION}: update it"
+                )
             self.metric, self.goal = event["metric"], event["goal"]
             self.method, self.seed = event["method"], event["seed"]
             self.failures_in_row = 0
@@ -139,6 +157,8 @@ def replay(path: Path, data: bytes) -> History:
     for number, event in enumerate(_events(path, data.splitlines()), 1):
         try:
             history.take(event)
+        except NewerError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
         except (KeyError, TypeError) as error:
             raise _damaged(path, number, f"{type(error).__name__}: {error}") from error
     return history

@@ -1,5 +1,6 @@
 """The record of a study: append-only JSON lines, each on the disk before anything is done about it, by one writer."""
 
+import fcntl
 import json
 import math
 import os
@@ -57,7 +58,8 @@ class Journal:
                 self.history: History = replay(path, data)
                 self._size = len(data)
                 os.ftruncate(self._file, self._size)
-                _sync_folder(self._study)
+                for folder in (self._study, self._study.absolute().parent):
+                    _sync_folder(folder)
             except BaseException:
                 os.close(self._file)
                 raise
@@ -107,6 +109,13 @@ class Journal:
                 self._say(f"waiting up to {self._wait_s:g} s for {_holder(self._lock)}, who runs {self._study}")
                 told = True
             time.sleep(0.1)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held already, where there are locks
+        except OSError as error:
+            self._say(
+                f"--study {self._study}: this file system has no locks ({error.strerror}): see to it yourself that "
+                "only one driver runs the study; two would damage its journal"
+            )
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, json.dumps(this_driver()).encode(), 0)
 

@@ -1,8 +1,11 @@
 """The trials that run as Ray tasks: submitted, heard, cancelled, and made to end."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.sweep import ray_task
@@ -12,6 +15,10 @@ GIVE_UP_S = END_S + 10.0
 """After so long a trial should have ended, or its worker have killed it."""
 LISTED = 8
 """Nodes that a message names."""
+GET_S = 0.5
+"""So long a value may take to come here; then signals are looked at, and it is waited for again."""
+ASK_S, LOST_S = 2.0, 30.0
+"""How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
 Verdict = Literal["stop", "drain", "ended"]
 
 
@@ -34,6 +41,8 @@ class Running:
     cancelled: bool = False
     told: bool = False
     """That it waits for room."""
+    value: Any = None
+    """The reference of a value that has not come yet."""
 
 
 class Pool:
@@ -43,13 +52,10 @@ class Pool:
         ray: the module, connected.
         run: the body of a trial.
         resources: of each, as Ray counts them.
-        own: whether Ray has this machine alone, so that nothing can run once it has gone.
     """
 
-    def __init__(
-        self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float], *, own: bool
-    ) -> None:
-        self._ray, self._own = ray, own
+    def __init__(self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float]) -> None:
+        self._ray = ray
         self._run = ray_task.name_of(run)
         self._driver = ray_task.driver()
         self._resources = resources
@@ -57,6 +63,32 @@ class Pool:
             ray_task.body
         )
         self.running: list[Running] = []
+        self._free: Mapping[str, float] = {}
+        self._answered, self._died = time.monotonic(), False
+        self._closed = threading.Event()
+        # In a thread of its own: with a cluster that is gone the call lasts ten minutes, in which no signal is heard.
+        self._asks = threading.Thread(target=self._ask, name="ray-health", daemon=True)
+
+    def __enter__(self) -> "Pool":
+        self._asks.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._asks.join(0.0 if self.is_lost else ASK_S)
+
+    def _ask(self) -> None:
+        """Ask the cluster what is free, again and again."""
+        while not self._closed.wait(ASK_S):
+            with suppress(Exception):  # whatever Ray raises, it is no answer
+                self._free, self._answered = self._ray.available_resources(), time.monotonic()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the cluster has not answered for too long, or this machine's part of it has died."""
+        return self._died or time.monotonic() - self._answered >= LOST_S
 
     def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
         """Start a try; it waits in Ray for room."""
@@ -69,12 +101,14 @@ class Pool:
         Besides what the body yields: {"lost": {"reason"}}, {"broken": {"reason"}}, and {"gone": {}} for a task that
         has ended, the last of it.
         """
-        ready, _ = self._ray.wait([one.stream for one in self.running], num_returns=1, timeout=seconds)
-        heard = [one for one in self.running if any(one.stream is stream for stream in ready)]
+        waited = [one.stream if one.value is None else one.value for one in self.running]
+        ready, _ = self._ray.wait(waited, num_returns=1, timeout=seconds)
+        heard = [one for one, handle in zip(self.running, waited, strict=True) if any(handle is item for item in ready)]
         return [(one, item) for one in heard for item in self._next(one)]
 
     def _next(self, one: Running) -> list[Item]:
         from ray.exceptions import (
+            GetTimeoutError,
             LocalRayletDiedError,
             RayError,
             RayTaskError,
@@ -83,7 +117,14 @@ class Pool:
         )
 
         try:
-            return [self._ray.get(next(one.stream))]
+            one.value = next(one.stream) if one.value is None else one.value
+            item = self._ray.get(one.value, timeout=GET_S)
+            one.value = None
+        except GetTimeoutError:
+            return []  # its node may be gone: it is waited for again, between looks at signals and cluster
+        except LocalRayletDiedError:
+            self._died = True  # nothing more can be run from here, and no trial is to blame
+            return []
         except (StopIteration, TaskCancelledError):
             return [{"gone": {}}]
         except (RayTaskError, RuntimeEnvSetupError) as error:
@@ -91,9 +132,8 @@ class Pool:
             return [{"broken": {"reason": f"{why}: is roxxel-dist installed on its node?"}}, {"gone": {}}]
         except RayError as error:
             why = " ".join(str(error).split()).partition(". ")[0]
-            if self._own and isinstance(error, LocalRayletDiedError):
-                return [{"broken": {"reason": f"Ray has ended on this machine ({why})"}}, {"gone": {}}]
             return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
+        return [item]
 
     def cancel(self, one: Running, verdict: Verdict) -> None:
         """Tell a try to end: its body sees KeyboardInterrupt, and is killed where that does not help."""
@@ -121,7 +161,7 @@ class Pool:
             return None
         for one in new:
             one.told = True
-        wanted, free = self._resources, self._ray.available_resources()
+        wanted, free = self._resources, self._free
         return (
             f"trial {', '.join(str(one.trial) for one in new)} waits for room in Ray: needed {amounts(wanted, wanted)} "
             f"on one node; free now, together: {amounts(free, wanted)}"

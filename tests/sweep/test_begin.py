@@ -1,8 +1,11 @@
+import os
+import re
+
 import pytest
 from sweep_desk import write_sweep
 
 from roxxel_dist.config import Config
-from roxxel_dist.sweep.begin import SERVER, base_file, leader, recorded, write_down
+from roxxel_dist.sweep.begin import SERVER, base_file, leader, look, recorded, write_down
 
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 
@@ -43,3 +46,33 @@ def test_a_start_that_was_killed_before_the_study_was_there_decides_nothing(begu
     assert recorded(study, SERVER) is None
     assert leader(study, None) is None
     assert leader(study, "e/p/b") == "e/p/b"
+
+
+def test_a_study_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(file):
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_sweep(tmp_path, SWEEP)
+    (tmp_path / "more.yaml").write_text("resources: {CPU: 1}\n")
+    study = tmp_path / "study"
+    write_down(study, str(tmp_path / "sweep.yaml"), str(tmp_path / "more.yaml"), Config(), {SERVER: None})
+    names = [re.sub(r"\.\d+\.tmp$", "", path).removeprefix(str(tmp_path)) for path in synced]
+    assert names[-3:] == ["/study/.study.yaml", "/study", ""]
+    assert {"/study/config.yaml", "/study/.extras.yaml"} <= set(names[:-3])
+    assert sorted(path.name for path in study.iterdir()) == ["config.yaml", "extras.yaml", "study.yaml"]
+
+
+def test_what_a_killed_start_has_left_is_no_hindrance(tmp_path):
+    write_sweep(tmp_path, SWEEP)
+    study = tmp_path / "study"
+    study.mkdir()
+    for name in ("config.yaml", "config.yaml.tmp", ".study.yaml.77.tmp", ".extras.yaml.77.tmp", ".lock"):
+        (study / name).touch()
+    look(study, str(tmp_path / "sweep.yaml"), None, Config(), None)
+    (study / "notes.txt").touch()
+    with pytest.raises(ValueError, match="no study: name another folder"):
+        look(study, str(tmp_path / "sweep.yaml"), None, Config(), None)

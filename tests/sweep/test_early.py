@@ -1,16 +1,22 @@
 import pytest
 
-from roxxel_dist.sweep.early import bands, poor
+from roxxel_dist.sweep import early
+from roxxel_dist.sweep.early import bands
 
 BY_MAX = {"type": "hyperband", "max_iter": 5, "eta": 2, "s": 2}
+
+
+def poor(rule, sign, values, running):
+    trials = {number: list(enumerate(reported, 1)) for number, reported in values.items()}
+    return early.poor(rule, sign, trials, running)
 
 
 @pytest.mark.parametrize(
     ("rule", "longest", "expected"),
     [
         (BY_MAX, 9, [1, 2]),
-        (BY_MAX, 2, [1]),
-        (BY_MAX, 1, []),
+        (BY_MAX, 2, [1, 2]),
+        (BY_MAX, 1, [1]),
         ({"max_iter": 27, "s": 2}, 99, [3, 9]),
         ({"max_iter": 27, "s": 9}, 99, [1, 3, 9]),
         ({"min_iter": 3}, 100, [3, 9, 27, 81]),
@@ -31,24 +37,29 @@ def test_a_rule_without_bands_is_an_error():
 
 def test_the_example_of_wandbs_engine():
     trials = {0: [10, 9], 1: [10, 10], 2: [10, 8, 8], 3: [10, 7, 7], 4: [10, 6, 6]}
-    assert list(poor(BY_MAX, 1.0, trials, [1, 2, 3])) == [1, 2]
+    assert list(poor(BY_MAX, 1.0, trials, [1, 2, 3])) == [1]
 
 
 def test_a_goal_of_more_is_the_same_with_the_sign_turned():
     trials = {0: [-10, -9], 1: [-10, -10], 2: [-10, -8, -8], 3: [-10, -7, -7], 4: [-10, -6, -6]}
     found = poor(BY_MAX, -1.0, trials, [1, 2, 3])
-    assert list(found) == [1, 2]
-    assert found[1] == "-10 after 2 reports; the best 1/2 of the trials had -8 or better at report 2"
+    assert found == {1: "-10 after 2 reports; the best 1/2 of the trials had -8 or better at report 2"}
 
 
-def test_nobody_is_stopped_alone_or_before_the_first_band():
+def test_the_report_of_the_band_is_judged_and_not_the_one_after_it():
     assert poor({"min_iter": 3}, 1.0, {0: [9.0] * 20}, [0]) == {}
-    assert poor({"min_iter": 3}, 1.0, {0: [1.0] * 20, 1: [9.0] * 3}, [0, 1]) == {}
-    assert list(poor({"min_iter": 3}, 1.0, {0: [1.0] * 20, 1: [9.0] * 4}, [0, 1])) == [1]
+    assert poor({"min_iter": 3}, 1.0, {0: [1.0] * 20, 1: [9.0] * 2}, [0, 1]) == {}
+    assert list(poor({"min_iter": 3}, 1.0, {0: [1.0] * 20, 1: [9.0] * 3}, [0, 1])) == [1]
 
 
 def test_the_best_value_so_far_counts_unless_strict():
-    trials = {0: [1.0, 1.0, 1.0], 1: [5.0, 5.0, 0.5]}
+    trials = {0: [1.0, 1.0, 1.0], 1: [5.0, 0.5, 5.0]}
     rule = {"min_iter": 1}
     assert poor(rule, 1.0, trials, [1]) == {}
     assert list(poor({**rule, "strict": True}, 1.0, trials, [1])) == [1]
+
+
+def test_strict_judges_at_the_last_band_alone():
+    trials = {0: [1.0, 1.0], 1: [5.0, 0.5], 2: [5.0, 5.0]}
+    rule = {"min_iter": 1, "eta": 2, "strict": True}
+    assert list(poor(rule, 1.0, trials, [0, 1, 2])) == [2]

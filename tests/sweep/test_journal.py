@@ -1,6 +1,8 @@
+import errno
 import json
 import math
 import multiprocessing
+import os
 import time
 
 import pytest
@@ -117,6 +119,27 @@ def test_damage_before_the_end_is_an_error(tmp_path, line, said):
         Journal(tmp_path, quiet).__enter__()
     with Journal(tmp_path / "other", quiet):  # neither has left a lock behind
         pass
+
+
+def test_a_journal_of_a_later_version_is_named_and_of_the_first_read(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(json.dumps({**STUDY, "time": 1.0}) + "\n")
+    assert read_history(tmp_path).metric == "val_loss"
+    path.write_text(path.read_text() + json.dumps({**STUDY, "time": 2.0, "version": 2}) + "\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl, line 2: its form is version 2, and .* reads up to 1"):
+        read_history(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)  # as Lustre without `-o flock`
+    said = []
+    with Journal(tmp_path, said.append) as journal:
+        journal.append(STUDY)
+    assert len(said) == 1
+    assert "this file system has no locks (No locks available)" in said[0]
 
 
 def test_a_folder_without_a_journal_is_no_study(tmp_path):
