@@ -1,12 +1,12 @@
 """The folder of a study as it is made, and taken up again."""
 
 import difflib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.data.commit import make_folder, write_file
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.sweep.history import JOURNAL
 from roxxel_dist.sweep.space import Sweep, read_sweep
@@ -108,14 +108,11 @@ def write_down(
     """
     if (study / DEFINITION).is_file() or sweep_config is None:
         return False
-    study.mkdir(parents=True, exist_ok=True)
+    make_folder(study)
     config.save_yaml(study / BASE, told)
     if extras is not None:
-        shutil.copyfile(extras, study / EXTRAS)
-    # The last: where it is, all is.
-    temporary = study / f".{DEFINITION}.tmp"
-    shutil.copyfile(sweep_config, temporary)
-    temporary.replace(study / DEFINITION)
+        write_file(study / EXTRAS, Path(extras).read_bytes())
+    write_file(study / DEFINITION, Path(sweep_config).read_bytes())  # the last: where it is, all is
     return True
 
 

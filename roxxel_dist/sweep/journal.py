@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from roxxel_dist.data.commit import make_folder, sync_folder
 from roxxel_dist.run_directory import take_lock
 from roxxel_dist.sweep.history import JOURNAL, History, Trial, read_history, replay, whole
 
@@ -43,7 +44,7 @@ class Journal:
         """
         path = self._study / JOURNAL
         try:
-            self._study.mkdir(parents=True, exist_ok=True)
+            make_folder(self._study)
             self._lock = os.open(self._study / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ValueError(
@@ -58,8 +59,7 @@ class Journal:
                 self.history: History = replay(path, data)
                 self._size = len(data)
                 os.ftruncate(self._file, self._size)
-                for folder in (self._study, self._study.absolute().parent):
-                    _sync_folder(folder)
+                sync_folder(self._study)
             except BaseException:
                 os.close(self._file)
                 raise
@@ -147,13 +147,3 @@ def _holder(lock: int) -> str:
         return f"the driver with pid {found['pid']} on host {found['host']}"
     except (ValueError, KeyError, TypeError):
         return "another driver"
-
-
-def _sync_folder(path: Path) -> None:
-    """A new file is there after a power cut only when its folder is on the disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems do not know it
-            os.fsync(folder)
-    finally:
-        os.close(folder)
