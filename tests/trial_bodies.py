@@ -79,7 +79,7 @@ def curve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Each reports after the one before it was heard: of three that are judged together, the second is good enough.
     """
     yield _start()
-    folder, before = Path(task["folder"]), f'"trial": {task["trial"] - 1}, "step": 3'
+    folder, before = Path(task["folder"]), f'"trial": {task["trial"] - 1}, "step": 2'
     while task["trial"] > 0 and before not in (folder / "journal.jsonl").read_text():
         time.sleep(0.02)
     try:

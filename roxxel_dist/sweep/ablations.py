@@ -77,15 +77,17 @@ def _curves(study: Study, name: str, groups: dict[str, list[Run]], picture: Path
 
 
 def _memory(found: Sequence[tuple[Run, float]], picture: Path) -> Path:
-    """Peak memory over the parameters, dense models against mixtures of experts."""
+    """Peak memory over the parameters; dense models against mixtures of experts, where there are both."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    for label, is_moe, colour in (("dense", False, "#4f86c6"), ("mixture of experts", True, "#d9822b")):
+    kinds = {bool(run.fields.get(MOE)) for run, _ in found}
+    for name, is_moe, colour in (("dense", False, "#4f86c6"), ("mixture of experts", True, "#d9822b")):
         those = [(run, used) for run, used in found if bool(run.fields.get(MOE)) is is_moe]
         if those:
+            label = name if len(kinds) == 2 else "all trials"
             middle_of = statistics.median(used for _, used in those)
             axes.scatter([(run.parameters or 0) / 1e6 for run, _ in those], [used for _, used in those], color=colour,
                          s=26, label=f"{label}: median {middle_of:.3g} GB of {len(those)}")  # fmt: skip

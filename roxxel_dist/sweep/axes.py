@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roxxel_dist.sweep.distributions import Distribution
 from roxxel_dist.sweep.study import flat, short
 
 MANY = 12
@@ -28,14 +29,16 @@ class Axis:
         return float(self.names.index(short(value))) if short(value) in self.names else None
 
 
-def axis(name: str, values: Sequence[Any]) -> Axis:
-    """The axis on which these values lie."""
+def axis(name: str, values: Sequence[Any], distribution: Distribution | None = None) -> Axis:
+    """The axis on which these values lie; of a parameter with endless values one of numbers, however few were tried."""
     known = [value for value in values if value is not None]
     distinct = {short(value): value for value in known}
     numeric = bool(known) and all(map(_is_number, known))
-    if numeric and len(distinct) > MANY:
+    endless = distribution is not None and distribution.choices is None
+    if numeric and (endless or len(distinct) > MANY):
         least, most = min(known), max(known)
-        return Axis(name=name, names=None, is_log=least > 0 and most / least >= SPREAD)
+        is_log = distribution is not None and "log" in distribution.name
+        return Axis(name=name, names=None, is_log=least > 0 and (is_log or most / least >= SPREAD))
     ordered = sorted(distinct, key=distinct.__getitem__) if numeric else sorted(distinct)
     return Axis(name=name, names=tuple(ordered), is_log=False)
 

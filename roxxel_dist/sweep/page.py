@@ -27,7 +27,7 @@ TITLES = {
     "parallel": "All trials over all parameters",
     "slices": "The metric over each parameter",
     "importance": "Which parameters matter",
-    "memory": "Memory: dense against mixture of experts",
+    "memory": "Peak memory",
 }
 
 
@@ -64,7 +64,7 @@ def _table(study: Study) -> str:
     for one in trials:
         params = flat(one.params)
         cells = [
-            str(one.number),
+            f"{one.number} ★ best" if order.get(one.number) == 0 else str(one.number),
             "" if one.value is None else f"{one.value:.6g}",
             STATES[one.state],
             "" if one.seconds is None else f"{one.seconds / 60:.1f}",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.sweep.axes import Axis, axis, column
+from roxxel_dist.sweep.distributions import Distribution
 from roxxel_dist.sweep.importance import importances
 from roxxel_dist.sweep.report import STATES, varied
 from roxxel_dist.sweep.study import Study
@@ -13,6 +14,8 @@ from roxxel_dist.sweep.study import Study
 COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "failed": "#c8423b"}
 MAP = ("viridis", "viridis_r")
 """Of colours: where less is better, and where more is; good ones are dark."""
+STAR: dict[str, Any] = {"marker": "*", "color": "#e63946", "edgecolors": "#222222", "linewidths": 0.6}
+"""The best trial, in every picture."""
 WIDE = 16
 """Axes that parallel coordinates show at most: the most important ones."""
 
@@ -70,6 +73,8 @@ def _best_so_far(study: Study, axes: Any) -> None:
     if failed := [one.number for one in trials if one.state == "failed"]:
         height = max(study.sweep.sign * float(one.value or 0.0) for one in told) * study.sweep.sign
         axes.scatter(failed, [height] * len(failed), marker="x", color=COLOURS["failed"], label="failed (at the worst)")
+    first = study.done[0]
+    axes.scatter(first.number, float(first.value or 0.0), s=160, zorder=4, label=f"best: trial {first.number}", **STAR)
     axes.set(xlabel="trial", ylabel=study.sweep.metric)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
@@ -80,6 +85,11 @@ def _importance(weights: dict[str, float], axes: Any) -> None:
     axes.barh([name for name, _ in ordered], [100 * share for _, share in ordered], color="#4f86c6")
     axes.set(xlabel="share of the spread of the metric (total Sobol' index), %")
     axes.grid(axis="x", alpha=0.25)
+
+
+def _distributions(study: Study) -> dict[str, Distribution]:
+    """Of each parameter of the space."""
+    return {one.name: one.distribution for one in study.sweep.space.parameters}
 
 
 def _colours(study: Study) -> tuple[Any, list[float]]:
@@ -104,13 +114,18 @@ def _parallel(study: Study, names: Sequence[str], picture: Path) -> Path:
     scale = colormaps[MAP[study.sweep.sign < 0]]
     trials = list(reversed(study.done))
     columns = {name: column([one.params for one in trials], name) for name in names} | {study.sweep.metric: values}
-    axes_of = [axis(name, found) for name, found in columns.items()]
+    kinds = _distributions(study)
+    axes_of = [axis(name, found, kinds.get(name)) for name, found in columns.items()]
     heights = [_heights(one, columns[one.name]) for one in axes_of]
     figure = Figure(figsize=(max(7.0, 1.15 * len(axes_of)), 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for number, value in enumerate(values):
         points = [(x, found[number]) for x, found in enumerate(heights) if found[number] is not None]
         axes.plot(*zip(*points, strict=True), color=scale(norm(value)), lw=1.2, alpha=0.75)
+        if number == len(values) - 1:
+            label = f"best: trial {trials[number].number}"
+            axes.plot(*zip(*points, strict=True), color=STAR["color"], lw=2.6, marker="*", ms=9, label=label)
+            axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0))
     for x, one in enumerate(axes_of):
         axes.axvline(x, color="#444444", lw=0.8)
         for label, height in _ticks(one, columns[one.name]):
@@ -152,15 +167,17 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
     wide = min(4, len(names))
     tall = math.ceil(len(names) / wide)
     figure = Figure(figsize=(3.2 * wide, 2.6 * tall), dpi=110, layout="constrained")
-    trials = study.done
+    trials, kinds = study.done, _distributions(study)
     for number, name in enumerate(names):
         axes = figure.add_subplot(tall, wide, number + 1)
         values = column([one.params for one in trials], name)
-        found = axis(name, values)
+        found = axis(name, values, kinds.get(name))
         places = [found.place(value) for value in values]
         shown = [(x, one.value, one.number) for x, one in zip(places, trials, strict=True) if x is not None]
         axes.scatter(*zip(*((x, y) for x, y, _ in shown), strict=True), c=[n for *_, n in shown], cmap="Blues", s=16,
                      edgecolors="#444444", linewidths=0.3)  # fmt: skip
+        if places[0] is not None:
+            axes.scatter(*shown[0][:2], s=70, zorder=3, **STAR)
         if found.is_log:
             axes.set_xscale("log")
         if found.names is not None:
@@ -170,6 +187,6 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.25)
     figure.supylabel(study.sweep.metric, fontsize=9)
-    figure.suptitle("a point a trial: the darker, the later", fontsize=9)
+    figure.suptitle("a point a trial: the darker, the later; the star is the best", fontsize=9)
     FigureCanvasAgg(figure).print_png(str(picture))
     return picture

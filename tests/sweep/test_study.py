@@ -10,8 +10,9 @@ from made_study import SWEEP, loss, made_study
 
 from roxxel_dist.config import Config
 from roxxel_dist.sweep import gp
-from roxxel_dist.sweep.ablations import middle
+from roxxel_dist.sweep.ablations import draw_ablations, middle
 from roxxel_dist.sweep.axes import axis
+from roxxel_dist.sweep.distributions import distribution
 from roxxel_dist.sweep.engine import make
 from roxxel_dist.sweep.history import History, Trial
 from roxxel_dist.sweep.importance import importances
@@ -209,3 +210,42 @@ def test_the_live_table(study):
     assert "23 of 30 trials" in text
     assert f"best val_loss {study.done[0].value:.6g}: trial {study.done[0].number}" in text
     assert re.search(r"^23 .* 5 ", text, re.MULTILINE)  # the running one, at its last step
+
+
+def test_a_logarithmic_parameter_has_a_logarithmic_axis_however_few_trials_there_are():
+    spec = {"distribution": "log_uniform_values", "min": 0.001, "max": 0.01}
+    found = axis("lr", [0.002, 0.001, 0.004], distribution(spec))
+    assert (found.names, found.is_log) == (None, True)
+    assert axis("x", [1.0, 2.0], distribution({"min": 0.0, "max": 9.0})).is_log is False
+    assert axis("dim", [32, 64], distribution({"values": [32, 64]})).names == ("32", "64")
+
+
+@pytest.fixture
+def labels(monkeypatch):
+    """What the legends of pictures say."""
+    from matplotlib.axes import Axes
+
+    found, legend = [], Axes.legend
+
+    def noted(axes, *words, **more):
+        found.extend(axes.get_legend_handles_labels()[1])
+        return legend(axes, *words, **more)
+
+    monkeypatch.setattr(Axes, "legend", noted)
+    return found
+
+
+def test_dense_against_experts_only_where_there_are_both(study, tmp_path, labels):
+    draw_ablations(study, tmp_path)
+    assert any(label.startswith("dense: median") for label in labels)
+    assert any(label.startswith("mixture of experts: median") for label in labels)
+    labels.clear()
+    alone = read_study(made_study(tmp_path, 6, parameters={**SWEEP["parameters"], "use_moe": {"value": False}}))
+    draw_ablations(alone, tmp_path)
+    assert not any("dense" in label or "experts" in label for label in labels)
+
+
+def test_the_best_trial_is_marked(study, tmp_path, labels):
+    page, _ = write_report(study, tmp_path / "report")
+    assert labels.count(f"best: trial {study.done[0].number}") == 2  # best so far, and all trials over all parameters
+    assert page.read_text().count("★ best") == 1
