@@ -1,19 +1,23 @@
 """The folder of a study as it is made, and taken up again."""
 
 import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.commit import make_folder, write_file
 from roxxel_dist.data.locate import check_local
+from roxxel_dist.run_directory import take_lock
 from roxxel_dist.sweep.history import JOURNAL
+from roxxel_dist.sweep.journal import LOCK
 from roxxel_dist.sweep.space import Sweep, read_sweep
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS
 
 DATA_PATH, DIRECTORY, SERVER = "data_path", "directory", "wandb_sweep"
-MINE = {BASE, EXTRAS, ".lock"}
+MINE = {BASE, EXTRAS, LOCK}
 """What a start may have left that was killed before the study was there."""
 
 
@@ -116,10 +120,25 @@ def write_down(
     return True
 
 
-def take_back(study: Path) -> None:
-    """Undo `write_down` for a study whose first start was refused: what was wrong may stand in these files."""
-    for name in (DEFINITION, EXTRAS, BASE, JOURNAL):  # not the lock: somebody may wait for it
+def take_back(study: Path, made: Sequence[Path]) -> None:
+    """Undo `write_down` for a study whose first start was refused: what was wrong may stand in these files.
+
+    Args:
+        study: the folder.
+        made: the folders that there were not before, the innermost first.
+    """
+    for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
         (study / name).unlink(missing_ok=True)
+    with suppress(OSError):  # a folder that holds something of somebody else stays
+        lock = os.open(study / LOCK, os.O_RDWR)
+        try:
+            if not take_lock(lock):
+                return  # somebody waited for it, and begins
+            (study / LOCK).unlink()
+        finally:
+            os.close(lock)
+        for folder in made:
+            folder.rmdir()
 
 
 def _compare(mine: Path, theirs: Path, flag: str) -> None:

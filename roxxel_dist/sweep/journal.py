@@ -96,10 +96,23 @@ class Journal:
         for event in timed:
             self.history.take(event)
 
+    def _has_lock(self) -> bool:
+        """Take the lock; false where another has it, or took the file away (a first start that was refused)."""
+        if not take_lock(self._lock):
+            return False
+        path = self._study / LOCK
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(self._lock)):
+                return True
+        make_folder(self._study)
+        os.close(self._lock)
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        return False
+
     def _claim(self) -> None:
         end = time.monotonic() + self._wait_s
         told = False
-        while not take_lock(self._lock):
+        while not self._has_lock():
             if time.monotonic() >= end:
                 raise ValueError(
                     f"--study {self._study}: {_holder(self._lock)} runs this study, and did not end within "

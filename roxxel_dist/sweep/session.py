@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
@@ -17,14 +18,20 @@ from roxxel_dist.sweep.forecast import Plan, forecast, trials
 from roxxel_dist.sweep.history import History, read_history
 from roxxel_dist.sweep.led import Led
 from roxxel_dist.sweep.page import write_report
+from roxxel_dist.sweep.place import nearest
 from roxxel_dist.sweep.program import command_of
 from roxxel_dist.sweep.report import table
 from roxxel_dist.sweep.screen import Screen
 from roxxel_dist.sweep.space import Params
 from roxxel_dist.sweep.study import CORPUS, LOGS, REPORT, TRIALS, is_study, read_study
-from roxxel_dist.sweep.trial_config import config_of
+from roxxel_dist.sweep.trial_config import config_of, flat
 from roxxel_dist.sweep.wanted import Wanted
 
+LOGGED = (
+    "val_loss", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s", "tokens",
+    "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
+)  # fmt: skip
+"""What a training logs; besides, with `/`, losses by data set."""
 MANY = 200
 """Trials whose pictures take seconds."""
 
@@ -56,6 +63,7 @@ class Session:
         self._definition = {} if sweep_config is None else load_yaml(sweep_config)
         self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
         self._is_new = False
+        self._made: list[Path] = []
         self._base = config.to_dict()
         # Programs and models of one's own are found from where the study began, wherever it is taken up.
         began = recorded(wanted.study, DIRECTORY)
@@ -68,6 +76,7 @@ class Session:
             (one for one in (wanted.count, self._sweep.run_cap, self._grid()) if one is not None), default=None
         )
         self._check_names()
+        self._check_metric()
         self._engine: Engine = Led() if self._server is not None else self._make()
 
     def _check_names(self) -> None:
@@ -75,6 +84,14 @@ class Session:
         for name in () if self._program else sorted(self._swept):
             if name not in field_types() and name not in SECTIONS:
                 raise ValueError(f"parameters: {unknown(name, list(field_types()), 'field')}")
+
+    def _check_metric(self) -> None:
+        """Raises ValueError for a metric that no training has; a loss or a model of one's own may have any."""
+        base, metric = flat(self._base), self._sweep.metric
+        own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & self._swept)
+        if self._program or self._server is not None or own or metric in LOGGED or "/" in metric:
+            return
+        raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
 
     def _check_data(self, path: Any) -> None:
         """Raises ValueError where there is no data: every trial would fail."""
@@ -148,6 +165,8 @@ class Session:
             from roxxel_dist.sweep.wandb_agent import create_or_join
 
             self._server = create_or_join(self._definition, self._wanted.wandb_project)
+        folder = self._wanted.study.absolute()
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         self._is_new = self._write_down({DATA_PATH: self._data, DIRECTORY: self._directory, SERVER: self._server})
 
     def run(self) -> int:
@@ -166,14 +185,19 @@ class Session:
                 with usage_errors():
                     ending = self._search(screen)
             except ClusterError as problem:
+                self._take_back()
                 screen.say(str(problem))
                 return EXIT_PREFLIGHT
             except UsageError:
-                if self._is_new and self._server is None and not self._plan().history.trials:
-                    take_back(wanted.study)
+                self._take_back()
                 raise
         self._tell(ending.reason)
         return ending.code
+
+    def _take_back(self) -> None:
+        """Leave nothing of a first start in which nothing ran."""
+        if self._is_new and self._server is None and not self._plan().history.trials:
+            take_back(self._wanted.study, self._made)
 
     def _search(self, screen: Screen) -> Any:
         from roxxel_dist.sweep.controller import Options, run_sweep

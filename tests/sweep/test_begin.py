@@ -1,3 +1,4 @@
+import fcntl
 import os
 import re
 
@@ -5,7 +6,9 @@ import pytest
 from sweep_desk import write_sweep
 
 from roxxel_dist.config import Config
-from roxxel_dist.sweep.begin import SERVER, base_file, leader, look, recorded, write_down
+from roxxel_dist.run_directory import is_held
+from roxxel_dist.sweep.begin import SERVER, base_file, leader, look, recorded, take_back, write_down
+from roxxel_dist.sweep.journal import Journal
 
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 
@@ -83,3 +86,32 @@ def test_what_a_killed_start_has_left_is_no_hindrance(tmp_path):
     (study / "notes.txt").touch()
     with pytest.raises(ValueError, match="no study: name another folder"):
         look(study, str(tmp_path / "sweep.yaml"), None, Config(), None)
+
+
+def test_what_is_taken_back_leaves_the_folders_of_others(begun, tmp_path):
+    study = begun(None)
+    with Journal(study, pytest.fail):
+        take_back(study, [study, tmp_path])  # somebody holds the lock
+        assert study.exists()
+    take_back(study, [study, tmp_path])
+    assert not study.exists()
+    assert (tmp_path / "sweep.yaml").exists()
+
+
+def test_who_waits_for_a_study_that_is_taken_back_has_it_after_that(begun):
+    study = begun(None)
+    said = []
+
+    def take_it_back(line):
+        said.append(line)
+        os.close(lock)
+        take_back(study, [study])
+        assert not study.exists()
+
+    lock = os.open(study / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with Journal(study, take_it_back) as journal:
+        journal.append({"event": "study", "metric": "a", "goal": "minimize", "method": "random", "seed": 1})
+        assert is_held(study)
+    assert len(said) == 1
+    assert (study / "journal.jsonl").exists()

@@ -145,12 +145,20 @@ def test_slips_leave_nothing_behind(desk, options, said):
     assert sorted(desk.rglob("*")) == before
 
 
+def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk):
+    before = sorted(desk.rglob("*"))
+    done = run(*WORDS, "--count", 1, "--ray_address", "127.0.0.1:9", cwd=desk)
+    assert done.returncode == 69, done.stderr
+    assert "no head of a Ray cluster answers there" in done.stderr
+    assert sorted(desk.rglob("*")) == before
+
+
 def test_a_first_start_that_was_refused_can_be_mended(desk):
     (desk / "more.yaml").write_text("resources: {none_such: 1}")
     refused = run(*WORDS, "--extras", "more.yaml", "--count", 1, cwd=desk)
     assert refused.returncode == 2, refused.stderr
     assert "0 none_such" in refused.stderr
-    assert {path.name for path in (desk / "studies" / "small").iterdir()} == {".lock"}
+    assert not (desk / "studies").exists()
     (desk / "more.yaml").write_text("resources: {CPU: 1}")
     looked = run(*WORDS, "--extras", "more.yaml", "--count", 1, "--dry_run", "--procs_per_host", 2, cwd=desk)
     assert looked.returncode == 0, looked.stderr
@@ -165,6 +173,7 @@ def test_a_first_start_that_was_refused_can_be_mended(desk):
         ({"method": "grid"}, "a grid needs values that can be counted"),
         ({"program": "mine.py"}, "program: mine.py is not there"),
         ({"method": "tpe"}, "--method has others"),
+        ({"metric": {"name": "vall_loss"}}, "no training logs 'vall_loss': did you mean 'val_loss'?"),
     ],
 )
 def test_slips_in_the_file(desk, change, said):
