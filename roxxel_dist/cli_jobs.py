@@ -23,25 +23,22 @@ SLACK_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Here:
-    """What all of them understand."""
-
-    here: Switch = False
-    """Ask no other host: the job's controller runs on this machine."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run(_Here):
+class _Run:
     run: tyro.conf.Positional[str] = ""
     """A run id, the beginning of one, or a run directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PsArgs(_Here):
-    """List the jobs that this user launched from this machine; `lost` are those whose launcher was killed."""
+class PsArgs:
+    """List the jobs that this user launched from this machine; `lost` are those whose launcher was killed.
+
+    Of a job whose launcher is on another machine, the state is as old as is said.
+    """
 
     all: Switch = False
-    """Also those that have ended; they are remembered for a week."""
+    """Also those that have ended or were lost more than a day ago; they are remembered for a week."""
+    prune: Switch = False
+    """Forget all that have ended or were lost, and those on other machines that were not heard of for a day."""
     json: Switch = False
     """Print a JSON list."""
 
@@ -52,19 +49,23 @@ def ps(words: list[str]) -> int:
     with usage_errors():
         from roxxel_dist.launcher import registry
 
+        if args.prune:
+            gone = registry.forget(time.time())
+            _say(f"{len(gone)} jobs forgotten" + (f": {', '.join(entry.run_id for entry in gone)}" if gone else ""))
         found = registry.entries()
-        away = [entry for entry in found if _is_away(entry, args.here) and not entry.is_over]
-        if away:
-            from roxxel_dist.launcher.remote import refresh
-
-            for problem in refresh(away):
-                _say(problem)
-            found = registry.entries()
-    shown = [entry for entry in found if args.all or entry.state != "ended"]
+    recent = time.time() - registry.FORGOTTEN_S
+    shown = [
+        entry for entry in found
+        if args.all or not entry.is_over or (entry.state == "lost" and entry.updated > recent)
+    ]  # fmt: skip
     if args.json:
         import json
 
-        print(json.dumps([dataclasses.asdict(entry) for entry in shown], indent=2))
+        values = [
+            dataclasses.asdict(entry) | ({} if entry.is_known else {"state": "unknown"})
+            for entry in shown
+        ]  # fmt: skip
+        print(json.dumps(values, indent=2))
     elif shown:
         print(*_table(shown), sep="\n")
     else:
@@ -83,6 +84,7 @@ def _table(entries: "Sequence[Entry]") -> list[str]:
 
 def _row(entry: "Entry") -> tuple[str, ...]:
     state = f"ended {entry.code}" if entry.state == "ended" else entry.state
+    state += "" if entry.is_known else f" {_age(time.time() - entry.updated)} ago"
     step = str(entry.step) if entry.step else "-"
     host = entry.controller.host + (f" +{len(entry.hosts) - 1}" if len(entry.hosts) > 1 else "")
     since = _clock(entry.begun)
@@ -116,12 +118,7 @@ def logs(words: list[str]) -> int:
     with usage_errors():
         if args.lines < 0:
             raise ValueError(f"--lines {args.lines}: must be 0 or more")
-        entry = _find(args.run, args.here)
-        if _is_away(entry, args.here) and not _shares_files(entry):
-            from roxxel_dist.launcher.remote import relay
-
-            which = ["--launcher"] if args.launcher else ["--rank", str(args.rank)]
-            return relay(entry, "logs", *which, "--lines", str(args.lines), *["--follow"] * args.follow)
+        entry = _find(args.run, "logs")
         log = _log(entry, None if args.launcher else args.rank)
         if not log.exists() and (entry.is_over or not args.follow):
             _say_over(entry)
@@ -158,6 +155,9 @@ def _show(entry: "Entry", log: "Path", lines: int, *, follow: bool) -> "Entry":
     from roxxel_dist.launcher.follow import follow as go_on
 
     path, source = registry.path_of(entry), RunLines(log, entry.run_id)
+    if follow and not entry.is_known:
+        where = f"the launcher of run {entry.run_id} runs on {entry.controller.host}"
+        _say(f"{where}: its end is seen from here, but not that it was killed; Ctrl-C ends this command alone")
     show(source.last(lines))
     return (go_on(source, lambda: registry.read(path)) if follow else registry.read(path)) or entry
 
@@ -174,15 +174,11 @@ def attach(words: list[str]) -> int:
     """Follow a job to its end."""
     args = parse(AttachArgs, words, "attach")
     with usage_errors():
-        entry = _find(args.run, args.here)
+        entry = _find(args.run, "attach")
         try:
-            if _is_away(entry, args.here) and not _shares_files(entry):
-                from roxxel_dist.launcher.remote import relay
-
-                return relay(entry, "attach")
             entry = _show(entry, _log(entry, None if entry.detached else 0), LINES, follow=True)
         except KeyboardInterrupt:
-            _say(f"run {entry.run_id} goes on; `roxxel-dist stop {entry.run_id}` ends it")
+            _say(f"run {entry.run_id} goes on; `{entry.line('stop')}` ends it")
             raise
     _say_over(entry)
     return EXIT_FAILED if entry.code is None else entry.code
@@ -202,25 +198,7 @@ def stop(words: list[str]) -> int:
     """Have a job save and leave."""
     args = parse(StopArgs, words, "stop")
     with usage_errors():
-        entry = _find(args.run, args.here)
-        if _shares_files(entry) and not args.here and entry.via is not None:
-            from roxxel_dist.launcher.slurm_job import end_for_good
-
-            if end_for_good(entry.via["job_id"]):
-                _say(f"run {entry.run_id} waited to be started again by SLURM (job {entry.via['job_id']}): cancelled")
-                return 0
-        if _is_away(entry, args.here) and not (entry.is_over and _shares_files(entry)):
-            from roxxel_dist.launcher import registry
-            from roxxel_dist.launcher.remote import relay
-
-            timeout = [] if args.timeout is None else ["--timeout", str(args.timeout)]
-            code = relay(entry, "stop", *["--kill"] * args.kill, *timeout)
-            now = registry.read(registry.path_of(entry))
-            if not _shares_files(entry) or now is None or not now.is_over:
-                return code
-            # With its job SLURM has ended the step in which this was asked, perhaps before it could answer.
-            _say_over(now)
-            return 0 if now.code in ORDERLY else EXIT_FAILED
+        entry = _find(args.run, "stop")
         from roxxel_dist.launcher.stop import stop as ask
 
         limit = entry.grace + SLACK_S if args.timeout is None else args.timeout
@@ -236,25 +214,28 @@ def stop(words: list[str]) -> int:
     return 0 if entry.code in ORDERLY else EXIT_FAILED
 
 
-def _find(name: str, here: bool) -> "Entry":
-    """The job meant. Raises ValueError where there is none, or where it can only be asked on another machine."""
+def _find(name: str, command: str) -> "Entry":
+    """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
     from roxxel_dist.launcher.find import find
     from roxxel_dist.launcher.registry import entries
 
     entry = find(name, entries())
-    if not (here or entry.is_here or _is_away(entry, here)):
-        raise ValueError(f"the launcher of run {entry.run_id} runs on {entry.controller.host}: ask there")
-    return entry
+    if entry.is_known or (command != "stop" and not entry.copied):  # its files are here: machines share them
+        return entry
+    if entry.slurm_job and command == "stop":
+        number = entry.slurm_job
+        raise ValueError(
+            f"run {entry.run_id} is SLURM job {number}: `scancel --batch --signal=INT {number}` asks its ranks to save "
+            f"and leave; `scancel {number}` ends it, also where it waits to be started again"
+        )
+    raise ValueError(f"the launcher of run {entry.run_id} runs on {entry.controller.host}: use `{entry.line(command)}`")
 
 
-def _is_away(entry: "Entry", here: bool) -> bool:
-    """Whether the host of the controller is to be asked."""
-    return not here and not entry.is_here and entry.via is not None
-
-
-def _shares_files(entry: "Entry") -> bool:
-    """Whether the entry and the logs of a job elsewhere are on a file system that this machine has too."""
-    return entry.via is not None and entry.via["kind"] == "slurm"
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 def _say_over(entry: "Entry") -> None:

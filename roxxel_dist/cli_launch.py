@@ -104,7 +104,7 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
         return problem.code
     print(entry.run_id, flush=True)
     told = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"
-    print(f"roxxel-dist: {told}; see it with `roxxel-dist attach {entry.run_id}`", file=sys.stderr, flush=True)
+    print(f"roxxel-dist: {told}; see it with `{entry.line('attach')}`", file=sys.stderr, flush=True)
     return 0
 
 

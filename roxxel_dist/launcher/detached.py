@@ -17,6 +17,7 @@ from typing import Any
 from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
+from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.link import Backend
@@ -72,8 +73,11 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
     if said:
         print(said, file=sys.stderr, flush=True)
     entry = registry.from_values(answer["entry"])
+    if entry.run_id != job.run_id or "/" in entry.controller.host:  # they become the name of a file
+        wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"
+        raise NotStarted(EXIT_FAILED, f"roxxel-dist: {wrong}: look there, with `ps`, for what runs")
     with contextlib.suppress(OSError):  # the job runs; it is only not listed here
-        registry.write(entry, new_only=True)
+        registry.write(dataclasses.replace(entry, copied=True), new_only=True)
     return entry
 
 
@@ -142,9 +146,9 @@ def _control(spec: dict[str, Any], caller: _Caller) -> int:
     except ValueError as error:  # such as a file of --ssh-config that is not here
         print(f"roxxel-dist: on {spec['host']}, where the launcher would run: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
-    reach = {"controller_host": spec["host"], "via": spec["backend"]} if spec["backend"]["kind"] != "local" else {}
+    reach = backend.reach(spec["host"]) if isinstance(backend, SshBackend) else ()
     try:
-        return run(job, backend, Register(job, backend, started=caller.started, **reach))
+        return run(job, backend, Register(job, backend, started=caller.started, reach=reach))
     except NobodyWaitsError:
         print("roxxel-dist: nobody waits for this job to start any more, so it does not", file=sys.stderr, flush=True)
         return EXIT_FAILED

@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,8 @@ from roxxel_dist.launcher.variables import masked_words
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
 """`lost`: a controller that is gone without having said `ended`. It never says so itself."""
 KEPT_S = 7 * 24 * 3600.0
+FORGOTTEN_S = 24 * 3600.0
+"""After which `ps` no longer lists a job that was lost, nor keeps one elsewhere of which nothing is heard."""
 UNHEARD_S = 60 * 24 * 3600.0
 WRITE_S = 1.0
 
@@ -68,10 +70,12 @@ class Entry:
     code: int | None = None
     """The exit code of the job; None where it has not ended, or was lost."""
     detached: bool = False
-    controller_host: str | None = None
-    """The name by which `via` reaches the machine of the controller."""
-    via: dict[str, Any] | None = None
-    """The description of a backend that reaches it from elsewhere, where there is one."""
+    reach: tuple[str, ...] = ()
+    """The words before a command that run it on the machine of the controller, from elsewhere; empty for `local`."""
+    slurm_job: str = ""
+    """The number of the SLURM job that it is."""
+    copied: bool = False
+    """Brought here from another machine when the job began: nobody keeps it up to date."""
 
     @property
     def is_over(self) -> bool:
@@ -81,7 +85,18 @@ class Entry:
     @property
     def is_here(self) -> bool:
         """Whether the controller belongs to this machine, so that its process can be looked at."""
-        return self.controller.host == socket.gethostname() and (self.via is None or self.controller.boot == _boot())
+        known = not (self.reach or self.slurm_job) or self.controller.boot == _boot()
+        return self.controller.host == socket.gethostname() and known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this machine can tell that the state is so now."""
+        return self.is_over or self.is_here
+
+    def line(self, command: str) -> str:
+        """What a person types, here, for `command` of this job."""
+        there = () if self.is_here else self.reach or ("ssh", self.controller.host, "roxxel-dist")
+        return shlex.join([*(there or ("roxxel-dist",)), command, self.run_id])
 
     @property
     def one_line(self) -> str:
@@ -117,7 +132,17 @@ def is_alive(process: Process) -> bool:
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a container may hide /proc/sys
+        return ""
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was taken away
+        return os.environ.get("PWD", "")
 
 
 def _start(pid: int) -> int | None:
@@ -147,7 +172,8 @@ def from_values(values: Any) -> Entry:
         raise TypeError(f"no entry of a job: {values!r}")
     known = {field.name for field in dataclasses.fields(Entry)}
     fields = {name: value for name, value in values.items() if name in known}
-    return Entry(**{**fields, "hosts": tuple(values["hosts"]), "controller": Process(**values["controller"])})
+    several = {name: tuple(fields[name]) for name in ("hosts", "reach") if name in fields}
+    return Entry(**{**fields, **several, "controller": Process(**values["controller"])})
 
 
 def _parse(path: Path) -> Entry | None:
@@ -196,6 +222,17 @@ def write(entry: Entry, *, new_only: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def forget(now: float) -> list[Entry]:
+    """Take away the entries of jobs that are over, and of jobs elsewhere not heard of for a day; which they were."""
+    gone = []
+    for path in paths():
+        entry = read(path)
+        if entry is not None and (entry.is_over or (not entry.is_here and now - entry.updated > FORGOTTEN_S)):
+            path.unlink(missing_ok=True)
+            gone.append(entry)
+    return gone
+
+
 def sweep(now: float) -> None:
     """Take away what is left of jobs that were over a week ago, and of those elsewhere of which nothing was heard."""
     for path in folder().glob("*"):
@@ -221,10 +258,11 @@ class Register:
         *,
         started: Callable[[Entry], None] | None = None,
         detached: bool = False,
-        controller_host: str | None = None,
-        via: dict[str, Any] | None = None,
+        reach: Sequence[str] = (),
+        slurm_job: str = "",
     ) -> None:
-        now, log_dir = time.time(), Path(job.log_dir).absolute()
+        now, directory = time.time(), _here()
+        log_dir = Path(directory, job.log_dir)
         self._started = started
         self._wrote = 0.0
         self._failed = False
@@ -236,13 +274,13 @@ class Register:
             command=shlex.join(masked_words(job.command)),
             log_dir=str(log_dir),
             run_dir=str(log_dir.parent),
-            directory=os.getcwd(),
+            directory=directory,
             begun=now,
             updated=now,
             grace=job.grace,
             detached=detached or started is not None,
-            controller_host=controller_host,
-            via=via,
+            reach=tuple(reach),
+            slurm_job=slurm_job,
         )
         self._kept = self.entry
 

@@ -77,8 +77,7 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, m
         job,
         backend,
         detached=_is_stdout(job.log_dir / "launcher.log"),
-        controller_host=inside.node or None,
-        via=dict(backend.describe()) if inside.node else None,
+        slurm_job=inside.job_id if inside.node else "",
     )
     if register.entry.detached:
         print(header(register.entry), end="", flush=True)
@@ -135,15 +134,6 @@ def job_state(job_id: str) -> str:
     """JobState; empty where SLURM does not know the job (any more)."""
     found = re.search(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id).stdout)
     return found[1] if found else ""
-
-
-def end_for_good(job_id: str) -> bool:
-    """Have SLURM not queue a job again, and take it away where it only waits; whether it waited."""
-    _scontrol("update", f"JobId={job_id}", "Requeue=0")
-    if job_state(job_id) != "PENDING":
-        return False
-    subprocess.run(["scancel", job_id], capture_output=True, check=False)
-    return True
 
 
 def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from roxxel_dist import cli_jobs
+from roxxel_dist.config import UsageError
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.find import find
@@ -133,9 +135,86 @@ def test_another_process_of_that_number_is_not_the_controller() -> None:
 def enter(run_id: str, folder: str, **changes: object) -> Entry:
     """Write the entry of a job that is over."""
     register = Register(spec(run_id, folder), LocalBackend())
-    entry = dataclasses.replace(register.entry, state="ended", code=0, **changes)  # pyright: ignore[reportArgumentType]
+    entry = dataclasses.replace(register.entry, **{"state": "ended", "code": 0, **changes})  # pyright: ignore[reportArgumentType]
     registry.write(entry)
     return entry
+
+
+def test_a_machine_without_a_boot_id_and_a_folder_that_is_gone_end_no_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    read = Path.read_text
+
+    def masked(path: Path, *args: str | None, **kwargs: str | None) -> str:  # as a container with /proc/sys masked
+        if path.is_relative_to("/proc/sys"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", masked)
+    with Register(spec(), LocalBackend()) as register:
+        assert only().state == "starting"
+        register.end(0)
+    assert only().state == "ended"
+
+
+def elsewhere(run_id: str, **changes: object) -> Entry:
+    """Write the entry of a job that runs on a machine of another name."""
+    there = dataclasses.replace(registry.this_process(), host="h9")
+    registry.path_of(enter(run_id, f"runs/{run_id}")).unlink()
+    return enter(run_id, f"runs/{run_id}", **{"controller": there, "state": "running", "code": None, **changes})
+
+
+def test_of_a_job_elsewhere_host_and_age_are_told_and_the_way_there(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    elsewhere("home", updated=time.time() - 600)  # a home that both machines have
+    elsewhere("away", reach=("ssh", "-F", "c", "n9", "py", "-m", "roxxel_dist"), copied=True)
+    elsewhere("queue", slurm_job="17")
+    assert cli_jobs.ps([]) == 0
+    head, *lines = capfd.readouterr().out.splitlines()
+    state = head.index("STATE")
+    assert {line.split()[0]: line[state:].split("  ")[0] for line in lines}["home"] == "running 10 min ago"
+    assert all(" h9 " in line for line in lines)
+    cli_jobs.ps(["--json"])
+    assert {job["state"] for job in json.loads(capfd.readouterr().out)} == {"unknown"}
+    ways = {
+        ("home", "stop"): "runs on h9: use `ssh h9 roxxel-dist stop home`",
+        ("away", "stop"): "use `ssh -F c n9 py -m roxxel_dist stop away`",
+        ("away", "attach"): "use `ssh -F c n9 py -m roxxel_dist attach away`",
+        ("queue", "stop"): "`scancel --batch --signal=INT 17` asks",
+    }
+    for (run, command), words in ways.items():
+        with pytest.raises(UsageError) as refused:
+            getattr(cli_jobs, command)([run])
+        assert words in str(refused.value)
+    log = tmp_path / "runs" / "queue" / "logs" / "rank-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("# 2026-01-01 00:00:00 attempt 0, run queue: x\na line\n")
+    assert cli_jobs.logs(["queue"]) == 0
+    assert capfd.readouterr().out.endswith("\na line\n"), "what is on a disk of both is shown"
+
+
+def test_ps_forgets(capfd: pytest.CaptureFixture[str]) -> None:
+    day = 25 * 3600
+    enter("over", "runs/over")
+    enter("lost", "runs/lost", state="lost", code=None, updated=time.time())
+    enter("long-lost", "runs/long-lost", state="lost", code=None, updated=time.time() - day)
+    elsewhere("heard")
+    elsewhere("unheard", updated=time.time() - day)
+
+    def listed(*words: str) -> set[str]:
+        capfd.readouterr()
+        assert cli_jobs.ps(list(words)) == 0
+        return {line.split()[0] for line in capfd.readouterr().out.splitlines()[1:]}
+
+    assert listed() == {"lost", "heard", "unheard"}
+    assert listed("--all") == {"over", "lost", "long-lost", "heard", "unheard"}
+    assert listed("--prune") == {"heard"}
+    assert listed("--all") == {"heard"}
 
 
 def test_what_is_over_for_a_week_is_taken_away() -> None:

@@ -81,6 +81,11 @@ class SshBackend:
         config = [] if self._config is None else ["-F", self._config]
         return ["ssh", *config, "-T", *options, "--", host, remote]
 
+    def reach(self, host: str) -> tuple[str, ...]:
+        """The words before a command of this program that run it on a host, for a person."""
+        config = () if self._config is None else ("-F", self._config)
+        return "ssh", *config, host, self._python, "-m", "roxxel_dist"
+
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
         return start_near(self.argv(host, module, *words))
