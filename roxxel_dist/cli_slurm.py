@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from roxxel_dist.cli_launch import JobArgs, job_of, launch_words, start
-from roxxel_dist.cluster.contract import EXIT_FAILED
+from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_PREFLIGHT
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, plain_switches
 
@@ -105,6 +105,7 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
     from roxxel_dist.launcher.backends.slurm import SlurmBackend
     from roxxel_dist.launcher.crew import count_working
     from roxxel_dist.launcher.sbatch import JOB_RUN_ID, NotSubmittedError, hide_secrets, output_for, script, submit
+    from roxxel_dist.launcher.variables import masked_words
 
     with usage_errors():
         if args.dry_run:
@@ -113,11 +114,20 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
         working = count_working(wanted, args.spare_hosts, args.min_hosts)
         nodes = SlurmBackend("", [f"node {number}" for number in range(wanted)])
         job = job_of(args, args.procs_per_host * working, command, nodes)
+        if masked_words(command) != command:
+            raise ValueError(
+                "the command holds a secret, which would stand in the script that SLURM keeps and shows: let it read "
+                "a variable (--env NAME=VALUE, which is not in the script)"
+            )
     # A printed script may be submitted again and again, so its runs are named by their jobs.
     run_id = JOB_RUN_ID if args.print and args.run_id is None else job.run_id
     log = Path(args.directory or os.getcwd()) / job.log_dir / "launcher.log"
     with usage_errors():
         output = "slurm-%j.out" if args.print else output_for(str(log))
+    if not args.print and shutil.which("sbatch") is None:
+        why = "there is no `sbatch` on this machine: run this on a login node, or take the script of --print there"
+        print(f"roxxel-dist: not submitted: {why}", file=sys.stderr, flush=True)
+        return EXIT_PREFLIGHT
     shown, secrets = hide_secrets([word for word in own if word != "--print"])
     python = args.python if args.python and not args.container else sys.executable
     named = [] if args.run_id else ["--run-id", run_id]

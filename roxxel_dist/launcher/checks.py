@@ -250,7 +250,9 @@ def _leftovers(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         others = [rank for rank in facts["left"] if not rank["ours"] and rank["orphan"]]
         if ours:
             text = f"{host}: processes of this run still run there: {_ranks(ours)}; both would write to its folder"
-            yield finding("error", "leftovers", [host], f"{text}; end them: {_kill(ours)}")
+            watched = next((rank for rank in ours if not rank["orphan"]), None)  # its launcher is well
+            way = f"`roxxel-dist stop {watched['run_id']}` where it was launched" if watched else _kill(ours)
+            yield finding("error", "leftovers", [host], f"{text}; end them: {way}")
         if others:
             text = f"{host}: ranks that another launch has left run there: {_ranks(others)}; they hold its devices"
             yield finding("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")

@@ -63,11 +63,10 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
                     stream.close()
         _end(process)
     said = err.decode(errors="backslashreplace").strip()
-    try:
-        answer = json.loads(out)
-    except ValueError:
+    answer = _answer_in(out)
+    if answer is None:
         reason = said or f"its controller ended with {process.returncode} and said nothing"
-        raise NotStarted(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}") from None
+        raise NotStarted(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}")
     if "entry" not in answer:
         raise NotStarted(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
     if said:
@@ -79,6 +78,16 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
     with contextlib.suppress(OSError):  # the job runs; it is only not listed here
         registry.write(dataclasses.replace(entry, copied=True), new_only=True)
     return entry
+
+
+def _answer_in(out: bytes) -> dict[str, Any] | None:
+    """The controller's answer: the last line that is one. What stands before it is of the host's `.bashrc`."""
+    for line in reversed(out.splitlines()):
+        with contextlib.suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and answer.keys() & {"entry", "code"}:
+                return answer
+    return None
 
 
 def _hint(code: int, backend: Backend, host: str) -> list[str]:

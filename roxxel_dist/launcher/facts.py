@@ -38,6 +38,7 @@ def gather(question: Facts) -> Facts:
         "tpu_lock": tpu_lock(LOCK),
         "tpus": len(_devices("/dev", r"accel\d+")),
         "cpus": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count() or 1,
         "platforms": os.environ.get("JAX_PLATFORMS"),
         "variables": sorted(name for name in os.environ if name.startswith(STALE)),
         "run_dir": folder(run_dir, writes=True) if run_dir is not None else None,

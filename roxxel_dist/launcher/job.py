@@ -160,16 +160,23 @@ def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) ->
 
 
 def rank_environment(
-    job: JobSpec, rank: int, coordinator: str, outer: Mapping[str, str], attempt: int = 0
+    job: JobSpec,
+    rank: int,
+    coordinator: str,
+    outer: Mapping[str, str],
+    attempt: int = 0,
+    cores: int | None = None,
 ) -> dict[str, str]:
     """The variables that a rank has beside those of its host (`outer`: the launcher's own environment).
 
     PJRT_NPROC decides the bits of a sum on CPU (how work is split among threads), so all ranks get one value from here.
+    It follows the CPUs of the hosts (`cores`, the most that one has; not given, those of this machine), so that it does
+    not matter where the launch was typed.
     """
     caller = {**outer, **job.env}
     if "ROXXEL_COORDINATOR" in outer and "PJRT_NPROC" not in job.env:
         caller.pop("PJRT_NPROC", None)  # an outer launch chose it for its own number of devices
-    threads = max(os.cpu_count() or 1, job.total * (job.devices_per_proc or 1))
+    threads = max(cores or os.cpu_count() or 1, job.total * (job.devices_per_proc or 1))
     own = {
         "PJRT_NPROC": caller.get("PJRT_NPROC") or str(threads),
         "PYTHONUNBUFFERED": "1",
@@ -207,6 +214,7 @@ def placements(
     outer: Mapping[str, str],
     attempt: int = 0,
     visible: Mapping[str, str] | None = None,
+    cores: int | None = None,
 ) -> list[Placement]:
     """Deal the ranks to the hosts, in blocks.
 
@@ -223,7 +231,7 @@ def placements(
     placed = []
     for number, host in enumerate(hosts):
         first, end = (job.first_rank + job.nprocs * n // len(hosts) for n in (number, number + 1))
-        ranks = {rank: rank_environment(job, rank, coordinator, outer, attempt) for rank in range(first, end)}
+        ranks = {rank: rank_environment(job, rank, coordinator, outer, attempt, cores) for rank in range(first, end)}
         for index, env in enumerate(ranks.values()):
             if job.gpus_per_host is not None:
                 allowed = common if common is not None else (visible or {}).get(host)

@@ -1,7 +1,6 @@
 """The lines of the ranks: cut from their bytes, and kept in one file a rank."""
 
 import json
-import os
 import shlex
 import time
 from collections import deque
@@ -110,7 +109,7 @@ class Logs:
         command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
-        self._sizes: dict[Path, int] = {}
+        self._made: set[Path] = set()
         # A rank may make the run directory before its first line makes `logs` in it: what is new is told beforehand.
         self._new = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._tails: dict[int, deque[str]] = {}
@@ -150,17 +149,21 @@ class Logs:
     def _open(self, rank: int) -> TextIO:
         path = self.path(rank)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._sizes.setdefault(path, path.stat().st_size if path.exists() else 0)
+        if not path.exists():
+            self._made.add(path)
         self._files[rank] = file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         file.write(self._header)
         return file
 
     def remove(self) -> None:
-        """Take away the lines, files and folders that came with this launch; a folder that holds more stays."""
+        """Take away the files and folders that this launch alone has made and written; all others stay as they are."""
+        ends = {file.name: file.tell() for file in self._files.values() if not file.closed}
         self.close()
-        for path, size in self._sizes.items():
-            os.truncate(path, size) if size else path.unlink(missing_ok=True)
-        self._sizes.clear()
+        for path in self._made:
+            with suppress(OSError):
+                if path.stat().st_size == ends.get(str(path)):  # nobody else has written to it
+                    path.unlink()
+        self._made.clear()
         with suppress(OSError):  # not empty, or never made
             for folder in self._new:
                 folder.rmdir()

@@ -40,6 +40,8 @@ class Mustered:
     """address:port of rank 0's coordinator, as all of them reach it."""
     visible: Mapping[str, str] = field(default_factory=dict)
     """CUDA_VISIBLE_DEVICES of the hosts that have it."""
+    cores: int | None = None
+    """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
 
 
 class Muster:
@@ -56,6 +58,7 @@ class Muster:
         self._signals = signals
         self._screen = screen
         self._warned: set[str] = set()
+        self._cores: int | None = None
 
     def ready(self, attempt: int) -> Mustered:
         """Those who start this attempt.
@@ -72,7 +75,8 @@ class Muster:
         while True:
             seen = self._look(chosen, attempt)
             if seen.fit:
-                return Mustered(crew=chosen, coordinator=_endpoint(seen), visible=seen.visible)
+                self._cores = self._cores or seen.cores
+                return Mustered(crew=chosen, coordinator=_endpoint(seen), visible=seen.visible, cores=self._cores)
             problems, unfit = _problems(seen), _unfit(seen)
             rest = tuple(host for host in present if host not in unfit)
             is_other = rest != present

@@ -5,6 +5,7 @@ whoever only wants to know.
 """
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,8 @@ from roxxel_dist.launcher.wanted import Wanted, wanted_by
 __all__ = ["Interrupted", "Ready", "look", "survey"]
 
 LOOPBACK = "127.0.0.1"
+FILES, FILES_A_HOST = 64, 16
+"""Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class Ready:
     """Hosts that did not answer, and why; nothing else was checked on them."""
     visible: Mapping[str, str] = field(default_factory=dict)
     """CUDA_VISIBLE_DEVICES of the hosts that have it (a scheduler sets it)."""
+    cores: int | None = None
+    """The most CPUs that a host has, whatever a process may use of them."""
 
     @property
     def fit(self) -> bool:
@@ -107,6 +112,10 @@ def _here(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | No
 
 
 def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:
+    if problem := allow_open_files(len(hosts)):
+        return Ready(
+            address="", port=0, findings=(finding("error", "open files", hosts, problem),), unreachable={}
+        )  # fmt: skip
     with Panel(backend, hosts, wake) as panel:
         told = _facts(panel, hosts, _question(wanted, compare=True))
         found = [*findings(wanted, told), *speak_alike(told, facts.hash_of_code())] if told else []
@@ -120,7 +129,26 @@ def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | N
         if wanted.shared and len(told) > 1:
             found += _shared(panel, list(told), wanted.run_dir)
         visible = {host: facts["visible"] for host, facts in told.items() if facts["visible"] is not None}
-        return Ready(address=address, port=free, findings=tuple(found), unreachable=dict(panel.gone), visible=visible)
+        cores = max((facts["cores"] for facts in told.values()), default=None)
+        gone = dict(panel.gone)
+        return Ready(
+            address=address, port=free, findings=tuple(found), unreachable=gone, visible=visible, cores=cores
+        )  # fmt: skip
+
+
+def allow_open_files(hosts: int) -> str:
+    """Raise this process's own limit of open files to what so many hosts need; why that is not possible, or ""."""
+    needed = FILES + FILES_A_HOST * hosts
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return ""
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return (
+            f"{hosts} hosts need up to {needed} open files here, and this machine allows {hard} (`ulimit -Hn`): "
+            f"raise the limit, or use fewer hosts"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ""
 
 
 def _facts(panel: Panel, hosts: Sequence[str], question: Message) -> Hosts:

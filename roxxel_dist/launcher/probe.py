@@ -19,7 +19,7 @@ from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.facts import is_loopback, resolved
 
 LIFE_S = 180
-"""Longer than any preflight: a probe behind a cut link ends too."""
+"""From one question to the next: longer than the other hosts may take to answer. A probe behind a cut link ends too."""
 CONNECT_S = 5.0
 
 Message = dict[str, Any]
@@ -139,6 +139,7 @@ def main() -> None:
     try:
         with open(answers, "wb", buffering=0) as out, suppress(BrokenPipeError):
             for line in sys.stdin.buffer:
+                signal.alarm(LIFE_S)
                 out.write(json.dumps(probe.answer(json.loads(line))).encode() + b"\n")
     finally:
         probe.close()

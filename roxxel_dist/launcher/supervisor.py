@@ -112,7 +112,9 @@ def _attempt(
     job = ready.crew.job
     count = job.first_attempt + number
     entry.update(state="running", attempt=count)
-    placed = placements(job, ready.crew.hosts, ready.coordinator, backend.environment, count, ready.visible)
+    placed = placements(
+        job, ready.crew.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores
+    )
     logs = Logs(job, screen.say, count)
     begun = time.monotonic()
     attempt = Attempt(job, logs, screen, signals, entry)

@@ -5,12 +5,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
-"""A variable whose name holds one of these is not shown."""
 MASK = "***"
 STEP = re.compile(r"SLURM_(PROCID|LOCALID|NODEID|NNODES|NPROCS|GTIDS|NTASKS|STEP|TASK|SRUN_|LAUNCH_).*")
 """What SLURM says of a step (one task on one node, the agent) would mislead a rank's libraries; of the job it stays."""
 ENDS = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
+"""How a part of the name of a variable or a flag ends whose value is not shown: API_KEY is one, TOKENIZER is none."""
 INSIDE = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=('[^']*'|\"[^\"]*\"|[^\s;&|]+)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -64,8 +63,8 @@ def misleads(name: str) -> bool:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of this variable is not to be shown."""
-    return any(part in name.upper() for part in SECRETS)
+    """Whether the value of this variable or flag is not to be shown: a part of its name ends as that of a secret."""
+    return any(map(ENDS.search, re.split(r"[-_.]", name.upper())))
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
@@ -76,16 +75,14 @@ def masked(variables: Mapping[str, str]) -> dict[str, str]:
 def masked_words(words: Sequence[str]) -> list[str]:
     """A command line without the values of secret flags (`--api-key X`, `--api-key=X`) and variables (`API_KEY=X`).
 
-    Of a flag a part of its name must end so, so that `--tokenizer bpe` is shown. Assignments in the text of a word, as
-    in that of a shell, are found too.
+    Assignments in the text of a word, as in that of a shell, are found too.
     """
     shown: list[str] = []
     hide = False
     for word in words:
         name, equals, _ = word.partition("=")
         flag = word.startswith("-")
-        parts = re.split(r"[-_.]", name.upper())
-        secret = any(map(ENDS.search, parts)) if flag else bool(equals) and _is_secret_variable(name)
+        secret = is_secret(name) if flag else bool(equals) and _is_secret_variable(name)
         if hide and not word.startswith("--"):
             shown.append(MASK)
         elif secret and equals:

@@ -114,6 +114,12 @@ CASES = [
         put("h2", left=[rank(ours=True)]),
         ["h2", "this run", "20250101_000000", "10 min", "kill 4711"],
     ),
+    (
+        "leftovers",
+        "error",
+        put("h2", left=[rank(ours=True, orphan=False)]),  # a healthy job: nobody is to kill its ranks
+        ["h2", "this run", "`roxxel-dist stop 20250101_000000` where it was launched"],
+    ),
     ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),
     (
         "leftovers",

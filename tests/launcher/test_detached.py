@@ -10,6 +10,8 @@ from typing import Any
 
 from hosts import Cluster
 
+from roxxel_dist.launcher.detached import _answer_in
+
 Until = Callable[[Callable[[], Any], str], None]
 SCRIPT = """
 trap 'echo saved; exit 42' TERM
@@ -93,3 +95,9 @@ def test_hosts_that_are_not_there(cluster: Callable[[int], Cluster], tmp_path: P
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "the job could not be started on h9: ssh: Could not resolve hostname h9" in missing.stderr
     assert not list(tmp_path.glob("up.*"))
+
+
+def test_an_answer_is_found_behind_what_a_host_prints() -> None:
+    printed = b"Welcome to h1\n{}\n42\n"
+    assert _answer_in(printed + b'{"code": 69}\n') == {"code": 69}
+    assert _answer_in(printed) is None

@@ -199,3 +199,10 @@ def test_the_launcher_imports_nothing_heavy() -> None:
         "print(sorted({'jax', 'numpy', 'yaml', 'rich', 'flax'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_thread_pool_of_xla_follows_the_hosts_and_not_the_machine_that_launches() -> None:
+    job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=Path("logs"))
+    for cores, threads in ((64, "64"), (2, "4")):  # at least the devices of the job
+        places = placements(job, ["a", "b"], "a:1", {}, cores=cores)
+        assert {env["PJRT_NPROC"] for place in places for env in place.ranks.values()} == {threads}

@@ -268,3 +268,16 @@ def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: P
     assert told["address"] == hosts.address("h2")  # the others may go on
     assert wrong(told) == {}
     assert not told["fit"]
+
+
+def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:
+    program = (
+        "import resource, sys; from roxxel_dist.launcher.preflight import allow_open_files; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024)); "
+        "print(allow_open_files(2), allow_open_files(40), resource.getrlimit(resource.RLIMIT_NOFILE), "
+        "allow_open_files(400), sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    few, some, limit, many = done.stdout.strip().split("|")
+    assert (few, some, limit) == ("", "", "(704, 1024)")
+    assert many.startswith("400 hosts need up to 6464 open files here, and this machine allows 1024")

@@ -47,6 +47,20 @@ class Asked:
 Start = Callable[..., Asked]
 
 
+def test_each_question_gives_it_a_new_life() -> None:
+    """Rounds of questions may last longer than one life: a host that only has to wait must not go meanwhile."""
+    program = (
+        "import signal, sys; from roxxel_dist.launcher import probe; arm = signal.alarm; "
+        "signal.alarm = lambda seconds: print(seconds, file=sys.stderr) or arm(seconds); probe.main()"
+    )
+    question = json.dumps({"ask": "address", "towards": []}) + "\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=2 * question, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.stdout == 2 * '{"address": null}\n', done.stderr
+    assert done.stderr.split() == ["180"] * 3
+
+
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []

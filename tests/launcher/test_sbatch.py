@@ -43,6 +43,23 @@ def test_no_form_of_print_gets_into_the_script() -> None:
         assert told.stdout.endswith("--nodes 2 -- true\n")
 
 
+def test_a_secret_in_the_command_is_refused(tmp_path: Path) -> None:
+    for words in (["--api-key", "geheim"], ["bash", "-c", "HF_TOKEN=geheim true"]):
+        told = launch("--print", "--", "python", "x.py", *words, cwd=tmp_path)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert "the command holds a secret" in told.stderr
+        assert "geheim" not in told.stderr
+    told = launch("--print", "--env", "TOKENIZERS_PARALLELISM=false", "--", "true", cwd=tmp_path)
+    assert "TOKENIZERS_PARALLELISM=false" in told.stdout
+
+
+def test_a_machine_without_sbatch_is_not_fit_and_nothing_is_made(tmp_path: Path) -> None:
+    told = launch("--nodes", "2", "--", "true", cwd=tmp_path)
+    assert (told.returncode, told.stdout) == (69, "")
+    assert "there is no `sbatch` on this machine" in told.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
     words = ["--nodes", "2", "--slurm-partition", "gpu", "--slurm-exclusive", "--slurm_mail_user=a@b", "--grace", "9"]
     words[4:4] = ["--slurm-comment", "a b"]
