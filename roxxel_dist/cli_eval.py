@@ -9,7 +9,7 @@ from typing import Any
 import tyro
 
 from roxxel_dist.cluster.contract import EXIT_FAILED
-from roxxel_dist.config import usage_errors
+from roxxel_dist.config import usage_errors, yaml_problem
 from roxxel_dist.flags import Switch, parse
 
 
@@ -57,7 +57,7 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"--validation is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"--validation is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(found, dict) or not found:
         raise ValueError(f"--validation is {text!r}: write names and paths, such as '{{code: data/code}}'")
     return found

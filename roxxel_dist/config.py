@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import errno
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -26,6 +26,29 @@ RECORD = "record"
 
 EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
+CURES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of this path is a file, and no folder: check the path",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EEXIST: "name another place",
+    errno.ELOOP: "it is a link that leads back to itself: name the file itself",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EACCES: "choose another place, or change the permissions",
+    errno.EPERM: "choose another place, or change the permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+    errno.EFBIG: "files may not be so large here (ulimit -f): raise the limit, or choose another place",
+}
+"""What a user can do about an error of the operating system, by its number; others are no fault of what was asked."""
+
+ALIASES = {
+    "learning_rate": "lr", "absolute_pos": "pos_encoding", "hidden_size": "dim", "d_model": "dim", "n_layers": "num_blocks", "num_layers": "num_blocks",
+    "context_length": "max_context", "seq_len": "max_context", "data": "data_path", "output_dir": "run_dir",
+    "gradient_accumulation_steps": "grad_accum",
+}  # fmt: skip
+"""What other programs call some of the fields."""
+
 T = TypeVar("T")
 
 
@@ -40,14 +63,14 @@ def usage_errors() -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (
-        ValueError, FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError,
-    ) as error:  # fmt: skip
+    except ValueError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise UsageError(f"{error.filename or 'the disk'} cannot be written: {error.strerror}") from error
+        if error.errno in CURES:
+            raise UsageError(f"{error.filename or 'a file'}: {error.strerror}: {CURES[error.errno]}") from error
+        if error.errno is None and isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+            raise UsageError(str(error)) from error  # a message of the package
+        raise
 
 
 class Config(AllFields):
@@ -85,6 +108,16 @@ class Config(AllFields):
         config = dataclasses.replace(self, **others)
         config.given, config.of_run = self.given, self.of_run
         return config
+
+    if not TYPE_CHECKING:  # type checkers know the fields one by one
+
+        def __init__(self, *given: Any, **values: Any) -> None:
+            if given:
+                raise TypeError(f"Config({given[0]!r}): give fields by name, as in Config(dim=256)")
+            for name in values:
+                if name not in field_types():
+                    raise TypeError(f"Config: {unknown(name, list(field_types()), 'field')}")
+            super().__init__(**values)
 
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.
@@ -192,6 +225,16 @@ class Config(AllFields):
         return config
 
 
+def yaml_problem(error: Exception) -> str:
+    """What is wrong with a text of YAML: the place and the reason, in one line."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is no UTF-8: save the file as UTF-8"
+    mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is not None and what:
+        return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
+    return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -214,7 +257,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -236,20 +279,17 @@ def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return flat
 
 
-USUAL_NAMES = {"learning_rate": "lr", "absolute_pos": "pos_encoding"}
-"""What other programs call a field, where the name is far from ours."""
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The one of some names that is meant by another, if one is like it."""
+    if (meant := ALIASES.get(name)) in known:
+        return meant
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
 def unknown(name: str, known: list[str], what: str) -> str:
     """The message for a name that does not exist, with the nearest one that does."""
-    near = (
-        [USUAL_NAMES[name]]
-        if USUAL_NAMES.get(name) in known
-        else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    )
-    return f"there is no {what} {name!r}" + (
-        f": did you mean {near[0]!r}?" if near else f": they are {', '.join(known)}"
-    )
+    near = nearest(name, known)
+    return f"there is no {what} {name!r}" + (f": did you mean {near!r}?" if near else f": they are {', '.join(known)}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -27,7 +27,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.lineage import config_at, data_at, saved_config
 from roxxel_dist.reading import validation_sets
 from roxxel_dist.report.validation import deviations, logged_losses
-from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.run_directory import no_run
 from roxxel_dist.train.base import opened
 from roxxel_dist.train.checkpoint import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
@@ -159,10 +159,7 @@ def _saved(wanted: RunStep, best: bool) -> dict[str, Any]:
         raise ValueError(f"RUN is {wanted}, and --best takes the step with the lowest val_loss: use one of the two")
     saved = saved_config(wanted.run)
     if not saved:
-        raise ValueError(
-            f"RUN is {wanted}: {wanted.run} is not a run directory, it has no {CONFIG}; name the folder that --run_dir "
-            f"named"
-        )
+        raise ValueError(no_run(wanted.run))
     return saved
 
 

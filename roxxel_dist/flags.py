@@ -4,11 +4,11 @@ import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from roxxel_dist.config import Config
+from roxxel_dist.config import Config, UsageError, nearest, yaml_problem
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
 from roxxel_dist.run_directory import CONFIG, default_run_dir
 from roxxel_dist.train.origin import run_step
@@ -16,6 +16,7 @@ from roxxel_dist.train.origin import run_step
 T = TypeVar("T")
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not. `--flag True` and `--flag False` are understood for it as well."""
+POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 BOOLEANS = {"true": True, "false": False}
 NESTED = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
@@ -24,7 +25,39 @@ NESTED = ("phases", "datasets", "validation", "model_args")
 def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong."""
     words = plain_switches(words, kind)
+    _check_words(kind, words, name)
     return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores)
+
+
+def _check_words(kind: type, words: list[str], command: str) -> None:
+    """Raises UsageError for an option that the command does not have, for a number that is none, and for a word that
+    belongs to no option where a command takes options alone."""
+    hints = get_type_hints(kind, include_extras=True)
+    if {"-h", "--help"} & set(words):
+        return
+    if words and not words[0].startswith("-") and not any(POSITIONAL in get_args(hint)[1:] for hint in hints.values()):
+        data = f": write --data_path {words[0]}" if "data_path" in hints else ""
+        raise UsageError(f"`{command}` takes options alone, and {words[0]!r} is none{data}")
+    for name, value in flags_in(words):
+        if name not in hints and not (name.startswith("no_") and hints.get(name[3:]) is bool):
+            separator = "-" if command.startswith(("launch", "doctor")) else "_"
+            near = nearest(name, list(hints))
+            hint = f"did you mean --{near.replace('_', separator)}?" if near else "it is none of the command's;"
+            flag = f"--{name.replace('_', separator)}"
+            raise UsageError(f"there is no option {flag}: {hint} `roxxel-dist {command} --help` tells all")
+        kinds = {hints.get(name)} | set(get_args(hints.get(name)))
+        kinds |= {part for each in kinds for part in get_args(each)}
+        if value.startswith("--") or value == "None" or kinds & {str, bool}:
+            continue  # the parser knows
+        choices = [choice for choice in kinds if isinstance(choice, str)]
+        if choices and value and value not in choices:
+            raise UsageError(f"--{name} {value}: must be one of {', '.join(sorted(choices))}")
+        number, what = (float, "a number") if float in kinds else (int, "a whole number")
+        try:
+            if kinds & {int, float}:
+                number(value)
+        except ValueError:
+            raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
 
 
 def plain_switches(words: list[str], kind: type) -> list[str]:
@@ -81,6 +114,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     words = plain_switches(words, TrainArgs)
     own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
     told = {name: value for name, value in flags_in(words) if name in own}
+    if told.get("run_dir") == "":
+        raise ValueError("--run_dir is empty: name a folder, or leave it out for a new one")
     if "amend" in told and "resume" not in told:
         raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in told and "run_dir" not in told:
@@ -125,7 +160,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
         try:
             values[name] = yaml.safe_load(values[name]) if values[name] else None
         except yaml.YAMLError as error:
-            raise ValueError(f"--{name} is not valid YAML: {' '.join(str(error).split())}") from error
+            raise ValueError(f"--{name} is not valid YAML: {yaml_problem(error)}") from error
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
@@ -153,7 +188,7 @@ def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         try:
             found[name] = yaml.safe_load(value if equals else rest.pop(0))
         except yaml.YAMLError as error:
-            raise ValueError(f"{flag} is not valid YAML: {' '.join(str(error).split())}") from error
+            raise ValueError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
     return others, found
 
 

@@ -1,6 +1,7 @@
 """The folder of a run: what is in it, who may write to it, and how it is left when a run cannot begin."""
 
 import contextlib
+import difflib
 import fcntl
 import os
 import shutil
@@ -99,3 +100,28 @@ def default_run_dir() -> Path:
     name = Path("runs") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = (name if i == 0 else name.with_name(f"{name.name}_{i + 1}") for i in range(1_000_000))
     return next(path for path in candidates if not path.exists())
+
+
+def is_run(folder: Path) -> bool:
+    """Whether somebody trained in a folder, or begins to."""
+    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
+
+
+def no_run(folder: Path) -> str:
+    """What to say of a folder that is no run: the nearest name that is one, or those beside it."""
+    inside, beside = _runs_in(folder), _runs_in(folder.parent)
+    if inside:
+        return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (
+            f" and {inside[1]}" if inside[1:] else ""
+        )
+    what = f"{folder} is not a run directory: it has no {CONFIG}" if folder.exists() else f"there is no {folder}"
+    near = difflib.get_close_matches(folder.name, [run.name for run in beside], n=1, cutoff=0.5)
+    if near:
+        return f"{what}: did you mean {folder.parent / near[0]}?"
+    return what + (
+        f": {folder.parent} has {', '.join(run.name for run in beside)}" if beside else ": name the folder of a run"
+    )
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []

@@ -12,7 +12,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES
 from roxxel_dist.model.lora import A, merge_adapters, target_of
 from roxxel_dist.model.stack import unstacked
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.base import BASE, SCALES, base_of, check_base
 from roxxel_dist.train.exporter import BEST, NEWEST
@@ -74,7 +74,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
 def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) -> Weights:
     """`weights_of` for a run directory."""
     if not (run / CONFIG).exists():
-        raise ValueError(f"{run} is not a run directory: it has no {CONFIG}")
+        raise ValueError(no_run(run))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
     saved = files.complete(checkpoints)

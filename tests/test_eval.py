@@ -266,7 +266,7 @@ def test_a_checkpoint_that_does_not_give_its_losses_is_told(work, capsys):
 
 
 def test_what_cannot_be_evaluated(work, capsys):
-    assert "nowhere is not a run directory, it has no config.yaml; name the folder" in refused(capsys, "nowhere")
+    assert "there is no nowhere: " in refused(capsys, "nowhere")
     assert "run has no checkpoint of step 5; kept are 1, 2, 3, 4, 6, 7" in refused(capsys, "run@5")
     assert "RUN is run@4, and --best takes the step" in refused(capsys, "run@4", "--best")
     assert "--validation is 'x': write names and paths" in refused(capsys, "run", "--validation", "x")

@@ -96,12 +96,12 @@ def folder(tmp_path_factory):
         ("vocab_size is", 2, [*TRAIN, "--vocab_size", 100]),
         ("holds a run already", 2, [*TRAIN[:-1], "old"]),
         ("nobody trains", 2, ["save", "old"]),
-        ("is not a run directory", 2, ["generate", "nothing"]),
+        ("is not a run directory", 2, ["generate", "my_data"]),
         ("there is no run", 2, ["logs", "nothing"]),
         ("--gpus-per-host", 2, ["launch", "local", "--nprocs", 3, "--gpus-per-host", 8, "--", "true"]),
         ("failed first: exit code", 1, ["launch", "local", "--", "python", "-c", "raise KeyError"]),
         ("given up", 75, ["launch", "local", "--max-restarts", 1, "--", "bash", "-c", "kill -9 $$"]),
-        ("Unrecognized options", 2, ["train", "--learning_rate", "1"]),
+        ("there is no option", 2, ["train", "--learning_rate", "1"]),
     ],
 )
 def test_a_message_is_printed_as_the_page_has_it(message, code, words, folder, tmp_path, monkeypatch, capfd):

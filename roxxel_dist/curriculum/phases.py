@@ -134,6 +134,9 @@ class Curriculum:
     ) -> None:
         if not phases:
             raise ValueError("phases: a curriculum needs at least one phase")
+        for name, streamer in {"primary_streamer": primary_streamer, **(mix_streamers or {})}.items():
+            if not isinstance(streamer, Roxxel):
+                raise TypeError(f"{name} is {streamer!r}: it must be a data set, such as Roxxel(PATH)")
         self.primary_streamer = primary_streamer
         self.mix_streamers: dict[str, Roxxel] = dict(mix_streamers or {})
         if "self" in self.mix_streamers:

@@ -41,8 +41,11 @@ def storage_dtype(dtype: Any) -> np.dtype:
     Raises:
         ValueError: shards do not hold such elements.
     """
-    found = np.dtype(dtype).newbyteorder("<")
-    if found.str not in DTYPES:
+    try:
+        found = np.dtype(dtype).newbyteorder("<")
+    except TypeError:
+        found = None
+    if found is None or found.str not in DTYPES:
         raise ValueError(f"dtype={dtype}: shards hold integers or floats of 8 to 64 bits, such as uint16")
     return found
 

@@ -1,7 +1,6 @@
 """What the folder of a run says about it, also while it trains."""
 
 import contextlib
-import difflib
 import json
 import math
 import statistics
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
-from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY
+from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY, is_run, no_run
 from roxxel_dist.train.goodput import time_spent
 from roxxel_dist.train.timeline import read_timeline
 from roxxel_dist.train.trackers.table import JsonlReader
@@ -77,17 +76,12 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     folders = list(dict.fromkeys(map(Path, paths)))
     for folder in folders:
         if not is_run(folder):
-            raise ValueError(_no_run(folder))
+            raise ValueError(no_run(folder))
     names = [folder.absolute().name for folder in folders]
     often = Counter(names)
     return [
         _read(folder, name if often[name] == 1 else str(folder)) for folder, name in zip(folders, names, strict=True)
     ]
-
-
-def is_run(folder: Path) -> bool:
-    """Whether somebody trained in a folder, or begins to."""
-    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -121,25 +115,3 @@ def _parameters(summary: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be being written
         return int(json.loads(summary.read_text(encoding="utf-8"))["parameters"])
     return None
-
-
-def _no_run(folder: Path) -> str:
-    """What to say of a folder that is no run."""
-    inside, beside = _runs_in(folder), _runs_in(folder.parent)
-    if inside:
-        return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (
-            f" and {inside[1]}" if inside[1:] else ""
-        )
-    what = f"{folder} is not a run directory: it has no {CONFIG}" if folder.exists() else f"there is no {folder}"
-    near = difflib.get_close_matches(folder.name, [run.name for run in beside], n=1, cutoff=0.5)
-    if near:
-        return f"{what}: did you mean {folder.parent / near[0]}?"
-    return what + (
-        f": {folder.parent} has {', '.join(run.name for run in beside)}"
-        if beside
-        else ": name the folder that --run_dir named"
-    )
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []

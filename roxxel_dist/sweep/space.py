@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.config import yaml_problem
 from roxxel_dist.sweep.distributions import Distribution, distribution
 from roxxel_dist.sweep.place import Place, is_amount, nearest
 from roxxel_dist.sweep.rules import InfeasibleError, Rules, rules_of
@@ -144,7 +145,7 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], Place]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is no YAML: {yaml_problem(error)}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: must be a mapping of keys to values")
     return found, Place(str(path), dict(_lines(tree)))

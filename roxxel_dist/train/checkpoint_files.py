@@ -230,6 +230,8 @@ def cause(error: BaseException) -> str:
     """An error in one line; the system's words where the system was the cause."""
     while error.__cause__ is not None:  # Orbax wraps a page of its own around what happened
         error = error.__cause__
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
     text = str(error).strip() or repr(error)
     return next((os.strerror(code) for code in CAUSES if os.strerror(code) in text), text.splitlines()[0][:300])
 

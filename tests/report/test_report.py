@@ -177,7 +177,7 @@ def test_runs_of_one_name_and_fields_that_one_lacks(here):
         (["runs"], "runs is a folder of runs: name runs in it, such as runs/one and runs/two"),
         (["runs/one", "runs/one/data"], "runs/one/data is not a run directory: it has no config.yaml"),
         (["runs/xyzxyz"], "there is no runs/xyzxyz: runs has one, two"),
-        (["nowhere/at/all"], "there is no nowhere/at/all: name the folder that --run_dir named"),
+        (["nowhere/at/all"], "there is no nowhere/at/all: name the folder of a run"),
         ([], "report needs run directories"),
     ],
 )

@@ -112,13 +112,13 @@ class JsonlReader:
     """Follows a `metrics.jsonl` that is being written, perhaps by another thread; from its beginning."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._torn = path, b""
+        self._path, self._torn, self._lines = path, b"", 0
         self._file: BinaryIO | None = None
 
     def restart(self) -> None:
         """Read from the beginning again: the file was replaced."""
         self.close()
-        self._torn = b""
+        self._torn, self._lines = b"", 0
 
     def replaced(self) -> bool:
         """Whether the file that is being read is no longer the one of that name."""
@@ -133,13 +133,26 @@ class JsonlReader:
             yield {name: value for name, value in row.items() if value is not None}
 
     def objects(self) -> Iterator[dict[str, float | None]]:
-        """The same, with None for a metric that was not finite."""
+        """The same, with None for a metric that was not finite.
+
+        Raises:
+            ValueError: a line is no row.
+        """
         if self._file is None:
             if not self._path.exists():
                 return
             self._file = self._path.open("rb")
         *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
-        yield from map(json.loads, lines)
+        for line in lines:
+            self._lines += 1
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                shown = line[:60].decode("utf-8", "replace")
+                raise ValueError(f"{self._path}, line {self._lines}: {shown!r} is no JSON object: take the line out")
+            yield row
 
     def close(self) -> None:
         """Close the file."""

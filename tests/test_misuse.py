@@ -1,0 +1,100 @@
+"""What is asked wrongly is one line with the file, the value and what to do: no traceback, no raw text of Python."""
+
+import os
+import re
+
+import pytest
+
+from roxxel_dist import Config, Curriculum
+from roxxel_dist.cli import main
+
+LONG = "x" * 300
+TRAIN = ["train", "--config", "tiny.yaml", "--data_path", "corpus.txt"]
+RAW = re.compile(
+    r"Traceback|\[Errno|unicode string|has no attribute|__init__|invalid literal|could not convert|can't decode"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("misuse")
+    texts = {
+        "tiny.yaml": "dim: 32\n", "corpus.txt": "a text\n" * 50, "list.yaml": "- 1\n", "open.yaml": "dim: [1,\nlr: 2\n",
+        "tab.yaml": "dim:\t32\n\tx: 1\n", "field.yaml": "learning_rate: 3\n", "odd.bin": "1234",
+        "torn/metrics.jsonl": '{"step": 1}\n{"step": 2, "tr\n{"step": 3}\n', "number/metrics.jsonl": "3\n",
+        "typed/config.yaml": "dim: [\n", "runs/first/config.yaml": "dim: 32\n",
+        "gone/config.yaml": "dim: 32\n", "gone/checkpoints/3/x": "",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    (place / "latin.yaml").write_bytes(b"dim: 32 # \xe9\n")
+    os.symlink("nowhere", place / "dead")
+    os.symlink("loop", place / "loop")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 2, column 3: expected"),
+        (["train", "--config", "tab.yaml"], "tab.yaml: not valid YAML: line 1, column 5: found character"),
+        (["train", "--config", "latin.yaml"], "latin.yaml: not valid YAML: byte 10 is no UTF-8"),
+        (["train", "--config", "field.yaml"], "there is no field 'learning_rate': did you mean 'lr'?"),
+        (["train", "--config", "dead"], "dead: cannot be read (No such file or directory)"),
+        (["train", "--config", "loop"], "loop: cannot be read (Too many levels of symbolic links)"),
+        (["train", "--phases", "[{"], "--phases is not valid YAML: line 1, column 3"),
+        (["train", "--learning_rate", "3"], "there is no option --learning_rate: did you mean --lr?"),
+        (["train", "--dim", "1e9"], "--dim 1e9: must be a whole number"),
+        (["train", "--dim"], "--dim has no value: must be a whole number"),
+        (["train", "--lr", "fast"], "--lr fast: must be a number"),
+        (["train", "corpus.txt"], "takes options alone, and 'corpus.txt' is none: write --data_path corpus.txt"),
+        ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
+        ([*TRAIN, "--run_dir", LONG], "File name too long: choose a shorter name"),
+        (["train", "--data_path", LONG], "File name too long: choose a shorter name"),
+        (["batch", LONG, "--step", "1"], "File name too long"),
+        (["batch", "tiny.yaml", "--stp", "1"], "there is no option --stp: did you mean --step?"),
+        (["plan", LONG], "File name too long"),
+        (["generate", LONG], "File name too long"),
+        (["generate", "gone"], "meta.json: No such file or directory"),
+        (["eval", LONG], "File name too long"),
+        (["eval", "typed"], "config.yaml: not valid YAML: line 2, column 1"),
+        (["eval", "gone", "--validation", "{"], "--validation is not valid YAML: line 1, column 2"),
+        (["export", "gone", "--format", "hf", "--out", LONG], "File name too long"),
+        (["export", "gone", "--format", "zip", "--out", "new"], "--format zip: must be one of hf, msgpack"),
+        (["report", LONG], "File name too long"),
+        (["report", "torn"], "metrics.jsonl, line 2: '{\"step\": 2, \"tr' is no JSON object: take"),
+        (["report", "number"], "metrics.jsonl, line 1: '3' is no JSON object: take the line out"),
+        (["sweep", "--sweep_config", "open.yaml"], "open.yaml is no YAML: line 2, column 3"),
+        (["sweep", "--sweep_config", LONG], "File name too long"),
+        (["data", "build", "corpus.txt", "--out", LONG], "File name too long"),
+        (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "dtype=nope"),
+        (["data", "info", LONG], "File name too long"),
+        (["save", LONG], "File name too long"),
+        (["launch", "local", "--nproc", "2", "--", "true"], "there is no option --nproc: did you mean --nprocs?"),
+        (["launch", "local", "--grace", "long", "--", "true"], "--grace long: must be a number"),
+        (["generate", "runs/frist"], "did you mean runs/first?"),
+        (["report", "runs/frist"], "did you mean runs/first?"),
+        (["eval", "runs/frist"], "did you mean runs/first?"),
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG")[-60:] if isinstance(words, list) else "",
+)  # fmt: skip
+def test_one_line_and_code_2(words, message, folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("roxxel-dist: ")]
+    assert message in line
+    assert not RAW.search(said), said
+
+
+def test_a_config_of_python_names_the_field():
+    with pytest.raises(TypeError, match=r"Config: there is no field 'learning_rate': did you mean 'lr'\?"):
+        Config(learning_rate=3)
+    with pytest.raises(TypeError, match="give fields by name"):
+        Config({"dim": 3})
+
+
+def test_a_curriculum_wants_data_sets():
+    with pytest.raises(TypeError, match=r"primary_streamer is 'data': it must be a data set, such as Roxxel\(PATH\)"):
+        Curriculum("data", [{"steps": 1, "batch_size": 1, "seq_len": 2}])
