@@ -28,7 +28,7 @@ class RunDirectory:
         self.path = path
         inside = (DATA, CHECKPOINTS, LOGS, LOG, METRICS, LOCK)
         mine = (*(path / name for name in inside), path, *path.parents)
-        self._new = [one for one in mine if not one.exists()]
+        self._new = [one for one in mine if not os.path.exists(one)]  # Path.exists raises for a name that is too long
         self._lock: int | None = None
 
     def claim(self, resume: bool) -> None:
@@ -37,9 +37,9 @@ class RunDirectory:
         Raises:
             ValueError: it is no folder, cannot be written, holds a run that shall not be resumed, or is held.
         """
-        if self.path.exists() and not self.path.is_dir():
+        if os.path.exists(self.path) and not self.path.is_dir():
             raise ValueError(f"run_dir is {self.path}, a file: name a folder")
-        if (self.path / CONFIG).exists() and not resume:
+        if os.path.exists(self.path / CONFIG) and not resume:
             raise ValueError(f"{self.path} holds a run already: continue it with resume=True, or name another run_dir")
         try:
             make_folder(self.path)

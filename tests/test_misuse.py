@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 2, column 3: expected"),
+        (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1: expected"),
         (["train", "--config", "tab.yaml"], "tab.yaml: not valid YAML: line 1, column 5: found character"),
         (["train", "--config", "latin.yaml"], "latin.yaml: not valid YAML: byte 10 is no UTF-8"),
         (["train", "--config", "field.yaml"], "there is no field 'learning_rate': did you mean 'lr'?"),
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
         (["train", "--lr", "fast"], "--lr fast: must be a number"),
         (["train", "corpus.txt"], "takes options alone, and 'corpus.txt' is none: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
-        ([*TRAIN, "--run_dir", LONG], "File name too long: choose a shorter name"),
+        ([*TRAIN, "--run_dir", LONG], "cannot be written (File name too long): choose another folder"),
         (["train", "--data_path", LONG], "File name too long: choose a shorter name"),
         (["batch", LONG, "--step", "1"], "File name too long"),
         (["batch", "tiny.yaml", "--stp", "1"], "there is no option --stp: did you mean --step?"),
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
         (["report", LONG], "File name too long"),
         (["report", "torn"], "metrics.jsonl, line 2: '{\"step\": 2, \"tr' is no JSON object: take"),
         (["report", "number"], "metrics.jsonl, line 1: '3' is no JSON object: take the line out"),
-        (["sweep", "--sweep_config", "open.yaml"], "open.yaml is no YAML: line 2, column 3"),
+        (["sweep", "--sweep_config", "open.yaml"], "open.yaml is no YAML: line 3, column 1"),
         (["sweep", "--sweep_config", LONG], "File name too long"),
         (["data", "build", "corpus.txt", "--out", LONG], "File name too long"),
         (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "dtype=nope"),
