@@ -86,7 +86,12 @@ class Config(AllFields):
 
     if not TYPE_CHECKING:  # type checkers know the fields from the base class
 
-        def __init__(self, **fields: Any) -> None:
+        def __init__(self, *unnamed: Any, **fields: Any) -> None:
+            if unnamed:
+                raise TypeError(f"Config({unnamed[0]!r}): give fields by name, as in Config(dim=256)")
+            for name in fields:
+                if name not in field_types():
+                    raise TypeError(f"Config: {unknown(name, list(field_types()), 'field')}")
             super().__init__(**fields)
             self.given = frozenset(fields)
 
@@ -108,16 +113,6 @@ class Config(AllFields):
         config = dataclasses.replace(self, **others)
         config.given, config.of_run = self.given, self.of_run
         return config
-
-    if not TYPE_CHECKING:  # type checkers know the fields one by one
-
-        def __init__(self, *given: Any, **values: Any) -> None:
-            if given:
-                raise TypeError(f"Config({given[0]!r}): give fields by name, as in Config(dim=256)")
-            for name in values:
-                if name not in field_types():
-                    raise TypeError(f"Config: {unknown(name, list(field_types()), 'field')}")
-            super().__init__(**values)
 
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.
