@@ -43,7 +43,8 @@ CURES = {
 """What a user can do about an error of the operating system, by its number; others are no fault of what was asked."""
 
 ALIASES = {
-    "learning_rate": "lr", "absolute_pos": "pos_encoding", "hidden_size": "dim", "d_model": "dim", "n_layers": "num_blocks", "num_layers": "num_blocks",
+    "learning_rate": "lr", "absolute_pos": "pos_encoding",
+    "hidden_size": "dim", "d_model": "dim", "n_layers": "num_blocks", "num_layers": "num_blocks",
     "context_length": "max_context", "seq_len": "max_context", "data": "data_path", "output_dir": "run_dir",
     "gradient_accumulation_steps": "grad_accum",
 }  # fmt: skip
