@@ -7,9 +7,17 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.health import healthy
+from roxxel_dist.train.model_state import ModelState
+from roxxel_dist.train.parts import take_apart
+from roxxel_dist.train.state import TrainState
+
+PLAN = "plan"
+"""What the checkpoints of a `Trainer` have in their meta, and those of a `Checkpointer` not."""
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -38,7 +46,8 @@ class Checkpointer:
         max_to_keep: int | None = 3,
     ) -> None:
         self._objects: dict[str, Any] = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
-        self._store = CheckpointStore(checkpoint_path, max_to_keep)
+        self.store: CheckpointStore = CheckpointStore(checkpoint_path, max_to_keep)
+        """The checkpoints themselves; those of the run, of a checkpointer that was given to a `Trainer`."""
 
     def save(self, step: int, metrics_dict: Mapping[str, Any] | None = None) -> None:
         """Begin to save; returns once the model may be trained on.
@@ -52,38 +61,58 @@ class Checkpointer:
         Raises:
             ValueError: there is a checkpoint of that step already, perhaps of an earlier training in this folder.
         """
-        self._store.settle()
-        if step in self._store.steps():
+        self.store.settle()
+        if (newest := self.store.latest_step()) is not None and PLAN in self.store.meta(newest):
+            raise ValueError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
+        if step in self.store.steps():
             raise ValueError(
-                f"{self._store.folder} has a checkpoint of step {step} already: call restore() first to go on from the "
-                f"newest one ({self._store.latest_step()}), or use another folder"
+                f"{self.store.folder} has a checkpoint of step {step} already: call restore() first to go on from the "
+                f"newest one ({self.store.latest_step()}), or use another folder"
             )
         metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
-        self._store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
+        self.store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
         self._warn()
 
     def restore(self) -> int:
         """Load the newest checkpoint into the model and the optimizer, and return its step; 0 where there is none.
 
+        It may be one of a `Trainer`.
+
         Raises:
             ValueError: the checkpoint is of another model or optimizer, or it is damaged.
         """
-        self._store.settle()
-        step = self._store.latest_step()
+        self.store.settle()
+        step = self.store.latest_step()
         if step is None:
             return 0
-        leaves = self._store.restore(step, self._leaves())
+        if PLAN in self.store.meta(step):
+            self._restore_run(step)
+            return step
+        leaves = self.store.restore(step, self._leaves())
         for name, thing in self._objects.items():
             tree = jax.tree.structure(nnx.state(thing))
             nnx.update(thing, jax.tree.unflatten(tree, leaves[name].values()))
         return step
+
+    def _restore_run(self, step: int) -> None:
+        """Load a checkpoint that a `Trainer` has saved."""
+        model, optimizer = self._objects["model"], self._objects.get("optimizer")
+        parts, params, rest, settings = take_apart(model)
+        like: dict[str, Any] = {"params": params, "rest": rest, "opt_state": {}}
+        if optimizer is not None:
+            like["opt_state"] = optimizer.tx.init(params)
+        found = like | self.store.restore_model(
+            step, {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
+        )
+        state = TrainState(jnp.int32(step), **found, health=healthy())
+        ModelState(parts, state, settings).copy_to(model, optimizer)
 
     def _leaves(self) -> dict[str, dict[str, jax.Array]]:
         """Every array by its path, in the order of the state's tree."""
         return {name: _named(nnx.state(thing)) for name, thing in self._objects.items()}
 
     def _warn(self) -> None:
-        while ended := self._store.poll():
+        while ended := self.store.poll():
             if ended.problem:
                 log.warning("%s", ended.problem)
 
@@ -93,7 +122,7 @@ class Checkpointer:
         Raises:
             SaveError: it failed, on a full disk say.
         """
-        self._store.wait()
+        self.store.wait()
 
     def close(self) -> None:
         """Finish what is being saved and let go of the thread.
@@ -101,8 +130,8 @@ class Checkpointer:
         Raises:
             SaveError: the last save failed.
         """
-        self._store.close()
-        self._store.wait()
+        self.store.close()
+        self.store.wait()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -110,9 +139,9 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._store.close()
+        self.store.close()
         if error is None:
-            self._store.wait()
+            self.store.wait()
 
 
 def _named(state: Any) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from roxxel_dist.cluster.process import is_primary
-from roxxel_dist.train.log_queue import LogQueue
+from roxxel_dist.train.log_queue import LogQueue, Tracker
 from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.trackers.table import CsvTracker
 
@@ -80,6 +80,16 @@ class Logger:
             self._status = self._status | {"step": int(step)}
             self._queue.status(self._status)
 
+    def tracker(self, total_steps: int, restored_step: int) -> Tracker:
+        """What a `Trainer` hands its rows and lines to, for this logger to write; who made the logger closes it.
+
+        Args:
+            total_steps: of the run.
+            restored_step: steps that are done; the rows after them are cut.
+        """
+        self.init_pbar(total_steps, restored_step)
+        return _OfTrainer(self, self._queue)
+
     def close(self) -> None:
         """Write what is left and leave the terminal as it was."""
         self._queue.close()
@@ -91,3 +101,23 @@ class Logger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._queue.__exit__(kind, error, tb)
         self._speaks = False
+
+
+class _OfTrainer:
+    def __init__(self, logger: Logger, queue: LogQueue) -> None:
+        self._logger, self._queue = logger, queue
+
+    def text(self, text: str) -> None:
+        self._logger.log_message(text)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._logger.log_metrics_summary(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+    def status(self, record: Mapping[str, Any]) -> None:
+        self._queue.status(record)
+
+    def rewind(self, step: int) -> None:
+        self._queue.rewind(step)
+
+    def close(self) -> None:
+        """The logger is its maker's to close."""

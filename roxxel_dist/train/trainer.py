@@ -33,6 +33,7 @@ from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.badstep import BadStep, Watch
 from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluate import HELD_OUT, ask
 from roxxel_dist.train.follow import end_of, to_keep
@@ -40,6 +41,7 @@ from roxxel_dist.train.fork import Start, begin, go_back, restore_start, rewound
 from roxxel_dist.train.inflight import InFlight
 from roxxel_dist.train.keeper import Keeper, restore
 from roxxel_dist.train.log_queue import CRASH_LIMIT_S, LogQueue, Tracker
+from roxxel_dist.train.logger import Logger
 from roxxel_dist.train.model_state import ModelState
 from roxxel_dist.train.optimizer import as_optimizer, first_state
 from roxxel_dist.train.origin import NEWEST, Origin
@@ -74,11 +76,15 @@ class Trainer:
         amend: the curriculum may be another one than the run's, from here on.
         origin: another run's checkpoint to begin with, or an older one of its own to go back to.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
+        logger: speaks and writes its own files too, instead of the console; close it after the trainer.
+        checkpointer: whose folder and `max_to_keep` the run's checkpoints have, instead of `save_path`/checkpoints;
+            commands such as `generate` look there.
         options: the fields of `train.config.LoopOptions`, such as `log_every`.
 
     Attributes:
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
         start: where the run was taken up, and what `run` says of that.
+        checkpointer: the one that was given; else the run's `CheckpointStore`.
 
     Raises:
         ValueError: a batch that does not divide, too little data for a phase, or the run directory of another run.
@@ -100,6 +106,8 @@ class Trainer:
         amend: bool = False,
         origin: Origin = NEWEST,
         trackers: Sequence[Tracker] = (),
+        logger: Logger | None = None,
+        checkpointer: Checkpointer | None = None,
         **options: Any,
     ) -> None:
         self.options: LoopOptions = LoopOptions(**options)
@@ -118,8 +126,10 @@ class Trainer:
         self._let_go = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
-            self.store: CheckpointStore = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
-            undo.callback(self.store.close)
+            self.store: CheckpointStore = _store(self._folder, checkpointer, self.options)
+            if checkpointer is None:
+                undo.callback(self.store.close)
+            self.checkpointer: Checkpointer | CheckpointStore = checkpointer or self.store
             self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
             undo.callback(self._programs.close)
             start = begin(self.store, curriculum, self._optimizer, self.options, amend=amend, origin=origin)
@@ -142,18 +152,22 @@ class Trainer:
             self._verification = Verification(blocks, every_step=process_count() > 1)
             self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
             self.logger: LogQueue = LogQueue()
-            self._trackers = trackers
-            flops = self.state.flops_per_token()
-            self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops, mesh.devices.flat)
-            self._reporter.before_row = self._verification.wait
-            say = self.logger.text
-            watch = Watch(say, skip=self.options.on_bad_step == "skip")
-            self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
-            logged = partial(self.options.is_due, "log", last_step=self.last_step)
-            export = self.options.export_weights
-            self._keeper = Keeper(self._folder, self.store, self.last_step, say, logged, export=export)
-            self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
+            self._trackers, self._logger = trackers, logger
+            self._prepare_log()
             undo.pop_all()
+
+    def _prepare_log(self) -> None:
+        """What tells of the run, and keeps it; nothing is written yet."""
+        flops = self.state.flops_per_token()
+        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops, self.mesh.devices.flat)
+        self._reporter.before_row = self._verification.wait
+        say = self.logger.text
+        watch = Watch(say, skip=self.options.on_bad_step == "skip")
+        self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
+        logged = partial(self.options.is_due, "log", last_step=self.last_step)
+        export = self.options.export_weights
+        self._keeper = Keeper(self._folder, self.store, self.last_step, say, logged, export=export)
+        self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
         """Begin to compile the first phase, and load the checkpoint meanwhile."""
@@ -199,7 +213,7 @@ class Trainer:
         """
         try:
             self.go_back()
-            own = trackers_for(self._folder, self.last_step, self.step)
+            own = trackers_for(self._folder, self.last_step, self.step, self._logger)
             self.logger.open([*own, self._timeline, *self._trackers])
             state = self._run(at_the_end)
         except BaseException:
@@ -396,3 +410,12 @@ def hold_together(run: Path) -> Callable[[], None]:
     if problem := agree("run directory is free", problem):
         raise ValueError(problem)
     return let_go
+
+
+def _store(run: Path, checkpointer: Checkpointer | None, options: LoopOptions) -> CheckpointStore:
+    """The checkpoints of a run, in its folder or where a checkpointer of the user's own keeps them."""
+    if checkpointer is None:
+        return CheckpointStore(run / "checkpoints", **options.kept())
+    if options.keep_every or options.keep_steps:
+        raise ValueError("keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer")
+    return checkpointer.store

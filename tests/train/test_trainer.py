@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from runs import PHASES, losses, make, model, rows, train
 
-from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
@@ -186,3 +186,33 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
     meter.step(100)
     now[0] += 3
     assert meter.report() == {"ms_per_step": 10_000.0, "tokens_per_s": 10.0}
+
+
+def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
+    net = model()
+    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+    logger = Logger(tmp_path / "mine", "my")
+    checkpointer = Checkpointer(tmp_path / "kept", net, optimizer, max_to_keep=1)
+    made = train(corpus, tmp_path / "run", model=net, optimizer=optimizer, logger=logger, checkpointer=checkpointer)
+    logger.close()
+    assert made.checkpointer is checkpointer
+    with (tmp_path / "mine" / "my_metrics.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 14))
+    assert "phase 1/3 from step 1" in (tmp_path / "mine" / "my_system.log").read_text()
+    assert capfd.readouterr().out.count("phase 1/3 from step 1") == 1
+    assert len(losses(tmp_path / "run")) == 13
+    assert checkpointer.store.latest_step() == 13
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(ValueError, match="has the checkpoints of a Trainer, which alone saves there"):
+        checkpointer.save(14)
+    # Restored by a program of one's own.
+    again = model()
+    other = nnx.Optimizer(again, optax.adam(1e-2), wrt=nnx.Param)
+    with Checkpointer(tmp_path / "kept", again, other) as reader:
+        assert reader.restore() == 13
+    for mine, theirs in ((again, net), (other.opt_state, optimizer.opt_state)):
+        for a, b in zip(jax.tree.leaves(nnx.state(mine)), jax.tree.leaves(nnx.state(theirs)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert int(other.step[...]) == 13
+    with pytest.raises(ValueError, match="keep_every and keep_steps are of the run's own checkpoints"):
+        make(corpus, tmp_path / "more", checkpointer=checkpointer, keep_every=2)

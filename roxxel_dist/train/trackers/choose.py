@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from roxxel_dist.cluster.contract import STATUS_ENV
 from roxxel_dist.cluster.process import is_primary, process_index
 from roxxel_dist.train.log_queue import Tracker
+from roxxel_dist.train.logger import Logger
 from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker
 
 METRICS = (
@@ -19,7 +20,7 @@ process goes on from (a tracker drops later rows); None where there is nothing t
 its own, comes with them from the `Experiment`."""
 
 
-def trackers_for(run: Path, total_steps: int, restored_step: int) -> list[Tracker]:
+def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger | None = None) -> list[Tracker]:
     """Rank 0 writes the metrics and talks to the person; every rank has its lines in `logs/rank-N.log`.
 
     Under the launcher that file is made of what a rank prints, so there every rank prints.
@@ -28,10 +29,13 @@ def trackers_for(run: Path, total_steps: int, restored_step: int) -> list[Tracke
         run: the run directory.
         total_steps: of the run.
         restored_step: the step that this process goes on from; later rows of the logs are dropped.
+        logger: talks to the person instead.
     """
     launched = os.environ.get(STATUS_ENV) == "1"
     trackers: list[Tracker] = []
-    if is_primary() or launched:
+    if logger is not None and is_primary():
+        trackers.append(logger.tracker(total_steps, restored_step))
+    elif is_primary() or launched:
         trackers.append(ConsoleTracker(total_steps))
     if not launched:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
