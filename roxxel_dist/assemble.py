@@ -89,12 +89,14 @@ class Recipe:
         return mesh
 
 
-def recipe(config: Any, data: Roxxel) -> Recipe:
+def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
     """All that a run of `config` on `data` is made of. Touches no device and no run directory.
 
     Args:
         config: a `Config`; it is left as it is.
         data: the corpus, from `open_corpus`.
+        trial: of a sweep: a warm-up longer than half of the run is cut to that, for one that is searched beside the
+            number of epochs or the size of a batch fits some of the trials alone.
 
     Raises:
         ValueError: a field breaks its rule, or does not fit the data.
@@ -103,8 +105,11 @@ def recipe(config: Any, data: Roxxel) -> Recipe:
     config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
     config.validate()
     loop = config.part(LoopConfig)
-    optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
     curriculum, held_out = curriculum_of(config, data)
+    half = curriculum.total_steps // 2
+    if trial and (config.warmup_steps or 0) > half:
+        config = dataclasses.replace(config, warmup_steps=half)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
     optimizer.config.check(curriculum.total_steps)
     validation = validation_sets(config, data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, config.vocab_size)

@@ -23,6 +23,7 @@ from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields
 from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, TOKENIZER, RunDirectory, default_run_dir
+from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
 from roxxel_dist.train.origin import Origin, RunStep
@@ -104,6 +105,9 @@ class Experiment:
         with _held(run, resume) as directory:
             with _nothing_left_behind(directory), usage_errors():
                 whose = str(parent) if parent and not saved else ""
+                trial = os.environ.get(TRIAL) == "1"
+                if trial and saved:  # as it was cut when the trial began
+                    self.config = dataclasses.replace(self.config, warmup_steps=saved["warmup_steps"])
                 changed = changed_fields(before, self.config, amend=amend or bool(whose), whose=whose)
                 path = primary_path(self.config, data_path) or data_of(
                     before, parent.run if parent and not saved else None
@@ -120,7 +124,10 @@ class Experiment:
                         f"make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
                         f"the run with them (amend=True)"
                     )
-                made = recipe(self.config, self._open(path, run, resume, begins=not before))
+                made = recipe(self.config, self._open(path, run, resume, begins=not before), trial=trial)
+                if made.config.warmup_steps != self.config.warmup_steps and is_primary():
+                    cut = f"warmup_steps {self.config.warmup_steps} -> {made.config.warmup_steps}"
+                    print(f"roxxel-dist: {cut}: half of the trial's {made.curriculum.total_steps:,} steps", flush=True)
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
                 trainer = self._trainer(run, made, amend, origin)

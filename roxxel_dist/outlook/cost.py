@@ -29,7 +29,9 @@ class Cost:
 
 
 def cost(config: Any, data_path: str | Path | None) -> Cost:
-    """Steps, tokens, operations and parameters of a run. Text is made into shards in a folder that is gone afterwards.
+    """Steps, tokens, operations and parameters of a trial of a sweep.
+
+    Text is made into shards in a folder that is gone afterwards.
 
     Raises:
         UsageError: the config or the data do not allow the run.
@@ -42,7 +44,7 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
         initialize()
         path = primary_path(config, data_path)
         folder = held.enter_context(folder_for_now(path, "cost"))
-        made = recipe(config, held.enter_context(open_corpus(config, path, folder)))
+        made = recipe(config, held.enter_context(open_corpus(config, path, folder)), trial=True)
         options, plan = LoopOptions(**made.options), made.curriculum.plan(made.config.seed)
         parts, state, settings = look_ahead(made.build, made.optimizer, made.mesh(), options, plan.total_steps)
         model = ModelState(parts, state, settings)

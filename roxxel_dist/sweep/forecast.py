@@ -92,20 +92,31 @@ def _hours(
         if plan.max_time_s is not None:
             return [_time(plan, plan.max_time_s, "at most: --max_trial_time")]
         return ["hours: not known before the first trial has ended (--max_trial_time would bound them)"]
-    from roxxel_dist.outlook.cost import cost  # jax
+    from roxxel_dist.outlook.cost import Cost, cost  # jax
 
-    configs = [config_of(one) for one in asked]
+    looks: list[tuple[Any, str | None, Cost]] = []
+    refusal: UsageError | ValueError | None = None
     with TemporaryDirectory(prefix=".sweep-", dir=Path.cwd()) as folder:  # text is made into shards for all of them
-        shards = [make_shards(config, data, Path(folder)) for config in configs]
-        looks = [cost(config, path) for config, path in zip(configs, shards, strict=True)]
-        tried = estimate.try_out(configs[0], shards[0], looks[0])
-    steps, sizes = [one.steps for one in looks], [one.parameters for one in looks]
+        for params in asked:
+            try:
+                config = config_of(params)
+                shards = make_shards(config, data, Path(folder))
+                looks.append((config, shards, cost(config, shards)))
+            except (UsageError, ValueError) as error:
+                refusal = refusal or error
+        if not looks:
+            raise UsageError(f"none of {len(asked)} trials that were looked at can run: {refusal}")
+        tried = estimate.try_out(*looks[0])
+    costs = [one for *_, one in looks]
+    steps, sizes = [one.steps for one in costs], [one.parameters for one in costs]
     told = (
-        f"  the first {len(looks)}: {min(steps):,} to {max(steps):,} steps, {min(sizes):,} to {max(sizes):,} parameters"
+        f"  the first {len(asked)}: {min(steps):,} to {max(steps):,} steps, {min(sizes):,} to {max(sizes):,} parameters"
     )
+    if refusal is not None:
+        told += f"; {len(asked) - len(looks)} of them cannot run ({refusal})"
     if tried is None:
         return [told, "hours: not known: the first trial could not be tried here; see what `train` says of it"]
-    seconds = min(estimate.trial_seconds(looks, tried), plan.max_time_s or float("inf"))
+    seconds = min(estimate.trial_seconds(costs, tried), plan.max_time_s or float("inf"))
     return [told, _time(plan, seconds, f"from {estimate.STEPS} steps of the first of them on this machine")]
 
 

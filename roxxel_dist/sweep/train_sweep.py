@@ -18,6 +18,7 @@ from roxxel_dist.config import load_yaml, usage_errors
 from roxxel_dist.run_directory import default_run_dir
 from roxxel_dist.sweep.ranks import ROXXEL, with_ranks
 from roxxel_dist.sweep.trial_config import config_of
+from roxxel_dist.train.config import TRIAL
 
 CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"
 """The base config and the data, where no words name them."""
@@ -35,6 +36,7 @@ def main(words: Sequence[str]) -> NoReturn:
     try:
         with usage_errors():
             command = _command(words, os.environ)
+            os.environ[TRIAL] = "1"
     except ValueError as error:
         print(f"roxxel-dist: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
@@ -61,7 +63,7 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     config.save_yaml(folder / WRITTEN)
     train = ["train", "--config", str(folder / WRITTEN), "--run_dir", str(folder), "--resume"]
     train += ["--data_path", data] if data else []
-    theirs = [name for name in env if name.startswith("WANDB_")]
+    theirs = [TRIAL, *(name for name in env if name.startswith("WANDB_"))]
     return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
 
 

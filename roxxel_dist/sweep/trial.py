@@ -17,6 +17,7 @@ from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepar
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
 from roxxel_dist.sweep.trial_config import config_of
 from roxxel_dist.sweep.verdict import disk_full, failure, machines_fault, unreported
+from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.one_compilation import SHARE_COMPILATION
 
@@ -196,5 +197,6 @@ def _prepare(task: Task, folder: Path) -> tuple[list[str], dict[str, str]]:
     config.save_yaml(written)
     words = ["train", "--config", str(written), "--run_dir", str(folder), "--resume"]
     words += ["--data_path", str(task["data_path"])] if task.get("data_path") else []
-    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", **(task.get("environment") or {})}
+    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", TRIAL: "1"}
+    own |= task.get("environment") or {}
     return with_ranks(task, words, ROXXEL, env=own), environment(own)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+TRIAL = "ROXXEL_TRIAL"
+"""Set to 1 in the trials of a sweep, whose warm-up is cut to half of the run."""
 WARMUP_FRACTION = 0.05
 STABLE_FRACTION = 0.4
 """Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""

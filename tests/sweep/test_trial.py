@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import gone, make_corpus, rows, wait_for
 from trials import BASE, program, split, task
 
@@ -266,3 +267,17 @@ def test_who_holds_a_lock_is_a_file_of_its_own_device(tmp_path):
         assert holder(lock) is None
         fcntl.flock(file, fcntl.LOCK_EX)
         assert holder(lock) == os.getpid()
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it(tmp_path):
+    """And stays so where the trial goes on."""
+    make_corpus(tmp_path)
+    asked = task(tmp_path / "study", params={"warmup_steps": 200}, environment={"JAX_PLATFORMS": "cpu"})
+    _, _, last = split(run(asked))
+    log = (tmp_path / "study" / "logs" / "0.log").read_text()
+    assert "result" in last, log
+    assert "warmup_steps 200 -> 6: half of the trial's 12 steps" in log
+    assert yaml.safe_load((tmp_path / "study" / "trials" / "0" / "config.yaml").read_text())["warmup_steps"] == 6
+    (tmp_path / "study" / "trials" / "0" / "training_cursor.json").unlink()
+    _, _, again = split(run(asked))
+    assert again["result"]["value"] == last["result"]["value"]

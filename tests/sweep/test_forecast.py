@@ -1,0 +1,44 @@
+"""What a sweep would take, where some of its trials cannot run."""
+
+from pathlib import Path
+
+import pytest
+from commands import make_corpus
+from trials import BASE
+
+from roxxel_dist.config import UsageError
+from roxxel_dist.sweep import estimate
+from roxxel_dist.sweep.engine import make
+from roxxel_dist.sweep.forecast import Plan, forecast
+from roxxel_dist.sweep.history import History
+from roxxel_dist.sweep.trial_config import config_of
+
+
+@pytest.fixture
+def text_of(tmp_path, monkeypatch):
+    """The forecast for values of decay_steps, in runs of 12 steps."""
+    make_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(estimate, "try_out", lambda *given: None)  # a training of its own
+
+    def text(values):
+        space = {"decay_steps": {"values": values}, "warmup_steps": {"value": 200}, "lr_schedule": {"value": "wsd"}}
+        plan = Plan(
+            study=Path("study"), what="grid search", count=None, size=len(values), workers=1, hosts=1, procs_per_host=1,
+            gpus_per_host=None, ray_address=None, max_time_s=None, history=History(),
+        )  # fmt: skip
+        engine = make({"method": "grid", "parameters": space}, seed=1)
+        return forecast(plan, engine, lambda params: config_of(BASE, params), str(tmp_path / "data"))
+
+    return text
+
+
+def test_trials_that_cannot_run_are_counted(text_of):
+    text = text_of([2, 500, 600])
+    assert "the first 3: 12 to 12 steps" in text
+    assert "; 2 of them cannot run (decay_steps is 500: " in text
+
+
+def test_where_none_can_run_it_is_an_error(text_of):
+    with pytest.raises(UsageError, match="none of 2 trials that were looked at can run: decay_steps is 500"):
+        text_of([500, 600])
