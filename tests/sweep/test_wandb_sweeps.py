@@ -111,6 +111,10 @@ def test_the_repositorys_sweep_is_accepted_from_its_root(server, env):
 def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     """Unchanged, and the server gets val_loss at every evaluation."""
     home(tmp_path)
+    sweep = yaml.safe_load((tmp_path / "sweeps" / "small.yaml").read_text())
+    # Parameters that are no fields: the agent hands them over in words and in its file.
+    sweep["parameters"] |= {"data_path": {"value": "data"}, "config": {"value": "configs/default_config.yaml"}}
+    (tmp_path / "sweeps" / "small.yaml").write_text(yaml.safe_dump(sweep))
     said = wandb("sweep", "sweeps/small.yaml", cwd=tmp_path, env=env)
     (path,) = re.findall(r"wandb agent (\S+)", re.sub(r"\x1b\[[0-9;]*m", "", said))
     wandb("agent", "--count", 1, path, cwd=tmp_path, env=env)
@@ -119,7 +123,7 @@ def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     assert sent.exit_code == 0
     assert [row["_step"] for row in sent.history if "val_loss" in row] == [1, 6, 12]
     assert sent.summary["val_loss"] == sent.history[-1]["val_loss"]
-    assert {name: sent.config[name] for name in params} == pytest.approx(params)
+    assert {name: sent.config[name] for name in SPACE} == pytest.approx({name: params[name] for name in SPACE})
     (folder,) = tmp_path.glob("runs/sweep_*/*")
     assert folder.name == run_id
     assert json.loads((folder / "wandb.json").read_text())["id"] == run_id
