@@ -125,9 +125,7 @@ class Experiment:
                         f"the run with them (amend=True)"
                     )
                 made = recipe(self.config, self._open(path, run, resume, begins=not before), trial=trial)
-                if made.config.warmup_steps != self.config.warmup_steps and is_primary():
-                    cut = f"warmup_steps {self.config.warmup_steps} -> {made.config.warmup_steps}"
-                    print(f"roxxel-dist: {cut}: half of the trial's {made.curriculum.total_steps:,} steps", flush=True)
+                self._say_cut(made)
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
                 trainer = self._trainer(run, made, amend, origin)
@@ -148,6 +146,12 @@ class Experiment:
             finally:
                 trainer.close()
         return run
+
+    def _say_cut(self, made: Recipe) -> None:
+        """Say that the warm-up of a trial was cut, where it was."""
+        if made.config.warmup_steps != self.config.warmup_steps and is_primary():
+            cut = f"warmup_steps {self.config.warmup_steps} -> {made.config.warmup_steps}"
+            print(f"roxxel-dist: {cut}: half of the trial's {made.curriculum.total_steps:,} steps", flush=True)
 
     def _past(
         self, folder: Path, resume: bool, fork: str | None
