@@ -173,7 +173,11 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
         values = column([one.params for one in trials], name)
         found = axis(name, values, kinds.get(name))
         places = [found.place(value) for value in values]
-        shown = [(x, one.value, one.number) for x, one in zip(places, trials, strict=True) if x is not None]
+        shown = [
+            (x, one.value, one.number)
+            for x, one in zip(places, trials, strict=True)
+            if x is not None and one.value is not None
+        ]
         axes.scatter(*zip(*((x, y) for x, y, _ in shown), strict=True), c=[n for *_, n in shown], cmap="Blues", s=16,
                      edgecolors="#444444", linewidths=0.3)  # fmt: skip
         if places[0] is not None:
