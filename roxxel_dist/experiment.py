@@ -116,8 +116,8 @@ class Experiment:
                     near = difflib.get_close_matches(
                         run.name, [one.parent.name for one in run.parent.glob(f"*/{CONFIG}")]
                     )
-                    hint = f"did you mean {run.parent / near[0]}?" if near else "check --run_dir"
-                    raise ValueError(f"there is no run {run}: {hint}; a new one needs --data_path")
+                    hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
+                    raise ValueError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
                 if other_data and not is_tokens(path or ""):
                     raise ValueError(
                         f"data_path is {path}, and {run} was begun with {saved[RECORD]['data_path']}: leave it out, or "

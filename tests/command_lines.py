@@ -90,8 +90,8 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
 
 
 FOREIGN = {
-    "--build-arg", "--flag", "--gres", "--no-kill", "--no-requeue", "--open-mode", "--overlap", "--signal", "--user",
-    "--xla_gpu_deterministic_ops",
+    "--batch", "--build-arg", "--flag", "--gres", "--no-kill", "--no-requeue", "--open-mode", "--overlap", "--signal",
+    "--user", "--xla_gpu_deterministic_ops",
 }  # fmt: skip
 """Options of docker, SLURM and XLA that texts name alone."""
 

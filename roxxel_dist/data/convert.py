@@ -35,6 +35,9 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<")
 
 
+HELD = "shards hold integers or floats of 8 to 64 bits, such as uint16"
+
+
 def storage_dtype(dtype: Any) -> np.dtype:
     """A dtype that a user named, as it stands on disk: little-endian.
 
@@ -43,10 +46,10 @@ def storage_dtype(dtype: Any) -> np.dtype:
     """
     try:
         found = np.dtype(dtype).newbyteorder("<")
-    except TypeError:
-        found = None
-    if found is None or found.str not in DTYPES:
-        raise ValueError(f"dtype={dtype}: shards hold integers or floats of 8 to 64 bits, such as uint16")
+    except TypeError as error:
+        raise ValueError(f"dtype={dtype}: no such dtype; {HELD}") from error
+    if found.str not in DTYPES:
+        raise ValueError(f"dtype={dtype}: {HELD}")
     return found
 
 
