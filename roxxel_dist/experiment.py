@@ -70,7 +70,7 @@ class Experiment:
     ) -> Path:
         """Train and return the run directory.
 
-        A resumed run, and a fork, keeps each field of its config that the one here does not give.
+        A resumed run, and a fork, keeps each field of its config that the one here does not give, but for `max_steps`.
 
         Args:
             data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
@@ -166,7 +166,8 @@ class Experiment:
         saved = saved_config(folder) if resume else {}
         parent = forked_from(fork, saved, folder)
         before = saved_config(parent.run) if parent and not saved else saved
-        self.config = self.config.with_defaults(before)
+        # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
+        self.config = self.config.with_defaults({name: value for name, value in before.items() if name != "max_steps"})
         self.config.validate()
         self.config = with_shape_of(self.config)
         return saved, parent, before

@@ -152,7 +152,10 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     base = Config.from_yaml(flags["config"]) if flags.get("config") else Config()
     if path:
         saved = Config.from_yaml(path)
-        base = base.with_defaults(saved.to_dict())
+        values = saved.to_dict()
+        if flags.get("config"):
+            del values["max_steps"]  # a config without one trains to the end of its phases
+        base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
     args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}

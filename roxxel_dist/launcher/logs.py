@@ -109,7 +109,7 @@ class Logs:
         command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
-        self._made: set[Path] = set()
+        self._made: dict[Path, int] = {}  # and their sizes, when they were closed
         # A rank may make the run directory before its first line makes `logs` in it: what is new is told beforehand.
         self._new = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._tails: dict[int, deque[str]] = {}
@@ -150,18 +150,17 @@ class Logs:
         path = self.path(rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            self._made.add(path)
+            self._made[path] = 0
         self._files[rank] = file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         file.write(self._header)
         return file
 
     def remove(self) -> None:
         """Take away the files and folders that this launch alone has made and written; all others stay as they are."""
-        ends = {file.name: file.tell() for file in self._files.values() if not file.closed}
         self.close()
-        for path in self._made:
+        for path, size in self._made.items():
             with suppress(OSError):
-                if path.stat().st_size == ends.get(str(path)):  # nobody else has written to it
+                if path.stat().st_size == size:  # nobody else has written to it
                     path.unlink()
         self._made.clear()
         with suppress(OSError):  # not empty, or never made
@@ -170,7 +169,10 @@ class Logs:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
+        for rank, file in self._files.items():
+            with suppress(OSError):  # the disk is full
+                if self.path(rank) in self._made:
+                    self._made[self.path(rank)] = file.tell()
             _close(file)
         self._files.clear()
 
