@@ -2,15 +2,15 @@
 
 import contextlib
 import difflib
-import fcntl
 import os
 import shutil
 from datetime import datetime
 from pathlib import Path
 
 from roxxel_dist.cluster import mailbox
+from roxxel_dist.data import file_lock
 from roxxel_dist.data.commit import make_folder
-from roxxel_dist.train.run_lock import HELD, LOCK, take_lock
+from roxxel_dist.train.run_lock import HELD, LOCK
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 METRICS, LOGS = "metrics.jsonl", "logs"
@@ -43,16 +43,16 @@ class RunDirectory:
             raise ValueError(f"{self.path} holds a run already: continue it with resume=True, or name another run_dir")
         try:
             make_folder(self.path)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = file_lock.take_lock(self.path / LOCK)
         except OSError as error:
             raise ValueError(
                 f"run_dir is {self.path}, which cannot be written ({error.strerror}): choose another folder, or "
                 f"change its permissions"
             ) from error
-        if not take_lock(self._lock):
-            os.close(self._lock)
-            self._lock, self._new = None, []
-            raise ValueError(f"another process is training in {self.path}: wait for its end, or name another")
+        if self._lock is None:
+            self._new = []
+            who = file_lock.holder(self.path / LOCK)
+            raise ValueError(f"{who} is training in {self.path}: wait for its end, or name another")
         HELD.add(self.path.absolute())
         mailbox.sweep(self.path)
         for left in self.path.glob(".*.tmp"):  # by somebody who was killed while he wrote
@@ -78,19 +78,7 @@ class RunDirectory:
 
 def is_held(run: Path, *, unknown: bool = True) -> bool:
     """Whether somebody trains in a run directory now; `unknown` where the file system has no locks to tell."""
-    try:
-        lock = os.open(run / LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return unknown
-    finally:
-        os.close(lock)
-    return False
+    return file_lock.is_held(run / LOCK, unknown=unknown)
 
 
 def default_run_dir() -> Path:

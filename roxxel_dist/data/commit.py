@@ -1,25 +1,26 @@
 """Files that appear together or not at all.
 
-New files are made in a hidden folder beside their place (`.NAME.writing`), which its writer holds a lock on. When all
-are complete and on the disk, one small file in it, `commit.json`, says so: from then on they count as written. They are
-moved to their place, and what they replace is removed. If the writer dies on the way, whoever opens or writes next
-finishes that; if it dies before, the folder is thrown away by the next writer.
+New files are made in a hidden folder beside their place (`.NAME.writing`), while its writer holds the lock of a hidden
+file (`.NAME.lock`). When all are complete and on the disk, one small file in the folder, `commit.json`, says so: from
+then on they count as written. They are moved to their place, and what they replace is removed. If the writer dies on
+the way, whoever opens or writes next finishes that; if it dies before, the folder is thrown away by the next writer.
+Folder and file are touched by whoever holds the lock alone, who removes both.
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.data.file_lock import holder, is_held, is_lock_of, take_lock
 
 COMMIT = "commit.json"
-SUFFIX = ".writing"
+SUFFIX, LOCK_SUFFIX = ".writing", ".lock"
 FINISH_LIMIT_S = 30.0
 
 
@@ -73,26 +74,33 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
     """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     staged = folder / f".{name}{SUFFIX}"
-    try:
-        make_folder(folder)
-        finish_interrupted(folder)
-        lock = _take(staged)
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot write there ({error.strerror}); choose another place") from error
+    lock: int | None = None
 
     def take_away() -> None:
-        if lock is not None and _is(staged, lock):  # after `publish` the name may be another writer's
+        if lock is not None and is_lock_of(lock, _lock_file(staged)):  # else taken away before
             _leave(staged)
+            _lock_file(staged).unlink(missing_ok=True)
         for path in absent:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
 
     try:
+        try:
+            make_folder(folder)
+            finish_interrupted(folder)
+            lock = take_lock(_lock_file(staged))
+            if lock is not None:
+                _leave(staged)
+                staged.mkdir()
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot write there ({error.strerror}); choose another place") from error
         if lock is None:
-            raise ValueError(f"{folder}: another process is writing {name} there; wait for it or choose another place")
+            raise ValueError(
+                f"{folder}: {holder(_lock_file(staged))} is writing {name} there; wait for it or choose another place"
+            )
         with interrupt.cleanup(take_away):
-            _empty(staged)
             yield staged
+        take_away()  # here too: an interrupt within it is followed by the one below
     finally:
         try:
             take_away()
@@ -120,33 +128,40 @@ def finish_interrupted(folder: Path) -> None:
         ValueError: there is something to finish and no right to do it, or its writer does not get on.
     """
     for staged in folder.glob(f".*{SUFFIX}"):
+        lock_file = _lock_file(staged)
         deadline = time.monotonic() + FINISH_LIMIT_S
         while (staged / COMMIT).exists():
             try:
-                lock = _take(staged)
+                lock = take_lock(lock_file)
                 if lock is not None:
                     try:
-                        if (staged / COMMIT).exists():
-                            _move(staged)
-                        else:
-                            _remove_if_empty(staged)
+                        _leave(staged)
+                        lock_file.unlink(missing_ok=True)
                     finally:
                         os.close(lock)
             except OSError as error:
-                raise ValueError(
-                    f"{folder}: an interrupted write has to be finished and cannot be ({error.strerror}); "
-                    "open it once with the right to write there"
-                ) from error
+                # Who may only read waits for a writer that is alive.
+                if not is_held(lock_file, unknown=False) and (staged / COMMIT).exists():
+                    raise ValueError(
+                        f"{folder}: an interrupted write has to be finished and cannot be ({error.strerror}); "
+                        "open it once with the right to write there"
+                    ) from error
             if time.monotonic() > deadline:
-                raise ValueError(f"{folder}: a writer has held {staged.name} for {FINISH_LIMIT_S:.0f} s; end it first")
+                raise ValueError(
+                    f"{folder}: {holder(lock_file)} has held {staged.name} for {FINISH_LIMIT_S:.0f} s; end it first"
+                )
             time.sleep(0.01)
 
 
+def _lock_file(staged: Path) -> Path:
+    return staged.with_name(staged.name.removesuffix(SUFFIX) + LOCK_SUFFIX)
+
+
 def _leave(staged: Path) -> None:
-    """Throw away what was not committed; what was, and an exception came in between, is finished."""
+    """Finish what was committed, and throw away what was not; nothing where there is neither."""
     if (staged / COMMIT).exists():
         _move(staged)
-    else:
+    elif staged.exists():
         shutil.rmtree(staged)
 
 
@@ -155,45 +170,11 @@ def _move(staged: Path) -> None:
     remove = json.loads((staged / COMMIT).read_bytes())["remove"]
     for name in sorted(os.listdir(staged), reverse=True):
         if name != COMMIT:
-            os.replace(staged / name, folder / name)
+            with suppress(FileNotFoundError):  # where there are no locks, another process may do the same
+                os.replace(staged / name, folder / name)
     for name in remove:
         (folder / os.path.basename(name)).unlink(missing_ok=True)
     sync_folder(folder)
-    (staged / COMMIT).unlink()
-    staged.rmdir()
-
-
-def _take(staged: Path) -> int | None:
-    """The descriptor that holds the lock on a staging folder, made if need be; None if another process holds it."""
-    while True:
-        staged.mkdir(exist_ok=True)
-        try:
-            descriptor = os.open(staged, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        if _is(staged, descriptor):  # else the one who held it has removed the folder: this lock is on nothing
-            return descriptor
-        os.close(descriptor)
-
-
-def _is(path: Path, descriptor: int) -> bool:
-    """Whether the path still names what the descriptor was opened on."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _empty(staged: Path) -> None:
-    for path in staged.iterdir():
-        path.unlink()
-
-
-def _remove_if_empty(staged: Path) -> None:
-    if not any(staged.iterdir()):
+    with suppress(FileNotFoundError):
+        (staged / COMMIT).unlink()
         staged.rmdir()

@@ -9,8 +9,8 @@ from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.commit import make_folder, write_file
+from roxxel_dist.data.file_lock import take_lock
 from roxxel_dist.data.locate import check_local
-from roxxel_dist.run_directory import take_lock
 from roxxel_dist.sweep.history import JOURNAL
 from roxxel_dist.sweep.journal import LOCK
 from roxxel_dist.sweep.space import Sweep, read_sweep
@@ -130,10 +130,10 @@ def take_back(study: Path, made: Sequence[Path]) -> None:
     for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
         (study / name).unlink(missing_ok=True)
     with suppress(OSError):  # a folder that holds something of somebody else stays
-        lock = os.open(study / LOCK, os.O_RDWR)
+        lock = take_lock(study / LOCK)
+        if lock is None:
+            return  # somebody waited for it, and begins
         try:
-            if not take_lock(lock):
-                return  # somebody waited for it, and begins
             (study / LOCK).unlink()
         finally:
             os.close(lock)

@@ -114,13 +114,3 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
         ray = {name: value for name, value in own.items() if name.startswith("RAY_")}
         own = {**ray_node.environment(own, ray_node.of_node(), (), dealt=True), **ray}
     return {**own, "PYTHONUNBUFFERED": "1", **more}
-
-
-def holder(lock: Path) -> int | None:
-    """Who holds the lock (flock) of a file, where the kernel tells: a process of this machine."""
-    status = lock.stat()
-    mark = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
-    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-        if " FLOCK " in line and " -> " not in line and mark in line:
-            return int(line.partition(mark)[0].split()[-1])
-    return None

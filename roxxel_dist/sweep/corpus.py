@@ -1,16 +1,22 @@
 """The corpus of a study: text is made into shards once a tokenizer, and all trials read them."""
 
-import fcntl
+import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import Config, UsageError
+from roxxel_dist.data.file_lock import wait_for_lock
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.reading import primary_path
 from roxxel_dist.sweep.child import POLL_S, Child, environment
+
+SILENT_S = 2.0
+LIMIT_S = 3600.0
+"""How long a process that makes the shards may write nothing: training a tokenizer takes minutes."""
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
@@ -34,7 +40,7 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
     """Make them, if nobody has; waits for who does. Returns what the run of this config is to read.
 
     Raises:
-        ValueError: the text cannot be used.
+        ValueError: the text cannot be used, or another process makes the shards and does not get on.
     """
     from roxxel_dist.data.build import build
 
@@ -42,11 +48,31 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
     if into is None or path is None or is_tokens(path):
         return data_path
     folder.mkdir(parents=True, exist_ok=True)
-    with open(into.with_name(f"{into.name}.lock"), "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = wait_for_lock(
+        into.with_name(f"{into.name}.lock"),
+        lambda holder: f"waiting for {holder}, which makes the shards {into}",
+        lambda holder: (
+            f"{into}: {holder} makes these shards, and has written nothing for {LIMIT_S:g} s: end it, and start again"
+        ),
+        limit_s=LIMIT_S,
+        silent_s=SILENT_S,
+        progress=lambda: _size(into),
+    )
+    try:
         if not is_tokens(into):
             build([path], into, tokenizer=config.tokenizer_type, vocab_size=config.vocab_size).close()
+    finally:
+        os.close(lock)
     return str(into)
+
+
+def _size(folder: Path) -> int:
+    """Bytes in a folder that others write to."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # gone in the meantime
+            total += path.stat().st_size
+    return total
 
 
 def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:

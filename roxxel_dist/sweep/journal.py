@@ -1,6 +1,5 @@
 """The record of a study: append-only JSON lines, each on the disk before anything is done about it, by one writer."""
 
-import fcntl
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from roxxel_dist.data.commit import make_folder, sync_folder
-from roxxel_dist.run_directory import take_lock
+from roxxel_dist.data.file_lock import wait_for_lock
 from roxxel_dist.sweep.history import JOURNAL, History, Trial, read_history, replay, whole
 
 LOCK = ".lock"
@@ -45,14 +44,22 @@ class Journal:
         path = self._study / JOURNAL
         try:
             make_folder(self._study)
-            self._lock = os.open(self._study / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = wait_for_lock(
+                self._study / LOCK,
+                lambda holder: f"waiting up to {self._wait_s:g} s for {holder}, which runs {self._study}",
+                lambda holder: (
+                    f"--study {self._study}: {holder} runs this study, and did not end within {self._wait_s:g} s: "
+                    "stop it, or name another folder"
+                ),
+                limit_s=self._wait_s,
+                say=self._say,
+            )
         except OSError as error:
             raise ValueError(
                 f"--study {self._study}: cannot be written ({error.strerror}): choose another folder, or change its "
                 "permissions"
             ) from error
         try:
-            self._claim()
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 data = whole(path.read_bytes())
@@ -72,7 +79,6 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
-        os.ftruncate(self._lock, 0)
         os.close(self._lock)
 
     def append(self, *events: Mapping[str, Any]) -> None:
@@ -96,42 +102,6 @@ class Journal:
         for event in timed:
             self.history.take(event)
 
-    def _has_lock(self) -> bool:
-        """Take the lock; false where another has it, or took the file away (a first start that was refused)."""
-        if not take_lock(self._lock):
-            return False
-        path = self._study / LOCK
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(self._lock)):
-                return True
-        make_folder(self._study)
-        os.close(self._lock)
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        return False
-
-    def _claim(self) -> None:
-        end = time.monotonic() + self._wait_s
-        told = False
-        while not self._has_lock():
-            if time.monotonic() >= end:
-                raise ValueError(
-                    f"--study {self._study}: {_holder(self._lock)} runs this study, and did not end within "
-                    f"{self._wait_s:g} s: stop it, or name another folder"
-                )
-            if not told:
-                self._say(f"waiting up to {self._wait_s:g} s for {_holder(self._lock)}, who runs {self._study}")
-                told = True
-            time.sleep(0.1)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held already, where there are locks
-        except OSError as error:
-            self._say(
-                f"--study {self._study}: this file system has no locks ({error.strerror}): see to it yourself that "
-                "only one driver runs the study; two would damage its journal"
-            )
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, json.dumps(this_driver()).encode(), 0)
-
 
 def this_driver() -> dict[str, Any]:
     """Who writes, for people."""
@@ -152,11 +122,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return finite(value.item())
     raise TypeError(f"{value!r} cannot stand in a journal")
-
-
-def _holder(lock: int) -> str:
-    try:
-        found = json.loads(os.pread(lock, 4096, 0))
-        return f"the driver with pid {found['pid']} on host {found['host']}"
-    except (ValueError, KeyError, TypeError):
-        return "another driver"

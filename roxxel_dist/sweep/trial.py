@@ -10,8 +10,9 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from roxxel_dist.data.file_lock import holder
 from roxxel_dist.run_directory import LOCK, is_held
-from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment, holder
+from roxxel_dist.sweep.child import LOCK_LIMIT_S, POLL_S, Child, environment
 from roxxel_dist.sweep.follow import Report, RunReader
 from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepare
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
@@ -177,9 +178,9 @@ def wait_until_free(folder: Path) -> str | None:
     end = time.monotonic() + LOCK_LIMIT_S
     while is_held(folder, unknown=False):
         if time.monotonic() >= end:
-            pid = holder(folder / LOCK)
-            who = f"process {pid}" if pid else "a process, perhaps of another machine,"
-            return f"{who} holds {folder} for more than {LOCK_LIMIT_S:g} s: wait for its end, or end it"
+            return (
+                f"{holder(folder / LOCK)} holds {folder} for more than {LOCK_LIMIT_S:g} s: wait for its end, or end it"
+            )
         time.sleep(POLL_S)
     return None
 

@@ -1,12 +1,11 @@
 """One process trains in a run directory: it holds a lock (flock) on the file `.lock` in it. Standard library alone."""
 
-import fcntl
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from roxxel_dist.data.commit import make_folder
+from roxxel_dist.data.file_lock import holder, take_lock
 
 LOCK = ".lock"
 HELD: set[Path] = set()
@@ -26,15 +25,14 @@ def hold(run: Path) -> Callable[[], None]:
         return lambda: None
     try:
         make_folder(run)
-        lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = take_lock(run / LOCK)
     except OSError as error:
         raise ValueError(
             f"the run directory {run} cannot be written ({error.strerror}): choose another folder, or change its "
             f"permissions"
         ) from error
-    if not take_lock(lock):
-        os.close(lock)
-        raise ValueError(f"another process is training in {run}: wait for its end, or name another folder")
+    if lock is None:
+        raise ValueError(f"{holder(run / LOCK)} is training in {run}: wait for its end, or name another folder")
     HELD.add(run)
 
     def let_go() -> None:
@@ -43,17 +41,3 @@ def hold(run: Path) -> Callable[[], None]:
             os.close(lock)
 
     return let_go
-
-
-def take_lock(lock: int) -> bool:
-    """Take the lock (flock) of an open file; false where another process has it."""
-    for _ in range(2):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)  # perhaps it was somebody who only looked, with `is_held`
-        except OSError:
-            return True  # a file system without locks
-        else:
-            return True
-    return False

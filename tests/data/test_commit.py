@@ -1,6 +1,5 @@
 """Several files appear together or not at all, wherever their writer is killed."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.data.build import build
 from roxxel_dist.data.commit import finish_interrupted, make_folder, publish, staging, write_file
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.file_lock import take_lock
 
 OLD = [b"old-one", b"old-two", b"old-three"]
 NEW = [b"new-1", b"new-2"]
@@ -102,7 +102,10 @@ def test_a_first_write_killed_anywhere_leaves_nothing_or_all(tmp_path):
 def test_a_second_writer_is_refused(tmp_path):
     with staging(tmp_path, "x") as staged:
         (staged / "kept").write_bytes(b"1")
-        with pytest.raises(ValueError, match="another process is writing x"), staging(tmp_path, "x"):
+        with (
+            pytest.raises(ValueError, match=rf"pid {os.getpid()} on host .* is writing x"),
+            staging(tmp_path, "x"),
+        ):
             pass
         with staging(tmp_path, "y"):
             pass
@@ -136,11 +139,10 @@ def test_a_writer_that_does_not_get_on_is_waited_for_and_named(tmp_path, monkeyp
     staged = tmp_path / ".x.writing"
     staged.mkdir()
     (staged / "commit.json").write_text('{"remove": []}')
-    descriptor = os.open(staged, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="has held"):
+    lock = take_lock(tmp_path / ".x.lock")
+    with pytest.raises(ValueError, match=rf"pid {os.getpid()} on host .* has held \.x\.writing"):
         finish_interrupted(tmp_path)
-    os.close(descriptor)
+    os.close(lock)
     finish_interrupted(tmp_path)
     assert os.listdir(tmp_path) == []
 

@@ -86,7 +86,7 @@ def test_a_second_driver_of_a_study_says_who_is_there(study):
     until(lambda: ups(study), "the first driver's trial")
     second = study.start("stays", count=1)
     line = second.stdout.readline()
-    assert f"waiting up to 30 s for the driver with pid {first.pid} on host" in line
+    assert f"waiting up to 30 s for another process (pid {first.pid} on host" in line
     first.kill()
     first.communicate()
     code, said = ended(second)

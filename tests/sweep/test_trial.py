@@ -1,10 +1,10 @@
 """Trials as real processes: what they report, how they fail, and that nothing of them outlives who started them."""
 
-import fcntl
 import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,10 +15,11 @@ import yaml
 from commands import gone, make_corpus, rows, wait_for
 from trials import BASE, program, split, task
 
+from roxxel_dist.data.file_lock import take_lock
 from roxxel_dist.run_directory import is_held
 from roxxel_dist.sweep import child as child_module
 from roxxel_dist.sweep import trial as trial_module
-from roxxel_dist.sweep.child import Child, environment, holder
+from roxxel_dist.sweep.child import Child, environment
 from roxxel_dist.sweep.trial import run
 from roxxel_dist.train.cursor import read_cursor
 
@@ -205,10 +206,12 @@ def test_a_held_run_directory_names_who_holds_it(study, monkeypatch):
     monkeypatch.setattr(trial_module, "LOCK_LIMIT_S", 0.3)
     folder = study / "trials" / "9"
     folder.mkdir(parents=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (event,) = run(task(study, 9))
-    assert f"process {os.getpid()} holds {folder}" in event["lost"]["reason"]
+    lock = take_lock(folder / ".lock")
+    (event,) = run(task(study, 9))
+    os.close(lock)
+    assert (
+        f"another process (pid {os.getpid()} on host {socket.gethostname()}) holds {folder}" in event["lost"]["reason"]
+    )
 
 
 @pytest.mark.slow
@@ -259,14 +262,6 @@ def test_a_program_is_waited_for_where_many_files_are_open(tmp_path):
         for file in many:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_who_holds_a_lock_is_a_file_of_its_own_device(tmp_path):
-    lock = tmp_path / ".lock"
-    with lock.open("w") as file:
-        assert holder(lock) is None
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert holder(lock) == os.getpid()
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it(tmp_path):

@@ -66,7 +66,7 @@ def test_another_process_that_trains_there_is_told_of(corpus, tmp_path):
     try:
         assert child.stdout.readline() == "held\n"
         (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp-1").mkdir(parents=True)  # what it is saving
-        with pytest.raises(ValueError, match="another process is training in"):
+        with pytest.raises(ValueError, match=r"another process .*is training in"):
             make(corpus, tmp_path)
         assert (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp-1").exists()
     finally:

@@ -1,0 +1,146 @@
+"""Locks that reach other hosts, and that never are two processes' at a time, though their files are removed."""
+
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from roxxel_dist.data import file_lock
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.file_lock import holder, is_held, take_lock, wait_for_lock
+from roxxel_dist.run_directory import RunDirectory
+from roxxel_dist.sweep.journal import Journal
+
+HOLDER = """
+import sys
+from pathlib import Path
+from roxxel_dist.data.file_lock import take_lock
+assert take_lock(Path(sys.argv[1])) is not None
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+# Goes into the same staging folder again and again, and fails where another one is in it.
+ALONE = """
+import os, sys
+from pathlib import Path
+from roxxel_dist.data.commit import publish, staging
+folder, times = Path(sys.argv[1]), 0
+while times < 40:
+    try:
+        with staging(folder, "x") as staged:
+            os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
+            (staged / "file").write_bytes(b"1")
+            if times % 2:
+                publish(staged, [])
+            os.unlink(folder / "inside")
+            times += 1
+    except ValueError as error:
+        assert "another process" in str(error), error
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """(file, process that holds its lock until its stdin is closed)"""
+    path = tmp_path / ".lock"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        yield path, process
+
+
+def test_every_lock_is_on_a_regular_file_that_is_open_for_writing(tmp_path, monkeypatch):
+    locked, flock = [], fcntl.flock
+
+    def spy(descriptor, operation):
+        if operation & fcntl.LOCK_EX:
+            access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+            locked.append((stat.S_ISREG(os.fstat(descriptor).st_mode), access))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", spy)
+    Roxxel(tmp_path / "data").write([b"one"])
+    directory = RunDirectory(tmp_path / "run")
+    directory.claim(resume=False)
+    directory.release()
+    with Journal(tmp_path / "study", print):
+        pass
+    assert len(locked) >= 3
+    assert set(locked) == {(True, os.O_RDWR)}
+
+
+def test_one_is_inside_at_a_time_though_each_removes_the_file_of_the_lock(tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path)]) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_lock_on_a_file_that_its_holder_removed_is_none(tmp_path):
+    path = tmp_path / ".lock"
+    first = take_lock(path)
+    assert is_held(path, unknown=False)
+    assert take_lock(path) is None
+    path.unlink()
+    second = take_lock(path)  # another file, and nobody holds that
+    assert second is not None
+    os.close(first)
+    assert is_held(path, unknown=False)
+    os.close(second)
+    assert not is_held(path, unknown=True)
+
+
+def test_who_holds_it_is_named_after_a_silence_and_the_wait_ends_with_him(elsewhere):
+    path, process = elsewhere
+    said = []
+
+    def say(line):
+        said.append(line)
+        process.stdin.close()
+
+    os.close(wait_for_lock(path, "waiting for {}".format, str, limit_s=60, silent_s=0.2, say=say))
+    (line,) = said
+    assert line.startswith(f"waiting for another process (pid {process.pid} on host ")
+
+
+def test_the_wait_has_a_limit_from_the_last_progress_on(elsewhere):
+    path, process = elsewhere
+    steps = iter(range(8))
+    with pytest.raises(ValueError, match=rf"^pid {process.pid} is stuck$"):
+        wait_for_lock(
+            path,
+            str,
+            lambda holder: f"pid {holder.split()[3]} is stuck",
+            limit_s=0.3,
+            silent_s=60,
+            progress=lambda: next(steps, None),
+        )
+    assert next(steps, None) is None, "as long as there was progress it waited"
+
+
+def test_a_holder_that_did_not_say_who_it_is_is_another_process(tmp_path):
+    assert holder(tmp_path / "absent") == "another process"
+    (tmp_path / "empty").touch()
+    assert holder(tmp_path / "empty") == "another process"
+
+
+def test_a_file_system_without_locks_is_told_of_once_a_folder(tmp_path, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)  # as Lustre without `-o flock`
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(2):
+        Roxxel(data / f"{number}.rox").write([b"one"])
+        directory = RunDirectory(tmp_path / "run")
+        directory.claim(resume=True)
+        directory.release()
+    text = "this file system has no locks (No locks available): make sure that only one process writes there"
+    assert capsys.readouterr().err == "".join(f"roxxel-dist: {tmp_path / name}: {text}\n" for name in ("data", "run"))
+    assert sorted(os.listdir(data)) == ["0.rox", "1.rox"]
+    assert not file_lock.is_held(tmp_path / "run" / ".lock", unknown=False)
