@@ -50,7 +50,7 @@ def write_down(
     say(f"model: {of_all:,} parameters{some}, {num_devices(trainer.mesh)} device(s), run directory {run}")
     if told:
         say(told)
-    train = sum(length for _, length in trainer.plan.amendments[-1].sources["self"].units.ranges)
+    train = trainer.plan.amendments[-1].sources["self"].units.tokens
     parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
     say(f"data: {parts}, vocabulary {made.config.vocab_size:,}")
     for name, one in made.curriculum.mix_streamers.items():

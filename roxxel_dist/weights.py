@@ -1,6 +1,7 @@
 """The weights of a trained model as arrays in memory, whatever kind of folder they are in."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,6 +148,9 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
     if not fitting:
         kept = ", ".join(map(str, sorted(set(there.values()))))
         raise ValueError(f"{run} has no checkpoint, and no weights of step {step}; those there are: {kept}")
+    if not best and step is None and fitting[0] == BEST:
+        line = f"roxxel-dist: {run} has no {NEWEST}: taking {BEST}, of step {there[BEST]}"
+        print(line, file=sys.stderr, flush=True)
     return read_weights(run / fitting[0])
 
 

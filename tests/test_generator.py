@@ -142,6 +142,15 @@ def test_the_best_weights_and_the_newest(made, tmp_path):
         Generator(tmp_path, step=5)
 
 
+def test_the_best_weights_in_place_of_the_newest_are_told_of(made, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_bytes((made / "config.yaml").read_bytes())
+    write_weights(tmp_path / BEST, 4, read_weights(made / NEWEST)[0])
+    Transformer.from_pretrained(tmp_path)
+    assert capsys.readouterr().err == ""
+    Transformer.from_pretrained(tmp_path, best=False)
+    assert capsys.readouterr().err == f"roxxel-dist: {tmp_path} has no {NEWEST}: taking {BEST}, of step 4\n"
+
+
 @pytest.mark.parametrize("kind", ["msgpack", "safetensors"])
 def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     told = export_run(made, kind, tmp_path / "out", dtype="bfloat16", max_shard_size="20KB")

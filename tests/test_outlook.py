@@ -79,6 +79,19 @@ def test_it_is_what_the_run_is(run):
     assert found.problems == ()
 
 
+def test_a_text_has_the_tokens_that_training_makes_of_it(run):
+    config = Config(**SMALL, tokenizer_type="byte")
+    found = outlook(config, run.parent / "text.txt", Asked())
+    config.phases = [{"steps": 4, "batch_size": 8, "seq_len": 29}]  # no whole number of windows in the text
+    assert (
+        outlook(config, run.parent / "text.txt", Asked()).datasets["self"]["tokens"] == found.datasets["self"]["tokens"]
+    )
+    counts = f"{found.datasets['self']['tokens']:,} tokens to train on, {found.validation['']:,} held out"
+    assert counts in (run / "logs" / "rank-0.log").read_text()
+    assert f"vocabulary {found.vocab_size:,}" in (run / "logs" / "rank-0.log").read_text()
+    assert (found.steps, found.tokens) == (rows(run)[-1]["step"], rows(run)[-1]["tokens"])
+
+
 def test_a_run_is_planned_with_its_data_and_speed(run):
     found = outlook(Config.from_yaml(run / "config.yaml"), None, Asked(run=run))
     measured = np.median([row["tokens_per_s"] for row in rows(run) if "tokens_per_s" in row])

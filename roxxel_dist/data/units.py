@@ -60,6 +60,11 @@ class Units:
         """How many units there are."""
         return int(self._before[-1])
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranges, also those at their ends that are in no unit."""
+        return sum(length for _, length in self.ranges)
+
     def start(self, unit: np.ndarray) -> np.ndarray:
         """The first token of each unit: int64 ids of any shape to int64 offsets of the same shape."""
         where = np.searchsorted(self._before, unit, side="right") - 1

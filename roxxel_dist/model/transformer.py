@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,18 +51,29 @@ class Block(nnx.Module):
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
 
 
+class HasModelConfig(Protocol):
+    """A config with more than the shape of a model, such as `roxxel_dist.Config`."""
+
+    def part(self, component: type[ModelConfig]) -> ModelConfig:
+        """The fields of a component."""
+        ...
+
+
 class Transformer(nnx.Module):
     """Tokens in, logits of the next token out.
 
     Args:
-        config: its shape; `vocab_size` must be set.
+        config: its shape: a `ModelConfig`, or a whole `roxxel_dist.Config`, of which that part is taken. `vocab_size`
+            must be set.
         rngs: streams `params`, and `dropout` where the rate is above 0.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: "ModelConfig | HasModelConfig", rngs: nnx.Rngs) -> None:
+        if not isinstance(config, ModelConfig):
+            config = config.part(ModelConfig)
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")
-        self.config = config
+        self.config: ModelConfig = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(INIT_STD)
         self.embedding: Embedding = Embedding(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
@@ -222,7 +233,7 @@ class Transformer(nnx.Module):
             path: a run directory, or RUN@STEP; what `export` has made of one; or a folder of Hugging Face that holds a
                 LLaMA, Mistral or Mixtral.
             best: of a run, the checkpoint with the lowest val_loss, or the newest where none was validated. False: the
-                newest.
+                newest; where the best weights are all that is left of a run, they are taken, and a line says so.
 
         Returns:
             The model on the first device, its parameters of the type that they are stored in.

@@ -296,5 +296,5 @@ def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
     for name, source in plan.amendments[-1].sources.items():
         units, at = source.units, reached[name]
         passes = at.pass_index + 1 - (at.pool.size - at.used) / units.count
-        found[name] = {"tokens": units.count * units.size, "passes": passes}
+        found[name] = {"tokens": units.tokens, "passes": passes}
     return found

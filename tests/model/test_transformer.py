@@ -5,6 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
+from roxxel_dist.config import Config
 from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
@@ -16,6 +17,13 @@ SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64}
 
 def build(**fields):
     return Transformer(ModelConfig(**{**SMALL, **fields}), nnx.Rngs(params=0, dropout=1))
+
+
+def test_a_config_of_everything_makes_the_model_of_its_fields():
+    model = Transformer(Config(**SMALL, lr=0.1), nnx.Rngs(params=0))
+    assert model.config == ModelConfig(**SMALL)
+    with pytest.raises(ValueError, match="vocab_size is not set"):
+        Transformer(Config(dim=32), nnx.Rngs(params=0))
 
 
 def tokens(*shape, seed=0):
