@@ -171,7 +171,7 @@ class Tree:
         """Of the program; the keeper opened it while the number was its own."""
         self.code: int | None = None
         """How the program ended, as soon as the keeper has said so (negative: a signal)."""
-        self.gone = False
+        self.gone: bool = False
         """Whether nothing is left of it."""
 
     @property
