@@ -21,7 +21,7 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.mesh import make_mesh, row_pieces
 from roxxel_dist.cluster.process import agree, is_primary, process_count, process_index
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.config import UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
@@ -144,7 +144,11 @@ def model_builder(config: Any) -> Callable[[], nnx.Module]:
         try:
             model = make(own, nnx.Rngs(config.seed + 2, **rngs))
         except ValueError as error:
-            raise ValueError(f"model is {config.model!r}: {error}{_place(error, make)}") from error
+            path = getattr(sys.modules.get(make.__module__), "__file__", None)
+            if path is None or not is_raised_in(path, error):
+                raise  # no check of its arguments: a mistake in the model
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            raise ValueError(f"model is {config.model!r}: {error} ({path}, line {lines[-1]})") from error
         if not isinstance(model, nnx.Module):
             raise ValueError(
                 f"model is {config.model!r}: it returned a {type(model).__name__}, and must return an nnx.Module"
@@ -152,13 +156,6 @@ def model_builder(config: Any) -> Callable[[], nnx.Module]:
         return model
 
     return build
-
-
-def _place(error: Exception, function: Callable[..., Any]) -> str:
-    """Where in the file of a function an error came from: what prints a message alone would not say it."""
-    path = getattr(sys.modules.get(function.__module__), "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f" ({path}, line {lines[-1]})" if lines else ""
 
 
 def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:

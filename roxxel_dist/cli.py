@@ -29,7 +29,7 @@ from roxxel_dist.cli_runs import find_lr
 from roxxel_dist.cli_slurm import launch_slurm
 from roxxel_dist.cli_sweep import sweep
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_USAGE
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, as_flags, parse, parse_train, steps_to_skip
 
@@ -54,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         print(f"roxxel-dist: {as_flags(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
+    except FileSystemError as error:
+        print(f"roxxel-dist: {as_flags(str(error))}", file=sys.stderr, flush=True)
+        return EXIT_FILES
     except KeyboardInterrupt:
         return 130
 

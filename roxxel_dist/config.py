@@ -7,13 +7,18 @@ freely: the components check the values when they are taken out of it with `part
 import contextlib
 import dataclasses
 import difflib
+import dis
 import errno
+import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
 
+from roxxel_dist.cluster.contract import FileSystemError, attempt_number
 from roxxel_dist.config_fields import PARTS, AllFields, field_types
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.model.config import ModelConfig
@@ -42,6 +47,14 @@ CURES = {
 }
 """What a user can do about an error of the operating system, by its number; others are no fault of what was asked."""
 
+AWAY = {
+    errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV,
+    errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
+}  # fmt: skip
+"""What a file system answers while it is away, for files that were there before."""
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+
 ALIASES = {
     "learning_rate": "lr", "absolute_pos": "pos_encoding",
     "hidden_size": "dim", "d_model": "dim", "n_layers": "num_blocks", "num_layers": "num_blocks",
@@ -59,19 +72,68 @@ class UsageError(ValueError):
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Within it, wrong values and files that cannot be used are the user's to mend: a message, no traceback."""
+    """Within it, what this package refuses and files that cannot be used are the user's to mend: no traceback.
+
+    A ValueError of another library, or of the user's own code, stays what it is. In a later attempt of a job, files
+    that cannot be reached are no mistake of the user's, for the attempts before came past them.
+
+    Raises:
+        UsageError: a message for the user.
+        FileSystemError: the same in a later attempt, where a file system may be away.
+    """
     try:
         yield
     except UsageError:
         raise
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
-        if error.errno in CURES:
-            raise UsageError(f"{error.filename or 'a file'}: {error.strerror}: {CURES[error.errno]}") from error
-        if error.errno is None and isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
-            raise UsageError(str(error)) from error  # a message of the package
-        raise
+    except (ValueError, OSError) as error:
+        if (message := _refusal(error)) is None:
+            raise
+        if (number := attempt_number()) and _is_away(error):
+            what = f"{message} (attempt {number} of this job: perhaps a file system is away)"
+            raise FileSystemError(what) from error
+        raise UsageError(message) from error
+
+
+def _refusal(error: ValueError | OSError) -> str | None:
+    """What to tell the user of an error that is his to mend; None where it is none, and needs its traceback."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = error.filename or "a file"
+        if attempt_number() and error.filename and error.errno in AWAY:
+            return f"{where}: {error.strerror}"
+        return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+        return None
+    return str(error) if is_raised_in(PACKAGE, error) else None
+
+
+def is_raised_in(path: str, error: BaseException) -> bool:
+    """Whether the code of a file or folder has raised an error, itself or through the standard library."""
+    frames = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_standard(frame.f_code.co_filename)
+    ]
+    if not frames or not frames[-1][0].co_filename.startswith(path):
+        return False
+    if not any("JAX" in note for note in getattr(error, "__notes__", ())):
+        return True
+    # jax has taken its own frames out: the last one that is left has raised it only where it has a `raise`.
+    code, line = frames[-1]
+    positions = [step.positions for step in dis.get_instructions(code) if step.opname == "RAISE_VARARGS"]
+    return any(position is not None and position.lineno == line for position in positions)
+
+
+def _is_standard(file: str) -> bool:
+    third_party = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+    return file.startswith("<") or (file.startswith(STANDARD_LIBRARY) and not third_party)
+
+
+def _is_away(error: ValueError | OSError) -> bool:
+    """Whether an error, or the error of the system behind it, is what a file system answers while it is away."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError):
+        return False
+    return cause.errno in AWAY or (cause.errno is None and isinstance(cause, FileNotFoundError | PermissionError))
 
 
 class Config(AllFields):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
 from roxxel_dist.beginning import write_down
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.contract import attempt_number
 from roxxel_dist.cluster.process import agree, barrier, initialize, is_primary, make_deterministic, pin_threads
 from roxxel_dist.config import RECORD, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel
@@ -22,7 +23,16 @@ from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.record import changed_fields
-from roxxel_dist.run_directory import CONFIG, CURVE, DATA, LOG, TOKENIZER, RunDirectory, default_run_dir
+from roxxel_dist.run_directory import (
+    CONFIG,
+    CURVE,
+    DATA,
+    LOG,
+    TOKENIZER,
+    RunDirectory,
+    check_still_there,
+    default_run_dir,
+)
 from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.cursor import read_cursor
 from roxxel_dist.train.curve import plot_losses
@@ -84,8 +94,9 @@ class Experiment:
 
         Raises:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
+            FileSystemError: in a later attempt of a job, files of the attempts before cannot be reached.
         """
-        resume = resume or int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
+        resume = resume or attempt_number() > 0
         with usage_errors():
             for name, named in (("run_dir", run_dir), ("data_path", data_path), ("fork", fork)):
                 check_local(name, named)
@@ -117,7 +128,7 @@ class Experiment:
                         run.name, [one.parent.name for one in run.parent.glob(f"*/{CONFIG}")]
                     )
                     hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
-                    raise ValueError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
+                    raise FileNotFoundError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
                 if other_data and not is_tokens(path or ""):
                     raise ValueError(
                         f"data_path is {path}, and {run} was begun with {saved[RECORD]['data_path']}: leave it out, or "
@@ -163,6 +174,7 @@ class Experiment:
             resume: see `fit`.
             fork: see `fit`.
         """
+        check_still_there(folder)
         saved = saved_config(folder) if resume else {}
         parent = forked_from(fork, saved, folder)
         before = saved_config(parent.run) if parent and not saved else saved

@@ -1,16 +1,16 @@
 """From words to typed arguments, and from the fields of a Config to flags and back."""
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from roxxel_dist.cluster.contract import attempt_number
 from roxxel_dist.config import Config, UsageError, nearest, yaml_problem
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
-from roxxel_dist.run_directory import CONFIG, default_run_dir
+from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.origin import run_step
 
 T = TypeVar("T")
@@ -124,11 +124,11 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise ValueError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
     if "from_step" in told and "fork" in told:
         raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
-    again = (
-        int(os.environ.get("ROXXEL_ATTEMPT") or 0) > 0
-    )  # a job that its launcher starts again is resumed, as `fit` has it
     saved = [Path(told["run_dir"]) / CONFIG] if "resume" in told else []
-    saved += [Path(told.get("run_dir") or default_run_dir()) / CONFIG] if again else []
+    if attempt_number():  # a job that its launcher starts again is resumed, as `fit` has it
+        run = Path(told.get("run_dir") or default_run_dir())
+        check_still_there(run)
+        saved.append(run / CONFIG)
     saved += [run_step(told["fork"]).run / CONFIG] if "fork" in told else []
     return parse_config(TrainArgs, words, "train", next((str(path) for path in saved if path.exists()), None))
 

@@ -10,7 +10,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import check_local, is_tokens
+from roxxel_dist.data.locate import NoShardsError, check_local, is_tokens
 from roxxel_dist.data.place import place_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.config import LoopConfig
@@ -95,7 +95,7 @@ def check_named_sets(config: Any) -> None:
 
 def _check_shards(field: str, name: str, path: str) -> None:
     if not is_tokens(path):
-        raise ValueError(
+        raise NoShardsError(
             f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
             f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
         )

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from roxxel_dist.cluster import mailbox
+from roxxel_dist.cluster.contract import REACHED_ENV
 from roxxel_dist.data import file_lock
 from roxxel_dist.data.commit import make_folder
 from roxxel_dist.train.run_lock import HELD, LOCK
@@ -88,6 +89,16 @@ def default_run_dir() -> Path:
     name = Path("runs") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = (name if i == 0 else name.with_name(f"{name.name}_{i + 1}") for i in range(1_000_000))
     return next(path for path in candidates if not path.exists())
+
+
+def check_still_there(run: Path) -> None:
+    """Raises FileNotFoundError for a run without its config in which this job has done steps before.
+
+    A new run must not begin in a folder where a file system is not mounted.
+    """
+    step = int(os.environ.get(REACHED_ENV) or 0)
+    if step and not (run / CONFIG).is_file():
+        raise FileNotFoundError(f"{run / CONFIG} is not there, and this job has come to step {step} in {run}")
 
 
 def is_run(folder: Path) -> bool:

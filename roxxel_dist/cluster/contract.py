@@ -1,5 +1,6 @@
 """What a launcher and its ranks have agreed on. Standard library only: both sides import this first."""
 
+import os
 import signal
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
@@ -14,6 +15,10 @@ FAILED_MARK = f"{STATUS_MARK}failed "
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""
 
+REACHED_ENV = "ROXXEL_REACHED_STEP"
+"""The largest step that earlier attempts of this launch have entered, for `train` alone: whoever enters a step has
+written down its run. A program of the user's may begin several runs, and the steps may be another one's."""
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
@@ -23,9 +28,20 @@ EXIT_PREFLIGHT = 69
 """The hosts are not fit, and nothing was started."""
 EXIT_PORT = 71
 """Rank 0 found the coordinator's port taken, which preflight had found free: started again, with another one."""
+EXIT_FILES = 74
+"""A file that an earlier attempt of the job has used cannot be reached: a file system is away, so it is tried again."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 WAITED = "the program had ended, and other ranks had not after the time that --exit-timeout gives"
 """What a worker says when it leaves with `EXIT_HANG`."""
 ORDERLY = (0, EXIT_DRAINED)
 """Codes that are no failure."""
+
+
+class FileSystemError(RuntimeError):
+    """In a later attempt of a job, files cannot be reached that its first attempt needed too."""
+
+
+def attempt_number() -> int:
+    """How often the job of this process was started before; 0 where there is no launcher."""
+    return int(os.environ.get("ROXXEL_ATTEMPT") or 0)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, get_args
 
 from roxxel_dist.data.foreign import ForeignFile
-from roxxel_dist.data.locate import Source, Target, find_shards
+from roxxel_dist.data.locate import NoShardsError, Source, Target, find_shards
 from roxxel_dist.data.part import Io, Part, open_parts, split_part
 from roxxel_dist.data.sequence import TokenSequence
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
@@ -66,7 +66,7 @@ class Roxxel(TokenSequence):
         if self._closed:
             raise ValueError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
         if self._opened is None:
-            raise ValueError(
+            raise NoShardsError(
                 f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
                 "data set with `roxxel-dist data build TEXT --out DIR`"
             )

@@ -17,6 +17,10 @@ BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path has one slash
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
 
+class NoShardsError(FileNotFoundError, ValueError):
+    """A path of data leads to no shards."""
+
+
 def check_local(name: str, path: object) -> None:
     """Raises ValueError for a path in a bucket (`s3://…`, `gs://…`), which the system would take for a local folder.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roxxel_dist.cluster.contract import EXIT_TIMEOUT_ENV, STATUS_ENV
+from roxxel_dist.cluster.contract import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV
 
 CONTRACT = (
     "ROXXEL_COORDINATOR",
@@ -17,6 +17,7 @@ CONTRACT = (
     "ROXXEL_PROCESS_ID",
     "ROXXEL_LOCAL_DEVICES",
     "ROXXEL_ATTEMPT",
+    REACHED_ENV,
     "ROXXEL_PROGRESS",
     "ROXXEL_RUN_ID",
     STATUS_ENV,
@@ -166,12 +167,13 @@ def rank_environment(
     outer: Mapping[str, str],
     attempt: int = 0,
     cores: int | None = None,
+    reached: int = 0,
 ) -> dict[str, str]:
     """The variables that a rank has beside those of its host (`outer`: the launcher's own environment).
 
     PJRT_NPROC decides the bits of a sum on CPU (how work is split among threads), so all ranks get one value from here.
     It follows the CPUs of the hosts (`cores`, the most that one has; not given, those of this machine), so that it does
-    not matter where the launch was typed.
+    not matter where the launch was typed. `reached`: the largest step of earlier attempts.
     """
     caller = {**outer, **job.env}
     if "ROXXEL_COORDINATOR" in outer and "PJRT_NPROC" not in job.env:
@@ -191,6 +193,8 @@ def rank_environment(
     if job.devices_per_proc is not None:
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)
         own["JAX_PLATFORMS"] = caller.get("JAX_PLATFORMS") or "cpu"
+    if reached and job.command[0] == "train":
+        own[REACHED_ENV] = str(reached)
     return {**job.env, **own}
 
 
@@ -215,6 +219,7 @@ def placements(
     attempt: int = 0,
     visible: Mapping[str, str] | None = None,
     cores: int | None = None,
+    reached: int = 0,
 ) -> list[Placement]:
     """Deal the ranks to the hosts, in blocks.
 
@@ -231,7 +236,9 @@ def placements(
     placed = []
     for number, host in enumerate(hosts):
         first, end = (job.first_rank + job.nprocs * n // len(hosts) for n in (number, number + 1))
-        ranks = {rank: rank_environment(job, rank, coordinator, outer, attempt, cores) for rank in range(first, end)}
+        ranks = {
+            rank: rank_environment(job, rank, coordinator, outer, attempt, cores, reached) for rank in range(first, end)
+        }
         for index, env in enumerate(ranks.values()):
             if job.gpus_per_host is not None:
                 allowed = common if common is not None else (visible or {}).get(host)

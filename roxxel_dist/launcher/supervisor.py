@@ -73,7 +73,8 @@ def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
             except NotReadyError as problem:
                 again = bool(told) or job.first_attempt > 0
                 return Result(code=_not_ready(problem, told, screen), host_lost=again and problem.unreachable)
-            told.append(_attempt(ready, backend, len(told), signals, screen, entry))
+            reached = max((one.ended.reached for one in told), default=0)
+            told.append(_attempt(ready, backend, len(told), reached, signals, screen, entry))
             decision = decide([one.ended for one in told], job.max_restarts)
             screen.write(told[-1].report)
             if decision.why:
@@ -106,14 +107,14 @@ def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Screen) ->
 
 
 def _attempt(
-    ready: Mustered, backend: Backend, number: int, signals: Signals, screen: Screen, entry: Register
+    ready: Mustered, backend: Backend, number: int, reached: int, signals: Signals, screen: Screen, entry: Register
 ) -> _Told:
     screen.flush()  # a detached launcher lets go of its terminal here
     job = ready.crew.job
     count = job.first_attempt + number
     entry.update(state="running", attempt=count)
     placed = placements(
-        job, ready.crew.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores
+        job, ready.crew.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores, reached
     )
     logs = Logs(job, screen.say, count)
     begun = time.monotonic()

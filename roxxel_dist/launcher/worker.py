@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from roxxel_dist.cluster.contract import (
+    EXIT_FILES,
     EXIT_HANG,
     EXIT_PORT,
     EXIT_TIMEOUT_ENV,
@@ -28,6 +29,7 @@ from roxxel_dist.cluster.contract import (
     STACK_SIGNAL,
     STATUS_ENV,
     WAITED,
+    FileSystemError,
 )
 from roxxel_dist.cluster.progress import Progress
 
@@ -175,6 +177,9 @@ def _run(program: Callable[[], None]) -> None:
         sys.exit(code)
     except KeyboardInterrupt:
         _leave(130)
+    except FileSystemError as error:
+        _say(str(error))
+        _fail(EXIT_FILES)
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)

@@ -135,9 +135,18 @@ def test_the_thread_count_of_an_outer_launch_does_not_leak() -> None:
 
 
 def test_the_contract_names_all_that_the_launcher_sets() -> None:
-    job = JobSpec(**{**GOOD, "devices_per_proc": 1})
-    own = {name for name in rank_environment(job, 0, "c", {}) if name.startswith("ROXXEL_")}
+    job = JobSpec(**{**GOOD, "devices_per_proc": 1, "command": ("train",)})
+    own = {name for name in rank_environment(job, 0, "c", {}, reached=3) if name.startswith("ROXXEL_")}
     assert own | {"ROXXEL_PROGRESS"} == set(CONTRACT)
+
+
+def test_the_step_that_was_reached_is_for_train_alone() -> None:
+    """A program of the user's may have done the steps of another run than the one that it begins."""
+    for command, reached, value in ((("train",), 7, "7"), (("train",), 0, None), (("python", "a.py"), 7, None)):
+        job = JobSpec(**{**GOOD, "command": command})
+        assert rank_environment(job, 0, "c", {}, attempt=1, reached=reached).get("ROXXEL_REACHED_STEP") == value
+        (place,) = placements(job, ("h",), "c", {}, attempt=1, reached=reached)
+        assert place.ranks[1].get("ROXXEL_REACHED_STEP") == value
 
 
 @pytest.mark.parametrize(

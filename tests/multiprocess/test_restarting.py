@@ -33,6 +33,39 @@ def test_a_killed_rank_and_a_preemption_cost_nothing_but_time(tmp_path):
     assert re.findall(r"^# .* attempt (\d)", log, re.MULTILINE) == ["0", "1", "2"]
 
 
+@pytest.mark.slow
+def test_a_run_whose_file_system_comes_back_goes_on(tmp_path):
+    """A link stands for the place of a mount: in the second attempt it leads to an empty folder."""
+    make_corpus(tmp_path)
+    for name in ("disk", "bare"):
+        (tmp_path / name).mkdir()
+
+    def mount(name):
+        (tmp_path / "next").symlink_to(name)
+        (tmp_path / "next").rename(tmp_path / "mounted")
+
+    def told(words):
+        wait_for(lambda: words in (tmp_path / "started.log").read_text(), what=words)
+
+    mount("disk")
+    launcher = start(*launched(1, 1, "mounted/run", restarts=3), cwd=tmp_path)
+    try:
+        wait_for(lambda: max(rows(tmp_path / "disk" / "run"), default=0) >= 7, what="step 7")
+        os.kill(_rank(launcher.pid, 0), signal.SIGKILL)
+        mount("bare")
+        told("mounted/run/config.yaml is not there, and this job has come to step")
+        told("rank 0 failed first: exit code 74")
+        told("restart 2 of 3 in 2 s")
+        mount("disk")
+        assert launcher.wait(120) == 0, (tmp_path / "started.log").read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert list(rows(tmp_path / "disk" / "run")) == list(range(1, 23))
+    assert "resuming after step" in (tmp_path / "started.log").read_text()
+    assert sorted(path.name for path in (tmp_path / "bare" / "run").iterdir()) == ["logs"]  # the launcher's
+
+
 def _rank(launcher, number):
     for process in psutil.Process(launcher).children(recursive=True):
         if process.environ().get("ROXXEL_PROCESS_ID") == str(number):
