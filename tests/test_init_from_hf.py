@@ -84,7 +84,7 @@ def test_a_damaged_folder(folder, tmp_path, spoil, message):
 @pytest.mark.parametrize("kind", ["msgpack", "safetensors"])
 def test_an_export_of_another_kind(folder, tmp_path, kind):
     export_run(folder / "run", kind, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"out has no checkpoint; it has weights alone, .* with --format hf"):
+    with pytest.raises(ValueError, match=r"out has no checkpoint; it has weights alone, .* export RUN --format hf"):
         checkpoint_named(str(tmp_path / "out"))
 
 
