@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -93,19 +92,20 @@ def simulate_devices(count: int) -> None:
     """
     if count < 1:
         raise ValueError(f"devices is {count}: it must be at least 1")
-    if not xla_bridge.backends_are_initialized():
-        flags = os.environ.get("XLA_FLAGS", "").split()
-        # Two ways to say how many there are, and jax takes the flag.
-        os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
-        jax.config.update("jax_platforms", "cpu")
+    try:
         jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:  # it has made them, and another number of them was set
+        here = jax.devices()
+        if here[0].platform != "cpu" or len(here) != count:
+            raise ValueError(
+                f"devices is {count}, and jax has made {len(here)} {here[0].platform} device(s) already: leave it out, "
+                f"or plan in a process of its own"
+            ) from error
         return
-    here = jax.devices()
-    if here[0].platform != "cpu" or len(here) != count:
-        raise ValueError(
-            f"devices is {count}, and jax has made {len(here)} {here[0].platform} device(s) already: leave it out, or "
-            f"plan in a process of its own"
-        )
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    # Two ways to say how many there are, and jax takes the flag.
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+    jax.config.update("jax_platforms", "cpu")
 
 
 def num_devices(mesh: Mesh) -> int:

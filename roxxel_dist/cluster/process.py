@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.jax_private import backends_are_initialized, coordinator_client
 
 INIT_TIMEOUT_S = 300
 WAIT_LIMIT_S = 600.0
@@ -81,9 +82,7 @@ def make_deterministic() -> None:
         )
     if said:
         return
-    from jax._src import xla_bridge
-
-    if xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
+    if backends_are_initialized() and jax.default_backend() == "gpu":
         raise RuntimeError(
             f"deterministic is true, but jax uses its GPUs already, and XLA has read its flags: ask for it first, or "
             f"set XLA_FLAGS=--{DETERMINISTIC}=true before the program starts"
@@ -232,10 +231,7 @@ def key_value_store() -> Any:
 
     Keys are written once. A wait that times out costs the coordinator some 34 KB that it never gives back.
     """
-    # The only place where jax keeps these; orbax uses the same object.
-    from jax._src import distributed
-
-    return distributed.global_state.client
+    return coordinator_client()
 
 
 def once(name: str) -> str:

@@ -1,0 +1,21 @@
+"""What jax keeps to itself and the package cannot do without: all of it stands here, to be looked at with each new jax.
+
+Last looked at: jax 0.10. For neither is there anything public.
+"""
+
+from typing import Any
+
+from jax._src import distributed, xla_bridge
+
+
+def backends_are_initialized() -> bool:
+    """Whether jax has made its devices, so that XLA has read its flags. `jax.devices()` would make them."""
+    return xla_bridge.backends_are_initialized()
+
+
+def coordinator_client() -> Any:
+    """The client of jax's coordinator, with its key-value store and barriers; None in a job of one process.
+
+    Orbax uses the same object.
+    """
+    return distributed.global_state.client
