@@ -24,7 +24,7 @@ class NodeArgs:
     cpus_per_host: float = 1
     """CPUs of each node that Ray keeps for the job; processes may use more."""
     insecure: Switch = False
-    """Use a cluster that lets in everybody who reaches it, without a token."""
+    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
     place_timeout: float = 60.0
     """Seconds that Ray may take to find the nodes."""
     min_hosts: int | None = None
@@ -41,7 +41,7 @@ class NodeArgs:
 class RayArgs(JobArgs, NodeArgs):
     """Start a program on nodes of a Ray cluster: `launch ray --address auto --hosts N [options] -- CMD…`.
 
-    The cluster must ask for a token (RAY_AUTH_MODE=token). --gpus-per-host are asked of Ray too. To leave it to the
+    The cluster is used with a token (RAY_AUTH_MODE=token). --gpus-per-host are asked of Ray too. To leave it to the
     cluster: `ray job submit --no-wait -- roxxel-dist launch ray --address auto --hosts N -- CMD…`.
     """
 

@@ -45,7 +45,7 @@ class SweepArgs:
     """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
     not given."""
     insecure: Switch = False
-    """Use a cluster that lets in everybody who reaches it, without a token."""
+    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
     hosts_per_trial: int = 1
     """Nodes of each trial."""
     procs_per_host: int = 1

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import trial_bodies
 from roxxel_dist.sweep.controller import Ending, Options, run_sweep
 from roxxel_dist.sweep.engine import make
 from roxxel_dist.sweep.journal import read_history
+from roxxel_dist.sweep.local_ray import TOKEN
 from roxxel_dist.sweep.space import sweep_of
 
 ONE = {"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0}}}
@@ -41,7 +41,7 @@ def shared_ray(workers: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
         token = Path(folder, "token")
         token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+        token.write_text(TOKEN)
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")

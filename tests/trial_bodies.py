@@ -37,6 +37,12 @@ def square(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"result": {"value": value, "more": {"node": os.uname().nodename, "nan": math.nan}}}
 
 
+def threads(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A trial that gives OMP_NUM_THREADS, or 0."""
+    yield _start()
+    yield {"result": {"value": float(os.environ.get("OMP_NUM_THREADS", "0"))}}
+
+
 def killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The worker of trial 1 is killed at its first try, after a report; trial 2 says once that it was lost."""
     yield _start()

@@ -1,12 +1,12 @@
-"""A Ray cluster as the launcher meets it: connected to, asked who is let in, and a place on each of several nodes."""
+"""A Ray cluster as the launcher meets it: connected to, with a token, and a place on each of several nodes."""
 
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 LISTED = 8
 """Nodes that a message names."""
 ASK_S = 10.0
-HEAD_S = 600
+RECONNECT, HEAD_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 600
 """How long Ray itself waits for a head that is gone; the launcher has ended long before."""
 TOKEN = (
     "Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token to every node (mode 600), and start Ray "
@@ -33,45 +33,52 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
 
     Args:
         address: where the cluster is.
-        insecure: use it too where it lets in everybody.
+        insecure: use it also without a token.
 
     Raises:
-        ValueError: no address of a cluster, Ray is not installed, or the cluster lets in everybody.
+        ValueError: no address of a cluster, Ray is not installed, or there is no token.
         ClusterError: it does not answer.
     """
     check_address(address)
     if find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'roxxel-dist[ray]'")
-    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    asked = is_open(known) if HOST_PORT.fullmatch(known) else None  # before a token goes there
-    if asked is not None and not insecure:
-        check_closed(asked, known)
-    if asked is False or (asked is None and has_token()):
-        os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported; without it, it tries in vain for 20 s
     # A head that is gone does not come back. Ray would end this process, with code 1 and its own words, after 60 s.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_S))
-    import ray
-    from ray.exceptions import RayError
+    values = {RECONNECT: os.environ.get(RECONNECT, str(HEAD_S))}
+    if not insecure:
+        check_token(address)
+        values["RAY_AUTH_MODE"] = "token"
+    head = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if HOST_PORT.fullmatch(head):
+        check_head(head)
+    with ray_variables(values):  # Ray reads them when it is imported
+        import ray
+        from ray.exceptions import RayError
 
-    forget_token()
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
+            raise ClusterError(f"--address {address}: {no_answer(error)}") from error
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def ray_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set some of Ray's variables; at the end all of Ray's are as they were before, also those that Ray has set."""
+    before = _ray_variables()
+    os.environ.update(values)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
-        raise ClusterError(f"--address {address}: {no_answer(error)}") from error
-    try:
-        if asked is None and not insecure:
-            check_closed(is_open(ray.get_runtime_context().gcs_address), address)
-        yield ray
+        yield
     finally:
-        ray.shutdown()
-        forget_token()
+        for name in _ray_variables():
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def forget_token() -> None:
-    """Ray keeps the first token that a process has used, and the next cluster has another."""
-    loader = getattr(import_module("ray._raylet"), "AuthenticationTokenLoader", None)  # Ray has it since tokens
-    if loader is not None:
-        loader.instance().reset_cache()
+def _ray_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "PYTHONBREAKPOINT"}
 
 
 def check_address(address: str) -> None:
@@ -97,41 +104,34 @@ def no_answer(error: Exception) -> str:
     )
 
 
-def has_token() -> bool:
-    """Whether Ray would find a token here."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return True
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
+def check_token(address: str) -> None:
+    """Raises ValueError where Ray would use the cluster without a token: it reads these variables and this file."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or file.is_file()
+    if mode.lower() != "token" and (mode or not has_token):
+        now = repr(mode) if mode else "not set, and there is no token"
+        raise ValueError(
+            f"--address {address}: RAY_AUTH_MODE is {now}; it must be token, for whoever reaches a cluster without a "
+            f"token can run programs as you. {TOKEN}; or use --insecure, in a network where you trust everybody"
+        )
 
 
-def is_open(gcs: str) -> bool:
-    """Whether the head of a cluster answers somebody who has no token. Raises ClusterError where that is not told."""
+def check_head(address: str) -> None:
+    """Raises ClusterError where no head answers within ASK_S: Ray itself would try for minutes. It is asked nothing."""
     import grpc
 
-    with grpc.insecure_channel(gcs) as channel:
-        try:
-            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=ASK_S)
-        except grpc.RpcError as error:
-            code = error.code() if isinstance(error, grpc.Call) else None
-            if code == grpc.StatusCode.UNAUTHENTICATED:
-                return False
-            if code == grpc.StatusCode.UNAVAILABLE and os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-                return False  # it speaks with nobody who has no certificate of its own
-            name = "nothing" if code is None else code.name
-            raise ClusterError(
-                f"--address {gcs}: no head of a Ray cluster answers there ({name}); see `ray status` on a node; "
-                "the port is 6379 where none was chosen"
-            ) from error
-    return True
-
-
-def check_closed(is_open: bool, address: str) -> None:
-    """Raises ValueError for a cluster that lets in everybody."""
-    if is_open:
-        raise ValueError(
-            f"--address {address}: this cluster lets in everybody who reaches it, without a token: anybody there can "
-            f"run programs as you. {TOKEN}; or use --insecure, in a network where you trust everybody"
-        )
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ASK_S).close()
+        if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+            with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+                grpc.channel_ready_future(channel).result(timeout=ASK_S)
+    except (OSError, OverflowError, grpc.FutureTimeoutError) as error:
+        raise ClusterError(
+            f"--address {address}: no head of a Ray cluster answers there ({str(error) or 'it says nothing'}); see "
+            "`ray status` on a node; the port is 6379 where none was chosen"
+        ) from error
 
 
 @contextmanager
@@ -204,4 +204,4 @@ def actor(ray: Any, group: Any, index: int, bundle: Mapping[str, float], threads
             placement_group=group, placement_group_bundle_index=index
         ),
     }
-    return ray.remote(ray_node.RayNode).options(**options).remote(given, "GPU" in bundle)
+    return ray.remote(ray_node.RayNode).options(**options).remote(given)

@@ -11,12 +11,8 @@ from contextlib import suppress
 
 CHUNK = 1 << 16
 """Answers below 100 KB travel with the answer itself, not through Ray's object store."""
-ADDED = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
-"""Set by Ray for its own workers: one thread a task, a debugger of its own."""
-ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS")
-"""Set by Ray, to nothing where a worker asked for no accelerator."""
-SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY")
-"""Of whoever typed `ray start`: no address by which the other nodes come."""
+OF_WORKERS = ("PYTHONBREAKPOINT", "SPT_NOENV", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY")
+"""Means Ray's workers alone: its debugger, how it names processes, and the session of whoever typed `ray start`."""
 
 
 class RayNode:
@@ -24,12 +20,11 @@ class RayNode:
 
     Args:
         given: variables that the user gave to Ray's workers (`env_vars` of a runtime environment).
-        dealt: whether Ray has dealt GPUs to this actor.
     """
 
-    def __init__(self, given: Sequence[str] = (), dealt: bool = False) -> None:
+    def __init__(self, given: Sequence[str] = ()) -> None:
         self._programs: dict[int, subprocess.Popen[bytes]] = {}
-        self._environment = environment(os.environ, of_node(), given, dealt)
+        self._environment = environment(os.environ, given)
 
     def ready(self) -> None:
         """Answers when the actor is up."""
@@ -88,30 +83,12 @@ class RayNode:
             program.kill()
 
 
-def environment(own: Mapping[str, str], node: Mapping[str, str], given: Sequence[str], dealt: bool) -> dict[str, str]:
-    """The variables of a program: those of the worker, without what Ray tells its workers by them.
+def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
+    """The variables of a program: those of the worker, without Ray's own and those that are for its workers.
 
     Args:
         own: of the worker.
-        node: of Ray's daemon on the node, before it made a worker's of them.
-        given: names that the user gave to the workers: these stay.
-        dealt: whether Ray has dealt GPUs; its list of them stays then.
+        given: names that the user gave to the workers: these stay, also OMP_NUM_THREADS, which Ray sets otherwise.
     """
-    kept = {name: value for name, value in own.items() if not name.startswith("RAY_") and name not in SESSION}
-    for name in (*ADDED, *(() if dealt else ACCELERATORS)):
-        if name in given:
-            continue
-        kept.pop(name, None)
-        if name in node and name != "SPT_NOENV":
-            kept[name] = node[name]
-    return kept
-
-
-def of_node() -> dict[str, str]:
-    """The variables with which Ray was started on this node; none where they cannot be read."""
-    try:
-        with open(f"/proc/{os.environ['RAY_RAYLET_PID']}/environ", encoding="utf-8", errors="surrogateescape") as file:
-            pairs = (line.partition("=") for line in file.read().split("\0"))
-            return {name: value for name, equals, value in pairs if equals}
-    except (OSError, KeyError):
-        return {}
+    dropped = {"OMP_NUM_THREADS", *OF_WORKERS} - {*given}
+    return {name: value for name, value in own.items() if not name.startswith("RAY_") and name not in dropped}

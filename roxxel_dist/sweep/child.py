@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from roxxel_dist.launcher import ray_node
 from roxxel_dist.launcher.job import CONTRACT
+from roxxel_dist.launcher.ray_node import OF_WORKERS
 from roxxel_dist.sweep import leash
 
 STOP_LIMIT_S = 15.0
@@ -107,10 +107,8 @@ class Child:
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is.
 
-    Of a worker of Ray: without what Ray sets for its workers alone (one thread each), but with its devices and its key.
+    Also without those that are for Ray's workers alone; a trial has the worker's devices and its key.
     """
-    own = {name: value for name, value in os.environ.items() if name not in (*CONTRACT, *IDENTITY)}
-    if "RAY_RAYLET_PID" in own:
-        ray = {name: value for name, value in own.items() if name.startswith("RAY_")}
-        own = {**ray_node.environment(own, ray_node.of_node(), (), dealt=True), **ray}
+    dropped = (*CONTRACT, *IDENTITY, *OF_WORKERS)
+    own = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**own, "PYTHONUNBUFFERED": "1", **more}

@@ -8,16 +8,18 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.ray_cluster import ClusterError, forget_token
+from roxxel_dist.launcher.ray_cluster import ClusterError, ray_variables
 
 PREFIX = "roxxel-ray-"
 HELD = "held"
+TOKEN = secrets.token_hex(32)
+"""Of all that this process starts: Ray keeps the first token that a process has used."""
 LONGEST = 40
 """Characters of the temporary directory: Ray makes sockets some 63 characters below it, and 107 are the most."""
 STORE_BYTES = 80_000_000
@@ -46,42 +48,38 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
         raise ValueError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
     sweep_leftovers()
     folder, lock = _make()
-    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
     handler = signal.getsignal(signal.SIGTERM)
     try:
         token = folder / "token"
         token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token))
-        import ray
+        token.write_text(TOKEN)
+        with ray_variables({**ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token)}):
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+            import ray
 
-        if ray.is_initialized():
-            raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
-        forget_token()
-        try:
+            if ray.is_initialized():
+                raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
             try:
-                ray.init(
-                    address="local",  # also where RAY_ADDRESS names a cluster
-                    num_cpus=max(1, math.ceil(workers * cpus)),
-                    object_store_memory=STORE_BYTES,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
-                    _node_ip_address="127.0.0.1",
-                )
-            except Exception as error:  # a bare one, where its processes took too long
-                raise ClusterError(f"Ray does not start on this machine: {error}") from error
-            yield ray
-        finally:
-            ray.shutdown()
-            forget_token()
+                try:
+                    ray.init(
+                        address="local",  # also where RAY_ADDRESS names a cluster
+                        num_cpus=max(1, math.ceil(workers * cpus)),
+                        object_store_memory=STORE_BYTES,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        configure_logging=False,
+                        logging_level=logging.ERROR,
+                        _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
+                        _node_ip_address="127.0.0.1",
+                    )
+                except Exception as error:  # a bare one, where its processes took too long
+                    raise ClusterError(f"Ray does not start on this machine: {error}") from error
+                yield ray
+            finally:
+                ray.shutdown()
     finally:
         with suppress(ValueError):  # not in the main thread: Ray has left it alone
             signal.signal(signal.SIGTERM, handler)
-        _restore(before)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -112,11 +110,3 @@ def _make() -> tuple[Path, int]:
     lock = os.open(made / HELD, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return made.rename(made.with_name(made.name[1:])), lock  # seen by others only now that it is held
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -16,7 +16,7 @@ class Options:
         max_retries: how often a trial is run again whose worker or node was lost.
         resources: of each trial, as Ray counts them (CPU, GPU, memory in bytes, custom ones); before the sweep's own.
         ray_address: of a Ray cluster (`auto` or HOST:PORT); None: a Ray of its own on this machine.
-        insecure: use a cluster too that lets in everybody.
+        insecure: use the cluster also without a token.
         method: of the engine, for the journal.
         seed: of the engine, for the journal.
     """

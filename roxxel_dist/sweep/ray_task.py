@@ -33,7 +33,11 @@ def name_of(run: Callable[[Item], Iterator[Item]]) -> str:
 
 def driver() -> dict[str, Any]:
     """The process that calls, as its workers know it."""
-    return {"process": asdict(this_process()), "namespace": _namespace()}
+    return {
+        "process": asdict(this_process()),
+        "namespace": _namespace(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
 
 
 def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
@@ -45,8 +49,11 @@ def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
     Args:
         run: a generator function, as `module:name`.
         task: what it is called with.
-        driver: whom to die with, where that can be seen from here.
+        driver: whom to die with, where that can be seen from here, and whose OMP_NUM_THREADS to have: Ray sets its own.
     """
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if driver["threads"] is not None:
+        os.environ["OMP_NUM_THREADS"] = driver["threads"]
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, {signal.SIGINT}
     )  # Ray blocks it, and what the trial starts inherits that

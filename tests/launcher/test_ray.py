@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from howto import on_hosts
 from machines import missing
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
+from roxxel_dist.launcher import ray_cluster
 from roxxel_dist.launcher.ray_node import environment
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
@@ -25,6 +27,15 @@ import json, os, socket, sys
 facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
 json.dump(facts, open("facts." + os.environ["ROXXEL_PROCESS_ID"], "w"))
 print("here", os.environ["ROXXEL_PROCESS_ID"])
+"""
+CONNECTS = """
+import os, sys
+from roxxel_dist.launcher.ray_cluster import connected
+before = dict(os.environ)
+with connected(sys.argv[1], insecure=False) as ray:
+    assert ray.nodes()
+    print("connected")
+assert dict(os.environ) == before
 """
 CONFIG = """
 dim: 32
@@ -75,12 +86,15 @@ def test_the_gpus_that_ray_gives_are_dealt_to_the_ranks(nodes: RayNodes, tmp_pat
 
 
 def test_variables_of_a_node() -> None:
-    own = {"A": "1", "RAY_AUTH_TOKEN": "x", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SSH_CONNECTION": "x"}
-    node = {"CUDA_VISIBLE_DEVICES": "2,3", "B": "2"}
-    assert environment(own, node, [], dealt=False) == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
-    assert environment(own, node, [], dealt=True) == {"A": "1", "CUDA_VISIBLE_DEVICES": ""}
-    kept = environment(own, {}, ["OMP_NUM_THREADS"], dealt=False)
-    assert kept == {"A": "1", "OMP_NUM_THREADS": "1"}
+    own = {"A": "1", "RAY_AUTH_TOKEN": "x", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "2", "SSH_CONNECTION": "x"}
+    assert environment(own, []) == {"A": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    assert environment(own, ["OMP_NUM_THREADS"]) == {"A": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_ray_leaves_no_variables_behind(nodes: RayNodes) -> None:
+    env = {name: value for name, value in nodes.environment.items() if name != "RAY_AUTH_MODE"}
+    result = nodes.hosts.run([sys.executable, "-c", CONNECTS, nodes.address], on="h1", env=env)
+    assert (result.returncode, result.stdout) == (0, "connected\n"), result.stderr
 
 
 def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Path) -> None:
@@ -156,28 +170,30 @@ def test_a_process_without_the_token_is_told_what_it_lacks(nodes: RayNodes, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cluster_that_lets_in_everybody_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "said"), [(None, "not set, and there is no token"), ("disabled", "'disabled'")])
+def test_a_cluster_is_used_with_a_token(mode: str | None, said: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(ValueError, match=f"^--address auto: RAY_AUTH_MODE is {said}; it must be token.*--insecure"):
+        ray_cluster.check_token("auto")
+    (tmp_path / "none").write_text("secret")
+    if mode is None:
+        ray_cluster.check_token("auto")
+
+
+def test_an_open_cluster_is_used_where_that_is_wanted(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
     with ray_nodes(1, token=False, head=("--include-dashboard", "false")) as open_nodes:
-        env = {name: value for name, value in open_nodes.environment.items() if name != "RAY_ADDRESS"}
-        # Where "auto" looks first: otherwise it may take the Ray of another test, whose processes it sees.
         open_nodes.wait_until_up("h1")
-        (open_nodes.folder / "ray").symlink_to("h1")
-        env["RAY_TMPDIR"] = str(open_nodes.folder)
-        for address in (open_nodes.address, "auto"):  # asked before it is joined, and after
-            command = words(address, 1, "--", "touch", "x")
-            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=env, timeout=200)
-            assert result.returncode == 2
-            assert "lets in everybody who reaches it" in result.stderr
-            assert "ray get-auth-token --generate" in result.stderr
-            assert "RAY_AUTH_MODE=token" in result.stderr
-            assert "--insecure" in result.stderr
-            assert list(tmp_path.iterdir()) == []
-        command = words("auto", 1, "--insecure", "--", "touch", "x")
-        result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=open_nodes.environment, timeout=200)
-        assert (result.returncode, result.stderr) == (0, "")
-        assert (tmp_path / "x").exists()
+        for options in ([], ["--insecure"]):
+            command = words("auto", 1, *options, "--", "touch", "x")
+            result = open_nodes.hosts.run(command, on="h1", cwd=tmp_path, env=open_nodes.environment, timeout=200)
+            assert (result.returncode, (tmp_path / "x").exists()) == ((0, True) if options else (2, False))
+        assert result.stderr == ""
 
 
 @pytest.mark.slow
@@ -224,10 +240,19 @@ def test_slips_are_told_before_anything_is_asked(options: list[str], said: str, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_head_where_it_should_be(tmp_path: Path) -> None:
-    result = run("launch", "ray", "--address", "127.0.0.1:1", "--hosts", 1, "--", "true", cwd=tmp_path)
+def test_a_wrong_address_leaves_nothing(tmp_path: Path) -> None:
+    words = ["--address", "127.0.0.1:1", "--hosts", 1, "--", "train", "--data_path", "data", "--run_dir", "runs/x"]
+    result = run("launch", "ray", *words, cwd=tmp_path, RAY_AUTH_MODE="token")
     assert result.returncode == 69
-    assert "no head of a Ray cluster answers there (UNAVAILABLE)" in result.stderr
+    assert re.fullmatch(r"roxxel-dist: .* no head of a Ray cluster answers there \(.*refused\).*\n", result.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "ASK_S", 0.5)
+    said = pytest.raises(ray_cluster.ClusterError, match=r"answers there \(it says nothing\)")
+    with socket.create_server(("127.0.0.1", 0)) as mute, said:
+        ray_cluster.check_head(f"127.0.0.1:{mute.getsockname()[1]}")
 
 
 def test_dry_run_asks_nobody(tmp_path: Path) -> None:

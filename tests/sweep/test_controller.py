@@ -36,6 +36,15 @@ def test_trials_are_run_reported_and_kept(study):
     assert len({trial.params["x"] for trial in study.history.trials.values()}) == 5
 
 
+@pytest.mark.parametrize(("given", "value"), [(None, 0.0), ("3", 3.0)])
+def test_a_trial_has_the_threads_of_its_driver_and_not_those_of_a_worker_of_ray(study, monkeypatch, given, value):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert study.run(trial_bodies.threads, count=1).code == 0
+    assert study.history.trials[0].value == value
+
+
 def test_a_lost_worker_is_retried_and_counted_once(study):
     assert study.run(trial_bodies.killed, count=3, workers=3).code == 0
     assert study.ends() == [0, 1, 2]

@@ -17,8 +17,10 @@ from roxxel_dist.sweep.local_ray import HELD, PREFIX, sweep_leftovers
 
 LIMIT_S = 60.0
 LISTENS = """
+import os
 import psutil
 from roxxel_dist.sweep.local_ray import local_ray
+before = dict(os.environ)
 for _ in range(2):
     with local_ray(3, 0.5) as ray:
         assert ray.get(ray.remote(lambda: 3).remote(), timeout=60) == 3
@@ -26,6 +28,7 @@ for _ in range(2):
         mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
         found = {link.laddr.ip for one in mine for link in one.net_connections() if link.status == "LISTEN"}
         print(*sorted(found), flush=True)
+    assert dict(os.environ) == before
 """
 
 

@@ -147,7 +147,7 @@ def test_slips_leave_nothing_behind(desk, options, said):
 
 def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk):
     before = sorted(desk.rglob("*"))
-    done = run(*WORDS, "--count", 1, "--ray_address", "127.0.0.1:9", cwd=desk)
+    done = run(*WORDS, "--count", 1, "--ray_address", "127.0.0.1:9", cwd=desk, RAY_AUTH_MODE="token")
     assert done.returncode == 69, done.stderr
     assert "no head of a Ray cluster answers there" in done.stderr
     assert sorted(desk.rglob("*")) == before

@@ -36,7 +36,7 @@ class RayBackend:
         python: the interpreter on the nodes; by default the path of this one.
         directory: the working directory there; by default that of this process, or in a Ray job with a working_dir,
             the node's own copy of that.
-        insecure: use a cluster that lets in everybody.
+        insecure: use the cluster also without a token.
         place_s: seconds that Ray may take to find the nodes.
         say: tells a person a line.
 
@@ -105,7 +105,7 @@ class RayBackend:
         """Connect, and wait for the nodes.
 
         Raises:
-            ValueError: Ray is not installed, or the cluster lets in everybody.
+            ValueError: Ray is not installed, or there is no token.
             ClusterError: it does not answer, or has no room.
         """
         with ExitStack() as stack:
@@ -197,7 +197,7 @@ class RayBackend:
         """Raises NoNodeError where the head is gone: Ray would wait for it, for minutes, in calls that cannot end."""
         head = self._ray.get_runtime_context().gcs_address
         try:
-            ray_cluster.is_open(head)
+            ray_cluster.check_head(head)
         except ray_cluster.ClusterError:
             raise NoNodeError(
                 f"the head of the Ray cluster is gone, or stuck ({head} does not answer): a Ray that has lost its head "
