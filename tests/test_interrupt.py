@@ -1,7 +1,6 @@
 """Ctrl-C at any moment of a command, on a terminal of its own."""
 
 import contextlib
-import fcntl
 import json
 import os
 import pty
@@ -11,7 +10,6 @@ import select
 import signal
 import subprocess
 import sysconfig
-import termios
 import threading
 import time
 from pathlib import Path
@@ -32,15 +30,11 @@ class OnTerminal:
     def __init__(self, *words, cwd, ignores=()):
         self._ours, theirs = pty.openpty()
 
-        def lead():
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            for number in ignores:
-                signal.signal(number, signal.SIG_IGN)
-
+        # By programs, and not by a function that is called in a fork: jax, in this process, has threads.
+        lead = ["setsid", "--ctty", "env", *(f"--ignore-signal={number.name[3:]}" for number in ignores)]
         self.process = subprocess.Popen(
-            command(*words), cwd=cwd, env=environment(**TERMINAL), stdin=theirs, stdout=theirs, stderr=theirs,
-            start_new_session=True, preexec_fn=lead,  # noqa: PLW1509
-        )  # fmt: skip
+            lead + command(*words), cwd=cwd, env=environment(**TERMINAL), stdin=theirs, stdout=theirs, stderr=theirs
+        )
         os.close(theirs)
         self._data = b""
         self._hung_up = threading.Event()

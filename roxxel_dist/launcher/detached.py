@@ -109,7 +109,7 @@ def _plain(job: JobSpec) -> dict[str, Any]:
 
 
 def _job(values: dict[str, Any]) -> JobSpec:
-    tuples = {name: tuple(values[name]) for name in ("command", "micro_batches")}
+    tuples = {name: tuple(values[name]) for name in ("command", "micro_batches") if name in values}
     return JobSpec(**{**values, **tuples, "log_dir": Path(values["log_dir"])})
 
 
