@@ -372,7 +372,10 @@ class Trainer:
         self._settle()
         self._verification.wait(done)
         self._reporter.meter.pause()
-        for key in self._phases.prepare_validation(self.plan, step) if evaluate else ():
+        keys = self._phases.prepare_validation(self.plan, step) if evaluate else []
+        if not all(map(self._programs.shared, keys)):
+            self._progress.say("compile")  # not back to "step" afterwards: this step is done
+        for key in keys:
             self._get_together(key)
         self._progress.say("eval" if evaluate else "save")
         extra: dict[str, float] = {}
