@@ -99,17 +99,12 @@ def test_no_save_no_further_fetch(corpus, tmp_path):
     assert made._reporter.fetches == len(rows(tmp_path)) == 4
 
 
-def test_a_module_trains_as_it_is(corpus, tmp_path):
-    mine = model()
-    before = {k: np.array(v) for k, v in nnx.to_pure_dict(nnx.state(mine, nnx.Param))["embedding"].items()}
-    made = train(corpus, tmp_path / "module", model=mine)
-    after = mine.embedding.embedding[...]
-    assert (np.asarray(after) == before["embedding"]).all(), "the caller's module was changed"
+def test_a_module_trains_as_a_callable_does(corpus, tmp_path):
+    train(corpus, tmp_path / "module", model=model())
     train(corpus, tmp_path / "callable")
     assert [x for _, x, _ in losses(tmp_path / "module")] == pytest.approx(
         [x for _, x, _ in losses(tmp_path / "callable")], rel=1e-4
     )
-    assert not (made.state.params["embedding.embedding"] == before["embedding"]).all()
 
 
 class Partitioned(nnx.Module):
