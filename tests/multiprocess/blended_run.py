@@ -60,5 +60,7 @@ def train(data: Path, run: Path, phases: list[Phase], **options: object) -> None
 
 if __name__ == "__main__":
     data, run, until = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    train(data, run, FIRST, max_steps=until)  # restores and says so where the run is beyond
+    saved = [int(step.name) for step in (run / "checkpoints").glob("*") if step.name.isdecimal()]
+    if max(saved, default=0) <= until:  # a run that was amended is refused the curriculum of before
+        train(data, run, FIRST, max_steps=until)
     train(data, run, AMENDED, amend=True)
