@@ -8,8 +8,8 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 
-.PHONY: demo test test-all test-pythons docs bench bench-data bench-train bench-launch bench-model bench-ngram \
-    bench-sweep bench-page bench-gpu chaos hf docker-check lint format clean
+.PHONY: demo test test-docs test-cluster test-long test-all test-pythons docs bench bench-data bench-train \
+    bench-launch bench-model bench-ngram bench-sweep bench-page bench-gpu chaos hf docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -18,14 +18,24 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 	@exec env JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
 	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
 
-test: $(VENV)/dev-installed lint ## every test and the linters: what CI runs
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-test-all: $(VENV)/dev-installed lint ## with the long forms of the tests too
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
+test: $(VENV)/dev-installed lint ## the linters and every part of the package: at most fifteen minutes on two cores
+	$(PYTEST) -m "not docs and not cluster and not long"
+
+test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
+	$(PYTEST) -m "docs and not long"
+
+test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
+	$(PYTEST) -m "cluster and not long"
+
+test-long: $(VENV)/dev-installed ## matrices and many repetitions: hours
+	$(PYTEST) -m long
+
+test-all: test test-docs test-cluster test-long ## all of these, one after the other
 
 test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with each other Python (3.12, 3.13) that is on this machine
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m slow tests/test_wheel.py || [ $$? = 5 ]  # 5: there is no other
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py || [ $$? = 5 ]  # 5: there is no other
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -108,7 +108,7 @@ def test_it_fits_together_as_it_stands(here, name):
     assert state.params
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_can_be_planned_as_it_stands(here, name, capsys):
     assert main(["plan", "--config", f"configs/{name}.yaml", *data_words(name), "--devices", "8", "--json"]) == 0

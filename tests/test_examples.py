@@ -200,7 +200,7 @@ def test_a_blend_on_one_process(tmp_path):
     check_blend(tmp_path / "blend", python(BLEND, cwd=tmp_path).stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_blend_on_two_processes(tmp_path):
     words = ["--nprocs", 2, "--devices-per-proc", 2, "--", "python", BLEND]
     result = run("launch", "local", *words, cwd=tmp_path)

@@ -120,7 +120,7 @@ def test_the_command_says_what_is_wrong(text, capsys):
     assert not list(Path().iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_find_what_one_finds(text):
     words = ["find-lr", "--data_path", text, "--num_steps", "20", "--out", "here.png", "--plot"]
     words += [word for name, value in {**SMALL, "n_devices": 0}.items() for word in (f"--{name}", value)]
@@ -136,7 +136,7 @@ def test_two_processes_find_what_one_finds(text):
     assert Path("here.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_training_with_it_is_near_the_best(tmp_path):
     """200 steps end within 3 % of the lowest final loss of seven rates, for two widths."""

@@ -28,7 +28,7 @@ def reader(tmp_path):
 
 
 @pytest.mark.timeout(900)  # two dozen commands
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_every_block_does_what_the_page_says(reader, processes):
     doing = Reader(reader, processes)
     for block in blocks(GUIDE):

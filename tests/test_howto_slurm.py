@@ -25,7 +25,7 @@ def test_a_job_is_submitted_and_looked_at(reader):
     assert " h2 1 | " in (run / "logs" / "rank-1.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_is_queued_again_and_goes_on(reader):
     reader.page("slurm.md", "It survives the night", "Inside a job of your own")

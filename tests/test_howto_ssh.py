@@ -25,7 +25,7 @@ def test_two_hosts_train_together(reader):
     assert " node2 1 | " in (runs / "mine" / "logs" / "rank-1.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_on_two_hosts_is_left_alone(reader):
     reader.page("ssh.md", "It is left alone")
     runs = reader.folder / "runs"

@@ -38,7 +38,7 @@ def test_a_run_without_an_account_is_sent_later(reader, server):
     assert [row["train_loss"] for row in run.history] == [row["train_loss"] for row in written.values()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_as_it_goes_and_once_more(reader, server):
     reader.page("wandb.md", "A run, as it goes")
     (run,) = server.runs.values()
@@ -46,7 +46,7 @@ def test_a_run_as_it_goes_and_once_more(reader, server):
     assert run.twice == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_trials_are_sent_later_and_a_server_leads(reader, server):
     reader.page("wandb.md", "Trials of a sweep")

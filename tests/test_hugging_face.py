@@ -80,7 +80,7 @@ def ask(what, asked):
 
 def in_ci(names, *chosen):
     """The names, of which those not chosen are slow."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.long) for name in names]
 
 
 def logits(model):

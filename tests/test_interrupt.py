@@ -110,7 +110,7 @@ def test_ctrl_c_while_a_command_starts(work, tmp_path, seconds, words):
     assert sorted(path.name for path in work.iterdir()) == ["data", "tiny.yaml"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_at_any_moment(work, tmp_path):
     """From the interpreter's start to the middle of the loop, which says 42."""
     draw, codes = random.Random(11), []

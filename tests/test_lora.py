@@ -109,7 +109,7 @@ def test_a_resumed_one_is_the_same(work, tmp_path):
         assert rows(tmp_path / "run")[step]["train_loss"] == rows(work / "tuned")[step]["train_loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fork_and_a_run_that_goes_back(work, tmp_path):
     config = Config.from_yaml(work / "tuned" / "config.yaml")
     run = Experiment(config).fit(run_dir=tmp_path / "fork", fork=f"{work / 'tuned'}@12")
@@ -186,7 +186,7 @@ def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
     assert changed_fields(saved_config(tmp_path), Experiment(config).config) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
     config = tuned(work / "base", init_from=str(work / "tuned"), max_steps=2)
     again = Experiment(config).fit(work / "second.txt", tmp_path / "again")
@@ -202,7 +202,7 @@ def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
     assert len(params) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_generate_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
     assert main(["generate", str(work / "tuned"), "--prompt", "(12 - ", "--max_new_tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("(12 - ")
@@ -268,7 +268,7 @@ def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
     assert changed_fields(Config().to_dict(), Config(lora_dropout=0.1)) == ["lora_dropout 0.0 -> 0.1"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_processes_and_shards_train_the_same(tmp_path):
     make_corpus(tmp_path)

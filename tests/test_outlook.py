@@ -103,7 +103,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
     assert "at 100 tokens/s (given)" in table(given)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_amended_run_keeps_its_plan(run, tmp_path):
     phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 33}]
     config = Config(**{**SMALL, "phases": phases}, tokenizer_type="byte")

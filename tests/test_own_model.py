@@ -137,7 +137,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     assert find_function("model", "only_here:Family.build").__name__ == "build"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_shape_is_refused_on_resume_and_other_arguments_are_told(work):
     shutil.copytree(work / "whole", work / "more")
     words = ["train", "--run_dir", "more", "--resume", "--max_steps", 7, "--fsdp", "True"]

@@ -154,7 +154,7 @@ def test_a_text_is_planned_for_other_devices_and_leaves_nothing(made, tmp_path):
     assert tree(tmp_path) == ["text.txt"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_launched_processes_tell_it_once(made):
     plan = ["plan", *WORDS, "--fsdp", "True"]
     result = run("launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", *plan, cwd=made)
@@ -165,7 +165,7 @@ def test_launched_processes_tell_it_once(made):
     assert "devices is 8, and the processes of this job have 4" in wrong.stdout + wrong.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_twenty_billion_parameters_are_planned_in_little_memory(made):
     words = ["plan", *WORDS, *BIG, "--devices", 8, "--json"]

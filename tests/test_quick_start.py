@@ -92,7 +92,7 @@ def summary(run_dir):
     return json.loads((Path(run_dir) / "model_summary.json").read_text())
 
 
-@pytest.mark.parametrize("section", ["Interrupted, and resumed", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("section", ["Interrupted, and resumed", pytest.param("", marks=pytest.mark.long)])
 def test_every_block_as_a_command_on_two_processes(tmp_path, section):
     """Of one section, or of the whole page."""
     reader = Reader(desk(tmp_path), processes=2, JAX_NUM_CPU_DEVICES="8")

@@ -111,7 +111,7 @@ def test_what_a_resumed_run_cannot_change_is_named(work, cut, flags, message):
     refused(run(*cut, *flags, cwd=work), message)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_it_may_change_is_told(work, cut):
     result = run(*cut, "--lr", "1e-3", "--dropout_rate", 0.2, "--max_steps", 10, cwd=work)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -120,7 +120,7 @@ def test_what_it_may_change_is_told(work, cut):
     assert "resuming after step 8 of 10" in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_of_another_model_are_named(work, cut):
     """Whoever edits the saved config by hand gets past what compares configs."""
     saved = cut[4] / "config.yaml"
@@ -187,7 +187,7 @@ def disk(tmp_path):
 
 @pytest.mark.parametrize(
     "launch",
-    [[], pytest.param(["launch", "local", "--nprocs", 1, "--"], marks=pytest.mark.slow)],
+    [[], pytest.param(["launch", "local", "--nprocs", 1, "--"], marks=pytest.mark.long)],
     ids=["alone", "launched"],
 )
 def test_a_disk_with_room_for_one_checkpoint(work, disk, launch):
@@ -212,7 +212,7 @@ def test_a_disk_with_room_for_one_checkpoint(work, disk, launch):
     assert again.returncode == 0, again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_disk_that_is_full_from_the_start(work, disk):
     folder = disk(64)
     (folder / "filler").write_bytes(bytes(60 << 10))

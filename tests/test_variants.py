@@ -71,7 +71,7 @@ def test_few_variants_have_every_pair():
     "variant",
     [
         pytest.param(ONE, id="-".join(ONE)),
-        *(pytest.param(one, id="-".join(one), marks=pytest.mark.slow) for one in CHOSEN if one != ONE),
+        *(pytest.param(one, id="-".join(one), marks=pytest.mark.long) for one in CHOSEN if one != ONE),
     ],
 )
 def test_it_trains_and_is_the_same_when_loaded(variant, tmp_path, monkeypatch):

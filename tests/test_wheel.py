@@ -31,7 +31,7 @@ def interpreters():
         installed = [str(path / "bin" / "python") for path in sorted(versions.glob(f"{version}.*"))]
         for python in [shutil.which(f"python{version}"), *installed]:
             if python and not sys.version.startswith(version) and runs(python):
-                found.append(pytest.param(python, id=version, marks=pytest.mark.slow))
+                found.append(pytest.param(python, id=version, marks=pytest.mark.long))
                 break
     return found
 

@@ -19,7 +19,7 @@ def test_a_seed_chooses_the_same_faults_each_time_and_every_kind_of_them() -> No
     assert all(number / 19 <= fault.place < (number + 1) / 19 for number, fault in enumerate(chosen))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_training_under_faults_is_the_undisturbed_one(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
     hosts = cluster(3)

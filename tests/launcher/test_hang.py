@@ -233,7 +233,7 @@ def test_a_stuck_rank_is_named_with_its_stack(culprit: int, launch: Launch, tmp_
     stuck(launch, culprit, tmp_path, PLAIN)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(20))
 def test_a_stuck_rank_is_named_20_of_20(number: int, launch: Launch, tmp_path: Path) -> None:
     stuck(launch, number % 3, tmp_path, PLAIN)
@@ -267,7 +267,7 @@ def test_a_stopped_rank_is_named(culprit: int, launch: Launch, until: Callable[.
     stopped(launch, culprit, until)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(20))
 def test_a_stopped_rank_is_named_20_of_20(number: int, launch: Launch, until: Callable[..., None]) -> None:
     stopped(launch, number % 3, until)

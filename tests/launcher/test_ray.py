@@ -116,7 +116,7 @@ def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "victim",
-    ["rank", "launcher", pytest.param("worker", marks=pytest.mark.slow), pytest.param("agent", marks=pytest.mark.slow)],
+    ["rank", "launcher", pytest.param("worker", marks=pytest.mark.long), pytest.param("agent", marks=pytest.mark.long)],
 )
 def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: Path, until: Until) -> None:
     job = begin(nodes, tmp_path, until, "--max-restarts", 0, "--", "bash", "-c", STAY)
@@ -196,7 +196,7 @@ def test_an_open_cluster_is_used_where_that_is_wanted(tmp_path: Path) -> None:
         assert result.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_as_a_job_of_ray(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("ray")  # one worker: a cluster at a time
 Until = Callable[[Callable[[], Any], str], None]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_that_dies_and_comes_back(nodes: RayNodes, tmp_path: Path, until: Until) -> None:
     script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "
     script += "[ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"
@@ -38,7 +38,7 @@ def test_a_node_that_dies_and_comes_back(nodes: RayNodes, tmp_path: Path, until:
     until(lambda: not nodes.ours(), "everything to be gone")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Path, until: Until) -> None:
     if why := missing():
         pytest.skip(why)
@@ -59,7 +59,7 @@ def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Pat
         until(lambda: not any("RayNode" not in line for line in nodes.ours().get("h2", [])), "the ranks to be gone")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_head_that_is_gone_is_told(tmp_path: Path, until: Until) -> None:
     if why := missing():
         pytest.skip(why)

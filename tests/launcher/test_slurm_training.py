@@ -82,7 +82,7 @@ def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
     assert "resuming after step" in two.log()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
     two, number = train(600, "--slurm-time", 1, "--grace", 5)
@@ -91,7 +91,7 @@ def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
     assert "SLURM asked it to end" in two.log()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", ["killed slurmd", "set DOWN"])
 def test_a_lost_node_has_slurm_queue_the_job_again(how: str, train: Trained) -> None:
@@ -108,7 +108,7 @@ def test_a_lost_node_has_slurm_queue_the_job_again(how: str, train: Trained) -> 
     assert job["Restarts"] == "1"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_training_goes_on_in_place_with_a_spare_node(train: Trained) -> None:
     three, number = train(300, "--spare-hosts", 1, nodes=3)

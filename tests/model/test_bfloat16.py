@@ -78,7 +78,7 @@ def test_every_product_of_a_loss_is_one_of_bfloat16(fields):
     assert {leaf.dtype for leaf in jaxpr.out_avals[1:]} == {HALF}
 
 
-@pytest.mark.parametrize("fields", [{"kv_heads": 2}, pytest.param({**MLA, **WINDOW}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fields", [{"kv_heads": 2}, pytest.param({**MLA, **WINDOW}, marks=pytest.mark.long)])
 def test_a_cache_holds_what_is_computed(fields):
     model, tokens = cast(build(**fields)), jnp.arange(12)[None] * 7 % 50
     read = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))

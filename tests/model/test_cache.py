@@ -65,20 +65,20 @@ def check_incremental(model, cuts):
 
 
 @pytest.mark.parametrize(
-    "fields", [f if f in (VARIANTS[1], VARIANTS[4]) else pytest.param(f, marks=pytest.mark.slow) for f in VARIANTS]
+    "fields", [f if f in (VARIANTS[1], VARIANTS[4]) else pytest.param(f, marks=pytest.mark.long) for f in VARIANTS]
 )
 def test_it_is_the_whole_pass(fields):
     """Shorter than the window, then longer, then one by one."""
     check_incremental(build(**fields), [3, 12])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("first", [1, 2, 4, 5, 6, 23])
 def test_prefills_around_the_size_of_a_window(first):
     check_incremental(build(**VARIANTS[3]), [first])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fields", PAIRS, ids=str)
 def test_every_pair_of_variants(fields):
     check_incremental(build(**fields), [7])
@@ -92,7 +92,7 @@ def test_what_a_cache_holds():
     assert len(plain.layers) == 2
 
 
-@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.slow), {**MLA, **WINDOW}])
+@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.long), {**MLA, **WINDOW}])
 def test_rows_of_different_lengths(fields):
     """Padding behind the end of a prompt is not kept, also where it would take the slots of a window."""
     model, text = build(**fields, num_blocks=1), tokens(3)
@@ -136,7 +136,7 @@ class Plain(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"dropout_rate": 0.5, "num_blocks": 1}, pytest.param({**MLA, **WINDOW}, marks=pytest.mark.slow)]
+    "fields", [{"dropout_rate": 0.5, "num_blocks": 1}, pytest.param({**MLA, **WINDOW}, marks=pytest.mark.long)]
 )
 def test_text_is_the_same_with_and_without(fields):
     model = build(**fields, max_context=96)

@@ -67,7 +67,7 @@ def test_a_layer_is_what_the_paper_says():
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", *(pytest.param(name, marks=pytest.mark.slow) for name in ("latent attention, experts", *MORE))],
+    ["attention", *(pytest.param(name, marks=pytest.mark.long) for name in ("latent attention, experts", *MORE))],
 )
 def test_merged_it_is_a_plain_model_that_does_the_same(name):
     fields = VARIANTS[name]

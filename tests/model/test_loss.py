@@ -39,7 +39,7 @@ def batches():
     ("chunk", "fields"),
     [
         (17, {"weight_tying": False, "use_moe": True}),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, {}), (17, {}), (1000, {}))),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, {}), (17, {}), (1000, {}))),
     ],
 )
 def test_chunks_give_the_same_numbers(chunk, fields):

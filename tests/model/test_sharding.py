@@ -112,7 +112,7 @@ def pairs():
     quick = [("untied", ALL_THREE), ("mla", FSDP), ("moe", TENSOR_FSDP)]
     for name, fields in (variants | {"in chunks": chunked}).items():
         for axes in (FSDP, TENSOR_FSDP, ALL_THREE, NO_FSDP):
-            marks = () if (name, axes) in quick else pytest.mark.slow
+            marks = () if (name, axes) in quick else pytest.mark.long
             label = " x ".join(f"{axis} {size}" for axis, size in axes.items())
             yield pytest.param(fields, axes, id=f"{name}, {label}", marks=marks)
 

@@ -30,7 +30,7 @@ def packed():
     return Packed(tokens(2, 17), jnp.stack([segments] * 2), jnp.stack([places] * 2))
 
 
-@pytest.mark.parametrize("fields", [MOE, pytest.param(MLA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fields", [MOE, pytest.param(MLA, marks=pytest.mark.long)])
 def test_the_same_weights_losses_and_gradients(fields):
     def look(scan):
         model = build(**fields, scan_layers=scan)
@@ -60,7 +60,7 @@ def test_the_same_weights_losses_and_gradients(fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"sliding_window": True, "context_window": 4}, pytest.param(MLA, marks=pytest.mark.slow)]
+    "fields", [{"sliding_window": True, "context_window": 4}, pytest.param(MLA, marks=pytest.mark.long)]
 )
 def test_reading_piece_by_piece(fields):
     model, x = build(**fields, scan_layers=True), tokens(2, 12)

@@ -6,7 +6,7 @@ import pytest
 from commands import launched, make_corpus, rows, run
 
 
-@pytest.mark.slow  # the guide does it on two processes too, with fewer questions
+@pytest.mark.long  # the guide does it on two processes too, with fewer questions
 def test_two_processes_give_the_losses_of_the_log(tmp_path):
     make_corpus(tmp_path)
     trained = run(*launched(2, 2, "run", "--num_blocks", 1, "--max_steps", 6), cwd=tmp_path)

@@ -6,7 +6,7 @@ import pytest
 from commands import launched, losses, make_corpus, run
 
 
-@pytest.mark.slow  # the guide does it on two processes too, with fewer questions
+@pytest.mark.long  # the guide does it on two processes too, with fewer questions
 def test_on_two_processes(tmp_path):
     make_corpus(tmp_path)
     first = run(*launched(2, 1, "run", "--num_blocks", 1, "--max_steps", 10), cwd=tmp_path)

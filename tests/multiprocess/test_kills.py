@@ -138,7 +138,7 @@ def test_killed_and_started_again_it_is_the_same_run(work):
     assert kill_again_and_again(work, "few", 3, random.randrange(1 << 30)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_killed_twenty_times_it_is_the_same_run(work):
     assert kill_again_and_again(work, "many", 20, random.randrange(1 << 30)) == 20

@@ -6,7 +6,7 @@ from commands import launched, losses, make_corpus, rows, run
 MESH = ("--fsdp", "True", "--fsdp_devices", 2, "--tensor_devices", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     """2 x 2 x 2 devices, of one process and of two; and the numbers of eight copies but for rounding."""
     make_corpus(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from commands import launched, losses, make_corpus, rows, run, start, wait_for
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_and_a_preemption_cost_nothing_but_time(tmp_path):
     make_corpus(tmp_path)
     whole = run(*launched(2, 2, "whole"), cwd=tmp_path)
@@ -33,7 +33,7 @@ def test_a_killed_rank_and_a_preemption_cost_nothing_but_time(tmp_path):
     assert re.findall(r"^# .* attempt (\d)", log, re.MULTILINE) == ["0", "1", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_whose_file_system_comes_back_goes_on(tmp_path):
     """A link stands for the place of a mount: in the second attempt it leads to an empty folder."""
     make_corpus(tmp_path)

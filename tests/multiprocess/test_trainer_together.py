@@ -49,7 +49,7 @@ def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
     assert step_of(tmp_path / "run" / "best_model_weights.msgpack") == 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_may_compile_for_longer_than_gloo_waits(corpus, tmp_path):
     """As after a restart: rank 0 finds its programs in the cache."""
     words = ["--nprocs", 2, "--devices-per-proc", 1, "--max-restarts", 0, "--", "python", SLOW_COMPILE, tmp_path]

@@ -13,7 +13,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.data.dataset import Roxxel
 
 pytestmark = pytest.mark.xdist_group("training")  # one worker: the undisturbed run is made once
-LONG = pytest.mark.slow
+LONG = pytest.mark.long
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1)]
 STEPS = 22
 

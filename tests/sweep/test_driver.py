@@ -37,7 +37,7 @@ def ups(study):
     return {int(path.suffix[1:]): int(path.read_text() or 0) for path in study.path.glob("up.*")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_driver_that_is_asked_to_end_lets_trials_save_and_goes_on_later(study, number):
     driver = study.start("stays", count=2, workers=2)
     until(lambda: len(ups(study)) == 2 and len(study.of("report")) == 2, "two trials")
@@ -55,7 +55,7 @@ def test_a_driver_that_is_asked_to_end_lets_trials_save_and_goes_on_later(study,
     assert len(study.of("report")) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_that_does_not_end_is_killed_when_asked_again(study):
     driver = study.start("deaf", count=1)
     until(lambda: ups(study) and study.of("report"), "the trial")
@@ -163,7 +163,7 @@ def test_nothing_is_lost_or_repeated_when_a_driver_is_killed(study):
     kill_and_go_on(study, random.Random(seed), 1, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_or_repeated_when_drivers_are_killed_at_20_moments(study):
     assert kill_and_go_on(study, random.Random(11), 20, 60) == 20

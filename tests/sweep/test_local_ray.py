@@ -67,7 +67,7 @@ def of(folder):
     return [one for one in found if one.pid != os.getpid()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_in_the_terminal_reaches_trials_through_the_driver_alone(study, temporary):
     driver = study.start("stays", count=2, workers=2)
     until(lambda: len(study.events if (study.path / "journal.jsonl").exists() else []) >= 7, "two trials")

@@ -16,7 +16,7 @@ from machines import missing
 from ray_nodes import ray_nodes
 from sweep_runs import ONE, Study
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 
 
 def start(nodes, study):

@@ -16,7 +16,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 8])
 def test_the_step_is_compiled_once(tmp_path, count):
     make_corpus(tmp_path)

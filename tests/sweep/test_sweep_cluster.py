@@ -10,7 +10,7 @@ from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.sweep.study import read_study
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 
 

@@ -75,7 +75,7 @@ def test_a_sweep_and_its_continuation(desk):
     assert min(values) == history.best.value  # the trial again, to the bit
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_and_on(desk):
     write_base(desk, 100_000, 100, tokenizer_type="byte")
     with subprocess.Popen(

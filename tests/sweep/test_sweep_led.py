@@ -50,7 +50,7 @@ def search(desk, server, *words):
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_login_and_a_project_let_the_server_lead_and_the_study_goes_on_with_it(desk, server):
     words = ("--sweep_config", "sweep.yaml", "--wandb_project", "mine", "--study", "study")
     first = search(desk, server, *words, "--count", 1)
@@ -69,7 +69,7 @@ def test_a_login_and_a_project_let_the_server_lead_and_the_study_goes_on_with_it
     assert values == [one.value for one in trials]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_is_joined_by_its_id(desk, server):
     search(desk, server, "--sweep_config", "sweep.yaml", "--wandb", "online", "--study", "a", "--dry_run")
     assert not server.sweeps

@@ -64,7 +64,7 @@ def test_what_no_node_has_is_told_with_what_there_is(nodes, tmp_path):
     assert not study.events
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_of_a_node_that_dies_runs_again_on_another(nodes, tmp_path):
     study = Study(tmp_path, None)
     driver = start(nodes, study, "leaves", count=2, workers=2, resources={"CPU": 2})

@@ -130,7 +130,7 @@ def test_what_is_wrong_with_its_parameters_is_told_without_a_process(study):
     assert event["fail"]["reason"] == "parameters: there is no field 'lrr': did you mean 'lr'?"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_that_is_stopped_saves_and_goes_on(study):
     events = run(endless(study, 4))
     pid = next(events)["start"]["pid"]
@@ -214,7 +214,7 @@ def test_a_held_run_directory_names_who_holds_it(study, monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_of_two_is_started_again_and_counted_once(study):
     asked = task(
         study, 10, procs_per_host=2, config={**BASE, "phases": [{"steps": 60, "batch_size": 8, "seq_len": 33}]}

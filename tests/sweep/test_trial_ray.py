@@ -9,7 +9,7 @@ from machines import missing
 from ray_nodes import ray_nodes
 from trials import program, split, task
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 DRIVER = """
 import json, sys
 import ray

@@ -107,7 +107,7 @@ def test_the_repositorys_sweep_is_accepted_from_its_root(server, env):
     assert made["command"] == COMMAND
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     """Unchanged, and the server gets val_loss at every evaluation."""
     home(tmp_path)
@@ -131,7 +131,7 @@ def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     assert yaml.safe_load((folder / "trial.yaml").read_text())["head_size"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_of_the_servers(tmp_path, server, env):
     path = own_sweep(tmp_path, env, "end", run_cap=1)
     assert path == "local/tests/sweep0"
@@ -149,14 +149,14 @@ def test_a_trial_of_the_servers(tmp_path, server, env):
     assert (tmp_path / "study" / "trials" / "0-lost-0" / "wandb").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_of_the_servers_that_raises(tmp_path, server, env):
     _, reports, last = split(agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "raise"))))
     assert len(reports) == 3
     assert (last["fail"]["kind"], last["fail"]["reason"]) == ("error", "RuntimeError: a bad day")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_server_stops_a_poor_trial(tmp_path, server, env):
     """As its own hyperband does: the agent is told to, and what came until then counts."""
     events = agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "wait")))
@@ -169,7 +169,7 @@ def test_the_server_stops_a_poor_trial(tmp_path, server, env):
     assert last["result"]["value"] == min(value for _, value in reports)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cancelled_trial_of_the_servers_leaves_nothing(tmp_path, server, env):
     events = agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "wait")))
     pid = next(events)["start"]["pid"]

@@ -32,7 +32,7 @@ def arrays(seed):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("adafactor", "muon") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("adafactor", "muon") else pytest.param(name, marks=pytest.mark.long)
         for name in get_args(get_type_hints(OptimizerConfig)["optimizer"])
     ],
 )

@@ -47,7 +47,7 @@ def misses(folder, *names):
     return sum((folder / f"{name}.log").read_text().count("/jax/compilation_cache/cache_misses") for name in names)
 
 
-@pytest.mark.parametrize("share", ["1", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", ["1", pytest.param("", marks=pytest.mark.long)])
 def test_one_compiles_and_the_other_reads_it(tmp_path, share):
     both = [begin(tmp_path, name, **{SHARE_COMPILATION: share}) for name in ("a", "bb")]
     wait_for(lambda: (tmp_path / "a").exists() and (tmp_path / "bb").exists())

@@ -20,7 +20,7 @@ def state(mesh, scan, *, seed=0, **fields):
     return init_state(lambda: Transformer(shape, nnx.Rngs(params=seed)), lambda params: {}, mesh, fsdp=True)[1]
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.long), True])
 def test_restored_in_the_other_form(scan, tmp_path, monkeypatch):
     monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
     saved, mesh = state(make_mesh(1), scan), make_mesh(fsdp=4, tensor=2)

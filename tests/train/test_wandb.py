@@ -149,7 +149,7 @@ def test_without_a_login_one_line_says_so(tmp_path):
     assert wrote(tmp_path) == list(range(1, 61))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_offline_needs_no_account_and_the_folders_hold_every_step_once(tmp_path, server):
     # The client writes often, so that the processes that are killed leave folders with some of their rows.
     often = environment(WANDB__TRANSACTION_LOG_FLUSH_INTERVAL="1")
@@ -174,7 +174,7 @@ def test_offline_needs_no_account_and_the_folders_hold_every_step_once(tmp_path,
     assert run.config["dim"] == 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_is_not_there_costs_a_line_and_the_next_start_catches_up(tmp_path):
     server = WandbServer()
     port = server.server_address[1]
@@ -188,7 +188,7 @@ def test_a_server_that_is_not_there_costs_a_line_and_the_next_start_catches_up(t
         assert steps(server.runs[run_id(tmp_path)]) == list(range(1, 61))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_answers_no_more_costs_a_line_and_the_next_start_catches_up(tmp_path, server):
     impatient = environment(server, WANDB_FINISH_TIMEOUT="3", WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
 
@@ -205,7 +205,7 @@ def test_a_server_that_answers_no_more_costs_a_line_and_the_next_start_catches_u
     assert steps(server.runs[run_id(tmp_path)]) == list(range(1, 61))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_going_back_logs_no_step_twice_and_says_so(tmp_path, server):
     often = environment(server, WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
     out, _ = train(tmp_path, often, "online", 0, 40, "rewound", wait=40, until=lambda: holds(server, 40))
@@ -219,7 +219,7 @@ def test_going_back_logs_no_step_twice_and_says_so(tmp_path, server):
     assert wrote(tmp_path) == list(range(1, 46))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_crash_ends_the_run_as_failed(tmp_path, server):
     train(tmp_path, environment(server), "online", 0, 5, "crashed")
     run = server.runs[run_id(tmp_path)]
