@@ -119,6 +119,7 @@ def test_it_can_be_planned_as_it_stands(here, name, capsys):
     assert found["fsdp"] == bool(config.get("fsdp"))
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "multi_host"])
 def test_it_trains_in_a_small_form(here, name):
     words = ["--config", f"configs/{name}.yaml", *data_words(name), *small(name), "--n_devices", "2"]
@@ -134,6 +135,7 @@ def test_it_trains_in_a_small_form(here, name):
     }
 
 
+@pytest.mark.docs
 def test_the_one_for_many_hosts_trains_on_two_processes(here):
     words = [
         "--nprocs",

@@ -15,6 +15,7 @@ from reader import ROOT, Reader, blocks
 from roxxel_dist.config import load_yaml
 from roxxel_dist.sweep.study import read_study
 
+pytestmark = pytest.mark.docs
 TUTORIAL, BLEND, OWN = (ROOT / "examples" / name for name in ("curriculum_tutorial.py", "blend.py", "own_model"))
 SMALL = ["--documents", "128", "--vocab", "200", "--dim", "16", "--short-len", "33", "--every", "15"]
 PHASES = [(1, 31), (32, 37)]

@@ -8,6 +8,7 @@ import pytest
 from commands import rows
 from reader import ROOT, Reader, blocks
 
+pytestmark = pytest.mark.docs
 GUIDE = ROOT / "docs" / "training.md"
 
 

@@ -16,7 +16,7 @@ from roxxel_dist.config_fields import field_types
 from roxxel_dist.sweep.space import read_sweep
 
 # One worker, so that the quickstart is done once.
-pytestmark = [pytest.mark.xdist_group("guides"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("guides"), pytest.mark.timeout(900)]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 PAGES = [page for page in pages_of(Path(__file__).name) if page != QUICKSTART]
 

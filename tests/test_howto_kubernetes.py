@@ -8,6 +8,8 @@ import yaml
 from howto import HOWTO, ROOT, Follower
 from reader import blocks
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def reader(tmp_path):

@@ -6,6 +6,8 @@ import pytest
 from commands import rows
 from howto import STEPS, Follower
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def reader(tmp_path):

@@ -9,7 +9,7 @@ from howto import STEPS, on_hosts
 from machines import missing
 from ray_nodes import ray_nodes, words
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]  # one worker: a cluster at a time
+pytestmark = [pytest.mark.docs, pytest.mark.long, pytest.mark.xdist_group("ray")]  # one worker: a cluster at a time
 
 
 @pytest.fixture

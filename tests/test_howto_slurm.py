@@ -7,6 +7,8 @@ from hosts import Cluster
 from howto import STEPS, on_hosts
 from machines import missing
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def reader(tmp_path):

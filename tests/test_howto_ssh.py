@@ -6,6 +6,8 @@ from hosts import Cluster
 from howto import STEPS, on_hosts, python_path
 from machines import missing
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def reader(tmp_path):

@@ -8,6 +8,7 @@ from wandb_sweeps import SweepServer
 
 from roxxel_dist.sweep.study import read_study
 
+pytestmark = pytest.mark.docs
 SWEEP = {
     "method": "random",
     "metric": {"name": "val_loss", "goal": "minimize"},

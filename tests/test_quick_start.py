@@ -21,7 +21,7 @@ from roxxel_dist.config import load_yaml
 from roxxel_dist.sharding import make_mesh, replicate, shard_batch
 from roxxel_dist.train.weights_file import read_weights
 
-pytestmark = [pytest.mark.xdist_group("quick start"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("quick start"), pytest.mark.timeout(900)]
 PAGE = ROOT / "examples" / "training_and_sweeps.md"
 SMALL = """
 tokenizer_type: char

@@ -16,7 +16,7 @@ PAGE = ROOT / "README.md"
 LINES = 10
 """The most that a job may ask a person to copy."""
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

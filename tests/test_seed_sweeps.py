@@ -63,6 +63,7 @@ def test_a_small_text_is_enough_for_some_trials(desk, monkeypatch, capsys):
     )
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("file", "processes", "trials"), [(file, *how) for file in SWEEPS for how in ((1, 2), (2, 1))])
 def test_a_small_form_is_run(desk, file, processes, trials):
     """The same parameters and distributions, with smaller shapes and fewer steps."""

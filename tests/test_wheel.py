@@ -54,6 +54,7 @@ def test_what_is_in_it(wheel):
     assert set(names) == modules | {"roxxel_dist/py.typed"} | {f"{information}/{name}" for name in expected}
 
 
+@pytest.mark.docs
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", interpreters())
 def test_it_trains_where_nothing_else_is(wheel, python, tmp_path):
