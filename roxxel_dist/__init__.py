@@ -3,8 +3,9 @@
 The public names are imported when they are first used, so that `import roxxel_dist` costs nothing.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+TYPE_CHECKING = False  # for type checkers it is true; `typing` itself would delay the moment when Ctrl-C is heard
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,8 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from roxxel_dist.cluster.process import initialize as initialize
     from roxxel_dist.config import Config as Config
     from roxxel_dist.curriculum.phases import Curriculum as Curriculum
@@ -55,6 +58,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        import importlib
+
         return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

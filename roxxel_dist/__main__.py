@@ -1,10 +1,15 @@
 """`python -m roxxel_dist` and the console script `roxxel-dist`."""
 
+import os
+import signal
+
+RANK = "ROXXEL_PROCESS_ID" in os.environ
+if not RANK and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `begin`: a KeyboardInterrupt in these imports is a traceback
+
 import errno
 import io
-import os
 import select
-import signal
 import sys
 from typing import Any
 
@@ -14,7 +19,7 @@ from roxxel_dist.cluster import interrupt
 def main() -> None:
     """Run the command line and exit with its code."""
     open_streams()  # first: what is opened after it has other numbers
-    if "ROXXEL_PROCESS_ID" not in os.environ:  # a rank is its launcher's to end
+    if not RANK:  # a rank is its launcher's to end
         interrupt.begin()
     from roxxel_dist.cli import main as run
 

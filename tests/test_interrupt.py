@@ -124,7 +124,7 @@ def test_ctrl_c_at_any_moment(work, tmp_path):
         words = (*TRAIN, tmp_path / str(number)) if number % 3 else FIND_LR
         code, took, text = after(draw.uniform(0.2, span), *words, cwd=work)
         codes.append(code)
-        assert code in (42, 130), text
+        assert code in (42, 130, -signal.SIGINT), text  # the last one while Python itself starts
         assert took < 10, text
         assert "Traceback" not in text
     assert codes.count(130) > 20
