@@ -7,6 +7,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.hang import Hang
+from roxxel_dist.launcher.logs import CHATTER
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
@@ -15,8 +16,6 @@ USAGE_S = 1.0
 
 TAIL_WITHOUT_TRACEBACK = 15
 CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
-CHATTER = "[Gloo] "
-"""How lines begin that tell of connections made: a thread may write one behind the traceback of another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def how(code: int) -> str:
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
     """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
-    told = [line for line in tail if not line.startswith(CHATTER)] or tail
+    told = [line for line in tail if not CHATTER.match(line)] or tail  # a thread may write behind a traceback
     for number, line in enumerate(told):
         if line.startswith(CRASH_HEADERS):
             return told[number:]

@@ -47,7 +47,7 @@ class Screen:
 
     def lines(self, rank: int, when: float, lines: Sequence[str]) -> None:
         """Show lines of a rank, if there is room."""
-        lines = [line for line in lines if not line.startswith(CHATTER)]
+        lines = [line for line in lines if not CHATTER.match(line)]
         if not self.shows(rank) or not lines:
             return
         prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "

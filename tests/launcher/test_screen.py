@@ -11,11 +11,13 @@ import pytest
 from roxxel_dist.launcher import screen as screen_file
 from roxxel_dist.launcher.screen import Screen
 
+PREEMPTION = "W1123 00:51:52.602120    4013 preemption_notifier.cc:90] SIGTERM caught at 2026-11-23T00:51:52.602118857"
+
 
 def test_the_screen_shows_rank_0_or_all(capfd: pytest.CaptureFixture[str]) -> None:
     for everybody in (False, True):
         with Screen(all_ranks=everybody) as screen:
-            screen.lines(0, 0.0, ["[/x] a", "[Gloo] Rank 0 is connected", "b"])
+            screen.lines(0, 0.0, ["[/x] a", "[Gloo] Rank 0 is connected", PREEMPTION, "b"])
             screen.lines(1, 0.0, ["c"])
             screen.status(0, {"step": 1, "total": 2, "start": 0})
             screen.say("the launcher")
