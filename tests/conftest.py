@@ -17,6 +17,7 @@ os.environ.setdefault("XLA_FLAGS", FAST)
 import jax
 import numpy as np
 import pytest
+from leftovers import pytest_configure  # noqa: F401  (pytest calls it)
 
 from roxxel_dist.data.dataset import Roxxel
 

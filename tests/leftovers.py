@@ -1,0 +1,58 @@
+"""No process outlives the tests, however they end: by Ctrl-C, by SIGTERM, by kill -9.
+
+A plugin of pytest. All processes below it have its mark in their environment, also those that left its session and
+those of Ray. A process of its own waits for the end of pytest, and kills whoever still has the mark.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "TESTS_OF"
+"""The environment variable; its value is another one for each run."""
+LIMIT_S = 20.0
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # a worker of xdist is a process of the one that has started it
+        os.environ[MARK] = uuid.uuid4().hex
+        words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
+        others = {name: value for name, value in os.environ.items() if name != MARK}
+        # Started for as long as pytest runs: nobody waits for it.
+        subprocess.Popen(words, env=others, stdin=subprocess.DEVNULL, start_new_session=True).returncode = 0
+
+
+def marked(mark):
+    """Process ids with this mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def main(pid, mark):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    time.sleep(0.5)  # what ends by itself may do so
+    end = time.monotonic() + LIMIT_S
+    while (left := marked(mark)) and time.monotonic() < end:
+        for process in left:
+            with suppress(OSError):
+                words = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                os.kill(process, signal.SIGKILL)
+                print(f"left behind by the tests, and killed: {process} {words[:200]}", file=sys.stderr)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

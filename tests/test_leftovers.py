@@ -1,0 +1,45 @@
+"""Whatever ends the tests, nothing of them is left."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import gone, wait_for
+
+TESTS = """
+import subprocess, sys, time
+def test_that_lasts(tmp_path):
+    words = [sys.executable, "-c", "import time; time.sleep(600)"]
+    pids = [subprocess.Popen(words, start_new_session=new).pid for new in (False, True)]
+    open({told!r}, "w").write(" ".join(map(str, pids)) + "\\n")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_tests(tmp_path, number):
+    told = tmp_path / "pids"
+    (tmp_path / "test_one.py").write_text(TESTS.format(told=str(told)))
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "leftovers",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "test_one.py",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with (tmp_path / "log").open("w") as log:
+        tests = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    wait_for(lambda: told.exists() and told.read_text().endswith("\n"), what="the start of two processes")
+    tests.send_signal(number)
+    tests.wait(60)
+    wait_for(lambda: all(gone(int(pid)) for pid in told.read_text().split()), 30, "the end of both")
