@@ -116,7 +116,7 @@ class Experiment:
         with _held(run, resume) as directory:
             with _nothing_left_behind(directory), usage_errors():
                 whose = str(parent) if parent and not saved else ""
-                trial = os.environ.get(TRIAL) == "1"
+                trial = _is_trial()
                 if trial and saved:  # as it was cut when the trial began
                     self.config = dataclasses.replace(self.config, warmup_steps=saved["warmup_steps"])
                 changed = changed_fields(before, self.config, amend=amend or bool(whose), whose=whose)
@@ -312,7 +312,7 @@ class Experiment:
             say = trainer.logger.text
             for what, act in (
                 ("sample", lambda: no_sample if model is None else self._sample(model, tokenizer, prompt)),
-                ("loss curve", lambda: _draw(trainer, run)),
+                ("loss curve", lambda: "" if _is_trial() else _draw(trainer, run)),
             ):
                 try:
                     if text := act():
@@ -366,6 +366,11 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     except BaseException:
         take_away()
         raise
+
+
+def _is_trial() -> bool:
+    """Whether this is a trial of a sweep. It draws no curve: matplotlib alone takes a second to import."""
+    return os.environ.get(TRIAL) == "1"
 
 
 def _draw(trainer: Trainer, run: Path) -> str:

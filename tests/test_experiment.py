@@ -1,13 +1,16 @@
 """What surrounds a run: its folder, its config, what may change, and what is left when it cannot begin."""
 
-import multiprocessing
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from roxxel_dist import Config, Experiment, Trainer
+from roxxel_dist.assemble import open_corpus, recipe
 from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.curriculum.describe import describe
 from roxxel_dist.data.build import build
 from roxxel_dist.experiment import printable
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
@@ -18,12 +21,15 @@ from roxxel_dist.train.trainer import Trainer as Loop
 SMALL = {
     "dim": 16,
     "num_blocks": 1,
+    "n_heads": 2,
     "max_context": 16,
     "batch_size": 8,
     "max_steps": 3,
     "eval_iters": 1,
     "log_every": 1,
+    "n_devices": 1,
 }
+PROMPT = "\x1b[2J" + "one\n" * 20
 
 
 @pytest.fixture
@@ -41,89 +47,116 @@ def tree(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_run_on_text_goes_on_whatever_became_of_the_text(text, tmp_path):
-    run = Experiment(config()).fit(text, tmp_path / "run")
+def log_of(run):
+    return (run / "logs" / "rank-0.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of three steps, whose text is gone."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    fields = {"tokenizer_type": "byte", "lr": 1e-3, "sample": "on", "sample_prompt": PROMPT}
+    run = Experiment(Config(**SMALL, **fields)).fit(text, folder / "run")
     text.unlink()
-    again = Experiment(config(max_steps=5, lr=1e-4))
-    again.fit(run_dir=run, resume=True)
-    log = (run / "logs" / "rank-0.log").read_text()
-    assert "resuming after step 3 of 5" in log
-    assert "changed since the run began: max_steps 3 -> 5" in log
-    assert "changed since the run began: lr 0.0003 -> 0.0001" in log
-    saved = load_yaml(run / "config.yaml")
-    assert saved["max_steps"] == 5
-    assert [resume["step"] for resume in saved["record"]["resumes"]] == [3]
-    assert (run / "plots" / "loss.png").exists()
+    return run
 
 
-def test_the_shape_of_a_model_cannot_change(text, tmp_path):
-    run = Experiment(config(n_heads=2)).fit(text, tmp_path / "run")
-    before = (run / "config.yaml").read_bytes()
-    with pytest.raises(UsageError, match="n_heads is 4, and the run that shall be resumed has 2"):
-        Experiment(config(n_heads=4, max_steps=5)).fit(run_dir=run, resume=True)
-    assert (run / "config.yaml").read_bytes() == before
+@pytest.fixture
+def finished(trained, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(trained, tmp_path / "run")
 
 
-def test_a_finished_run_keeps_its_config(text, tmp_path):
-    run = Experiment(config()).fit(text, tmp_path / "run")
-    before = (run / "config.yaml").read_bytes()
-    (run / "plots" / "loss.png").unlink()
-    (run / "training_cursor.json").unlink()  # it was killed before it wrote this, and its picture
-    Experiment(config()).fit(run_dir=run, resume=True)
-    assert (run / "config.yaml").read_bytes() == before
-    assert (run / "plots" / "loss.png").exists()
-
-
-def test_a_finished_run_that_goes_on_and_dies_is_not_finished(text, tmp_path, monkeypatch):
-    run = Experiment(config()).fit(text, tmp_path / "run")
-    assert read_cursor(run)["finished"]
-    longer = Experiment(config(max_steps=5))
+def test_a_finished_run_goes_on_dies_and_goes_on_again(finished, monkeypatch):
+    assert read_cursor(finished)["finished"]
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "run", dying)
         with pytest.raises(KeyboardInterrupt):
-            longer.fit(run_dir=run, resume=True)
-    assert read_cursor(run) == {"step": 3, "last_step": 5, "finished": False}
-    Experiment(config(max_steps=5)).fit(run_dir=run, resume=True)
-    assert read_cursor(run) == {"step": 5, "last_step": 5, "finished": True}
+            Experiment(Config(max_steps=5, sample="auto")).fit(run_dir=finished, resume=True)
+    assert read_cursor(finished) == {"step": 3, "last_step": 5, "finished": False}
+    before = log_of(finished)
+    Experiment(Config(max_steps=5, lr=1e-4)).fit(run_dir=finished, resume=True)
+    assert read_cursor(finished) == {"step": 5, "last_step": 5, "finished": True}
+    log = log_of(finished).removeprefix(before)
+    assert "resuming after step 3 of 5" in log
+    assert "changed since the run began: lr 0.001 -> 0.0001" in log
+    assert "a sample" not in log, "it was a run of seconds"
+    saved = load_yaml(finished / "config.yaml")
+    assert (saved["max_steps"], saved["lr"], saved["dim"]) == (5, 1e-4, 16)
+    resumes = saved["record"]["resumes"]
+    assert [resume["step"] for resume in resumes] == [3, 3]
+    assert [resume["changed_from"] for resume in resumes] == [{"max_steps": 3, "sample": "on"}, {"lr": 1e-3}]
+    assert (finished / "plots" / "loss.png").exists()
 
 
 def dying(self, at_the_end=None):
     raise KeyboardInterrupt
 
 
-def test_a_finished_run_needs_nothing_any_more(text, tmp_path, capsys):
-    run = Experiment(config()).fit(text, tmp_path / "run")
-    shutil.rmtree(run / "data")
-    text.unlink()
-    capsys.readouterr()
-    assert Experiment(config()).fit(run_dir=run, resume=True) == run
+def test_the_shape_of_a_model_cannot_change(finished):
+    before = (finished / "config.yaml").read_bytes()
+    with pytest.raises(UsageError, match="n_heads is 4, and the run that shall be resumed has 2"):
+        Experiment(Config(n_heads=4, max_steps=5)).fit(run_dir=finished, resume=True)
+    assert (finished / "config.yaml").read_bytes() == before
+
+
+def test_a_finished_run_keeps_its_config(finished):
+    before = (finished / "config.yaml").read_bytes()
+    (finished / "plots" / "loss.png").unlink()
+    (finished / "training_cursor.json").unlink()  # it was killed before it wrote this, and its picture
+    Experiment(Config(max_steps=3)).fit(run_dir=finished, resume=True)
+    assert (finished / "config.yaml").read_bytes() == before
+    assert (finished / "plots" / "loss.png").exists()
+
+
+def test_a_finished_run_needs_nothing_any_more(finished, capsys):
+    shutil.rmtree(finished / "data")
+    assert Experiment(Config(max_steps=3)).fit(run_dir=finished, resume=True) == finished
     assert "this run is finished: its last step, 3, is saved" in capsys.readouterr().out
 
 
-def test_what_a_finished_run_would_not_do_is_refused(text, tmp_path):
-    run = Experiment(config(lr=1e-3)).fit(text, tmp_path / "run")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    other = tmp_path / "other.txt"
-    other.write_text("other text\n" * 500)
-    for fields, data in (({"lr": 1e-5}, None), ({"lr": 3e-4}, None), ({"epochs": 2}, None), ({}, other)):
+def test_what_a_finished_run_would_not_do_is_refused(finished, text, tmp_path):
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    begun_with = load_yaml(finished / "config.yaml")["record"]["data_path"]
+    for fields, data in (({"lr": 1e-5}, None), ({"lr": 3e-4}, None), ({"epochs": 2}, None), ({}, text)):
         name = next(iter(fields), "data_path")
         with pytest.raises(UsageError, match=rf"finished after step 3, .*\({name} .*amend=True.*fork=RUN@STEP"):
-            Experiment(config(**{"lr": 1e-3, **fields})).fit(data, run, resume=True)
+            Experiment(Config(max_steps=3, **fields)).fit(data, finished, resume=True)
+    phases = [{"steps": 9, "batch_size": 8, "seq_len": 9}]
     with pytest.raises(UsageError, match="phases"):
-        Experiment(config(phases=[{"steps": 9, "batch_size": 8, "seq_len": 9}])).fit(run_dir=run, resume=True)
+        Experiment(Config(max_steps=3, phases=phases)).fit(run_dir=finished, resume=True)
     # A default is no wish: the run keeps what it had.
-    assert Experiment(Config(max_steps=3)).fit(text, run, resume=True) == run
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    with pytest.raises(UsageError, match=r"data_path is .*other.txt, and .* was begun with .*text.txt"):
-        Experiment(Config(max_steps=5)).fit(other, run, resume=True)
-    Experiment(Config(max_steps=5)).fit(run_dir=run, resume=True)
-    assert load_yaml(run / "config.yaml")["lr"] == 1e-3
-    assert read_cursor(run) == {"step": 5, "last_step": 5, "finished": True}
-    steps = 10_000_000
-    short = Experiment(config(phases=[{"steps": 4, "batch_size": 8, "seq_len": 9}], max_steps=4))
-    short.fit(text, tmp_path / "short")
-    with pytest.raises(UsageError, match=f"finished after step 4, .*max_steps 4 -> {steps}.*longer phases"):
-        Experiment(Config(max_steps=steps)).fit(run_dir=tmp_path / "short", resume=True)
+    assert Experiment(Config(max_steps=3)).fit(begun_with, finished, resume=True) == finished
+    with pytest.raises(UsageError, match=r"data_path is .*text.txt, and .* was begun with .*text.txt"):
+        Experiment(Config(max_steps=5)).fit(text, finished, resume=True)
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+def test_a_trial_draws_no_curve(finished, monkeypatch):
+    (finished / "plots" / "loss.png").unlink()
+    (finished / "training_cursor.json").unlink()
+    monkeypatch.setenv("ROXXEL_TRIAL", "1")
+    Experiment(Config(max_steps=3)).fit(run_dir=finished, resume=True)
+    assert read_cursor(finished)["finished"]
+    assert not (finished / "plots" / "loss.png").exists()
+
+
+def test_a_run_at_the_end_of_its_phases_is_made_longer_by_phases_alone(text, tmp_path):
+    phases = [{"steps": 1, "batch_size": 8, "seq_len": 17}]
+    Experiment(config(tokenizer_type="byte", phases=phases, sample="off")).fit(text, tmp_path / "short")
+    assert "a sample" not in log_of(tmp_path / "short")
+    with pytest.raises(UsageError, match=r"finished after step 1, .*max_steps 3 -> 10000000.*longer phases"):
+        Experiment(Config(max_steps=10_000_000)).fit(run_dir=tmp_path / "short", resume=True)
+
+
+def test_a_sample_is_shown_where_it_is_asked_for_and_commands_no_terminal(trained):
+    log = log_of(trained)
+    assert "a sample of what it writes now:" in log
+    assert log.count("| one\n") == 8 - 1
+    assert r"\x1b[2Jone" in log
+    assert "\x1b" not in log
 
 
 def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
@@ -173,31 +206,32 @@ def test_a_prompt_that_cannot_be_is_told_before_training(text, tmp_path):
 
 def test_two_phases_that_are_one_pass_read_each_token_once(text, tmp_path):
     phases = [{"epochs": 0.8, "batch_size": 8, "seq_len": 9}, {"epochs": 0.19, "batch_size": 8, "seq_len": 17}]
-    run = Experiment(config(phases=phases, max_steps=2)).fit(text, tmp_path / "run")
-    log = (run / "logs" / "rank-0.log").read_text()
-    assert "used up" not in log
+    wanted = config(phases=phases)
+    with open_corpus(wanted, text, tmp_path / "data") as data:
+        plan = recipe(wanted, data).curriculum.plan(1)
+    assert "used up" not in describe(plan)
+    assert plan.total_steps > 100
 
 
-def hold(path, ready, leave):
-    directory = RunDirectory(path)
-    directory.claim(resume=False)
-    ready.set()
-    leave.wait(60)
-    directory.release()
+HOLD = """
+import sys
+from pathlib import Path
+from roxxel_dist.run_directory import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+directory.claim(resume=False)
+print("held", flush=True)
+sys.stdin.read()
+directory.release()
+"""
 
 
 def test_one_training_at_a_time(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    ready, leave = context.Event(), context.Event()
-    other = context.Process(target=hold, args=(tmp_path / "run", ready, leave))
-    other.start()
-    try:
-        assert ready.wait(60)
+    words = [sys.executable, "-c", HOLD, tmp_path / "run"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=r"another process .*is training in"):
             RunDirectory(tmp_path / "run").claim(resume=True)
-    finally:
-        leave.set()
-        other.join(60)
+        other.communicate(timeout=60)
     again = RunDirectory(tmp_path / "run")
     again.claim(resume=False)
     again.release()
@@ -217,13 +251,13 @@ def test_default_folders_are_unique(tmp_path, monkeypatch):
     assert str(default_run_dir()) == "runs/run_20260101_000000"
 
 
-def test_on_some_of_the_devices(text, tmp_path):
-    run = Experiment(config(n_devices=4, batch_size=12)).fit(text, tmp_path / "run")
-    assert "4 device(s)" in (run / "logs" / "rank-0.log").read_text()
+def test_on_some_of_the_devices(corpus, tmp_path):
+    some = config(n_devices=4, batch_size=12, tokenizer_type="byte")
+    assert recipe(some, corpus).mesh().size == 4
     with pytest.raises(UsageError, match="batch_size is 12, which does not divide by 8 devices x grad_accum"):
-        Experiment(config(batch_size=12)).fit(text, tmp_path / "other")
+        Experiment(config(n_devices=0, batch_size=12)).fit(corpus.filepath, tmp_path / "other")
     with pytest.raises(UsageError, match=r"n_devices is 9, but 8 device.s. are here"):
-        Experiment(config(n_devices=9)).fit(text, tmp_path / "other")
+        Experiment(config(n_devices=9)).fit(corpus.filepath, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -241,13 +275,9 @@ def test_a_sample_commands_no_terminal():
     assert printable("a\x1b[2Jb\r\n\tπ\x00\x9b") == "a\\x1b[2Jb\\r\n\tπ\\x00\\x9b"
 
 
-@pytest.mark.parametrize("wish", ["auto", "off", "on"])
-def test_a_run_of_seconds_shows_no_sample_unless_it_is_asked_to(text, tmp_path, capfd, wish):
-    Experiment(config(tokenizer_type="byte", sample=wish, sample_prompt="\x1b[2J" + "one\n" * 20)).fit(
-        text, tmp_path / wish
-    )
-    shown = capfd.readouterr().out
-    assert "\x1b" not in shown
-    assert "(Bal" not in shown
-    assert shown.count("\none") == (8 - 1 if wish == "on" else 0)
-    assert (r"\x1b[2Jone" in shown) == (wish == "on")
+@pytest.mark.parametrize(("wish", "samples"), [("auto", 1), ("off", 0)])
+def test_a_run_that_took_its_time_shows_a_sample_unless_it_is_not_to(finished, monkeypatch, wish, samples):
+    monkeypatch.setattr("roxxel_dist.experiment.SAMPLE_AFTER_S", 0.0)
+    before = log_of(finished).count("a sample")
+    Experiment(Config(max_steps=4, sample=wish)).fit(run_dir=finished, resume=True)
+    assert log_of(finished).count("a sample") - before == samples
