@@ -1,6 +1,9 @@
 """A folder to launch detached jobs from, and to look after them."""
 
+import contextlib
+import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from commands import command, environment, wait_for
+
+from roxxel_dist.cli import main
 
 LIMIT_S = 60
 
@@ -39,9 +44,26 @@ class Desk:
 
     def run(self, *words: object) -> tuple[int, str, str]:
         """Run a command to its end: its code, what it showed, and its messages."""
+        if words[0] in ("ps", "logs", "stop"):
+            return self._run_here([str(word) for word in words])
         process = self.open(*words)
         out, err = process.communicate(timeout=LIMIT_S)
         return process.returncode, out, err
+
+    def _run_here(self, words: list[str]) -> tuple[int, str, str]:
+        """Run a command in this process, which costs a fifth of a second less: jobs are polled with it."""
+        out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+        before = os.environ.get("XDG_STATE_HOME")
+        os.environ["XDG_STATE_HOME"] = str(self.folder / "state")
+        try:
+            with contextlib.chdir(self.folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = main(words)
+        finally:
+            os.environ.pop("XDG_STATE_HOME")
+            if before is not None:
+                os.environ["XDG_STATE_HOME"] = before
+        out.flush()
+        return code, out.buffer.getvalue().decode(), err.getvalue()
 
     def launch(self, script: str, *options: object, nprocs: int = 1) -> str:
         """Launch `bash -c SCRIPT` and leave it; the run id."""

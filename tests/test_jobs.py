@@ -1,5 +1,6 @@
 """Jobs that nobody sits before: real detached launchers, and the commands that look after them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,10 +17,10 @@ WAIT = "echo up $ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; while :; do sle
 DRAIN = "trap 'echo saving; until [ -e go ]; do sleep 0.02; done; echo saved; exit 42' TERM; " + WAIT
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    (tmp_path / "tmp").mkdir()
-    desk = Desk(tmp_path, [])
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Desk]:
+    (folder / "tmp").mkdir()
+    desk = Desk(folder, [])
     yield desk
     for job in desk.jobs():
         if job["state"] not in ("ended", "lost"):
@@ -34,20 +35,32 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         process.wait()
 
 
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with opened(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """A desk with one job, of two ranks, that runs and has a secret."""
+    with opened(tmp_path_factory.mktemp("running")) as made:
+        (made.folder / "env").write_text("MY_API_KEY=s3cr3t-of-a-test\n")
+        made.launch(f'echo ${{#MY_API_KEY}} > length; : "$0"; {WAIT}', "--env-from", "env", nprocs=2)
+        made.up(2)
+        yield made
+
+
 def spec(run_id: str, *words: str) -> str:
     """What a detached launcher reads."""
     job = {"command": words, "nprocs": 1, "run_id": run_id, "log_dir": "logs", "max_restarts": 0}
     return json.dumps({"job": job, "backend": {"kind": "local"}, "host": "h"}) + "\n"
 
 
-def test_a_detached_job_is_of_nobody_and_tells_no_secret(desk: Desk) -> None:
-    (desk.folder / "env").write_text("MY_API_KEY=s3cr3t-of-a-test\n")
-    script = f'echo ${{#MY_API_KEY}} > length; : "$0"; {WAIT}'
-    run = desk.launch(script, "--env-from", "env", nprocs=2)
-    desk.up(2)
-    job = desk.job()
-    pid = job["controller"]["pid"]
-    assert (job["run_id"], job["state"], job["nprocs"], job["attempt"]) == (run, "running", 2, 0)
+def test_a_detached_job_is_of_nobody_and_tells_no_secret(running: Desk) -> None:
+    desk, job = running, running.job()
+    pid, run = job["controller"]["pid"], job["run_id"]
+    assert (job["state"], job["nprocs"], job["attempt"]) == ("running", 2, 0)
     assert job["controller"]["host"] == socket.gethostname()
     assert (desk.folder / "length").read_text() == "16\n", "the ranks have the variable"
     words = words_of_all_processes()
@@ -114,10 +127,8 @@ def test_logs_follow_a_job_to_its_end(desk: Desk) -> None:
     assert f"say which run:\n  {run}  ended" in err
 
 
-def test_nobody_who_reads_is_nobody_to_write_to(desk: Desk) -> None:
-    run = desk.launch(WAIT)
-    desk.up()
-    follows = desk.open("logs", run, "-f")
+def test_nobody_who_reads_is_nobody_to_write_to(running: Desk) -> None:
+    follows = running.open("logs", running.job()["run_id"], "-f")
     assert follows.stdout is not None
     follows.stdout.readline()
     follows.stdout.close()
@@ -141,9 +152,9 @@ def test_attach_ends_as_the_job_does(desk: Desk) -> None:
     assert (code, out.endswith("\nand why\n")) == (7, True), "it is the same when it is over"
 
 
-def test_ctrl_c_in_attach_leaves_the_job(desk: Desk) -> None:
-    run = desk.launch(WAIT)
-    attached = desk.open("attach", run)
+def test_ctrl_c_in_attach_leaves_the_job(running: Desk) -> None:
+    run = running.job()["run_id"]
+    attached = running.open("attach", run)
     assert attached.stdout is not None
     attached.stdout.readline()
     attached.stdout.readline()
@@ -151,7 +162,7 @@ def test_ctrl_c_in_attach_leaves_the_job(desk: Desk) -> None:
     _, err = attached.communicate(timeout=LIMIT_S)
     assert attached.returncode == 130
     assert err == f"roxxel-dist: run {run} goes on; `roxxel-dist stop {run}` ends it\n"
-    assert desk.job()["state"] == "running"
+    assert running.job()["state"] == "running"
 
 
 def test_stop_waits_until_the_ranks_have_saved_and_asks_once(desk: Desk) -> None:
