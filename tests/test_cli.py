@@ -1,4 +1,4 @@
-"""The command line with real processes: what a newcomer types, and mistypes."""
+"""The command line: what a newcomer types, and mistypes."""
 
 import os
 import shlex
@@ -8,6 +8,8 @@ import sys
 
 import pytest
 from commands import command, environment, make_corpus, run
+
+from roxxel_dist.cli import main
 
 CHILD = """
 import os, sys
@@ -22,23 +24,38 @@ def work(tmp_path_factory):
     make_corpus(folder)
     (folder / "empty").mkdir()
     (folder / "short.txt").write_text("A very short text.\n")
+    assert tree(folder) == MADE
     return folder
+
+
+MADE = ["data", "data/build.json", "data/shard_00000.rox", "data/tokenizer.json", "empty", "short.txt", "tiny.yaml"]
 
 
 def tree(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("words", [["--help"], ["data", "--help"], ["launch", "-h"], ["train", "--help"]])
-def test_help(work, words):
-    result = run(*words, cwd=work)
-    assert result.returncode == 0
-    assert "usage" in result.stdout
-    assert result.stderr == ""
+def said(capfd, *words):
+    """(exit code, stdout, stderr) of a command that is run here."""
+    capfd.readouterr()
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as left:  # the parser of the words speaks for itself
+        code = left.code
+    return code, *capfd.readouterr()
 
 
-def test_train_help_tells_every_field(work):
-    text = run("train", "--help", cwd=work, COLUMNS="200").stdout
+@pytest.mark.parametrize("words", [["--help"], ["data", "--help"], ["launch", "-h"], ["batch", "--help"]])
+def test_help(words, capfd):
+    code, out, err = said(capfd, *words)
+    assert (code, err) == (0, "")
+    assert "usage" in out
+
+
+def test_train_help_tells_every_field(work, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, text, err = said(capfd, "train", "--help")
+    assert (code, err) == (0, "")
     for name in ("dim", "kv_heads", "weight_tying", "phases", "grad_accum", "warmup_steps", "run_dir", "resume"):
         assert f"--{name}" in text
     assert "Peak learning rate" in text
@@ -59,7 +76,6 @@ MISTAKES = [
     ([*TRAIN, "--dim", 33], "n_heads x head_size must be dim, and 4 x 8 is not 33"),
     (["train", "--data_path", "data", "--dim", 33], "no multiple of kv_heads (1) cuts it into heads of an even size"),
     ([*TRAIN, "--config", "none.yaml"], "none.yaml: cannot be read"),
-    ([*TRAIN, "--data_path", "nowhere"], "nowhere"),
     ([*TRAIN, "--data_path", "nowhere*.rox"], "nowhere"),
     ([*TRAIN, "--data_path", "empty"], "empty"),
     ([*TRAIN, "--data_path", "short.txt", "--vocab_size", 300], "use a smaller batch_size or seq_len, or more text"),
@@ -76,33 +92,51 @@ MISTAKES = [
     (["data", "info", "nowhere"], "nowhere"),
     (LAUNCH[:6], "command"),
     ([*LAUNCH[:3], 0, *LAUNCH[4:]], "nprocs"),
-    ([*LAUNCH, "--bath_size", 3], "--batch_size"),
-    ([*LAUNCH, "--data_path", "nowhere"], "nowhere"),
-    ([*LAUNCH, "--phases", "[{steps: 1, batch_size: 6, seq_len: 33}]"], "use a multiple of 4"),
     (["launch", "local", "--max-restarts", -1, *LAUNCH[2:]], "--max-restarts -1: must be 0 (none) or more"),
     (["launch", "local", "--nprocs", 3, "--gpus-per-host", 4, "--", "true"], "--gpus-per-host 4 does not divide by"),
     (["launch", "local", "--env", "9=x", "--", "true"], "--env: '9' is no variable: write NAME=VALUE"),
     (["launch", "local", "--env", "ROXXEL_ATTEMPT=1", "--", "true"], "the launcher sets this variable itself"),
     (["launch", "local", "--env-from", "nowhere", "--", "true"], "--env-from nowhere: cannot be read"),
     (["launch", "local", "--json", "--", "true"], "give it with --dry-run"),
+]
+
+
+def named(words):
+    return " ".join(map(str, words))[-60:] if isinstance(words, list) else ""
+
+
+IN_PROCESSES = [
+    ([*TRAIN, "--data_path", "nowhere"], "nowhere"),
+    pytest.param([*LAUNCH, "--bath_size", 3], "--batch_size", marks=pytest.mark.long),
+    pytest.param([*LAUNCH, "--data_path", "nowhere"], "nowhere", marks=pytest.mark.long),
+    pytest.param([*LAUNCH, "--run_dir", "short.txt"], "short.txt, a file: name a folder", marks=pytest.mark.long),
+    ([*LAUNCH, "--phases", "[{steps: 1, batch_size: 6, seq_len: 33}]"], "use a multiple of 4"),
     (["launch", "local", "--", "python", "nowhere.py"], "nowhere.py"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(map(str, words))[-60:] for words, _ in MISTAKES])
-def test_a_mistake_is_one_message_and_exit_2(work, words, message):
-    before = tree(work)
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=named)
+def test_a_mistake_is_one_message_and_code_2(work, words, message, monkeypatch, capfd):
+    monkeypatch.chdir(work)
+    check(work, message, *said(capfd, *words))
+
+
+@pytest.mark.parametrize(("words", "message"), IN_PROCESSES, ids=named)
+def test_a_mistake_that_processes_find_is_one_message_and_exit_2(work, words, message):
     result = run(*words, cwd=work)
-    text = result.stdout + result.stderr
-    assert result.returncode == 2, text
+    check(work, message, result.returncode, result.stdout, result.stderr)
+
+
+def check(work, message, code, out, err):
+    text = out + err
+    assert code == 2, text
     assert message in text
     assert text.count(message.split(":")[0]) <= 3, text
     assert "Traceback" not in text
-    assert tree(work) == before, "something half-written was left"
+    assert tree(work) == MADE, "something half-written was left"
 
 
 def test_a_port_in_use(work):
-    before = tree(work)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -111,82 +145,75 @@ def test_a_port_in_use(work):
     assert result.returncode == 69
     assert f"{port}" in result.stderr
     assert "Traceback" not in result.stderr
-    assert tree(work) == before
+    assert tree(work) == MADE
 
 
-def test_an_existing_run_directory(work):
-    (work / "old").mkdir()
-    (work / "old" / "config.yaml").write_text("dim: 32\n")
-    before = tree(work)
-    for words in (TRAIN, LAUNCH):
-        result = run(*words, "--run_dir", "old", cwd=work)
-        text = result.stdout + result.stderr
-        assert result.returncode == 2
-        assert "old holds a run already: continue it with --resume, or name another run_dir" in text
-        assert "Traceback" not in text
-    assert tree(work) == before
+def test_an_existing_run_directory(work, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(work)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("dim: 32\n")
+    code, _, err = said(capfd, *TRAIN, "--run_dir", tmp_path / "old")
+    assert code == 2
+    assert "old holds a run already: continue it with --resume, or name another run_dir" in err
+    assert tree(tmp_path) == ["old", "old/config.yaml"]
 
 
-def test_a_folder_that_cannot_be_written(work):
+def test_a_folder_that_cannot_be_written(work, tmp_path, monkeypatch, capfd):
     if os.geteuid() == 0:
         target = "/proc/new"  # root may write everywhere but here
     else:
-        (work / "locked").mkdir(mode=0o500)
-        target = work / "locked" / "new"
-    result = run(*TRAIN, "--run_dir", target, cwd=work)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
+        (tmp_path / "locked").mkdir(mode=0o500)
+        target = tmp_path / "locked" / "new"
+    monkeypatch.chdir(work)
+    code, _, err = said(capfd, *TRAIN, "--run_dir", target)
+    assert code == 2, err
+    assert "cannot be written" in err
 
 
-def test_what_a_step_reads(work):
+def test_what_a_step_reads(work, monkeypatch, capfd):
+    monkeypatch.chdir(work)
     words = ["batch", "tiny.yaml", "--data_path", "data", "--step"]
-    first, last = run(*words, 1, cwd=work), run(*words, 22, "--text", cwd=work)
-    assert (first.returncode, last.returncode) == (0, 0), first.stderr + last.stderr
-    lines = first.stdout.splitlines()
+    code, first, _ = said(capfd, *words, 1)
+    assert code == 0
+    lines = first.splitlines()
     assert lines[0] == "step 1 of 22, phase 1 of 2: 8 rows x 33 tokens"
     assert len(lines) == 9
     assert all("self token" in line and "shard_00000.rox, document" in line for line in lines[1:])
-    assert "step 22 of 22, phase 2 of 2: 4 rows x 65 tokens" in last.stdout
-    beyond = run(*words, 23, cwd=work)
-    assert beyond.returncode == 2
-    assert "step 23: the plan has steps 1 to 22" in beyond.stderr
+    assert "step 22 of 22, phase 2 of 2: 4 rows x 65 tokens" in said(capfd, *words, 22, "--text")[1]
+    code, _, err = said(capfd, *words, 23)
+    assert code == 2
+    assert "step 23: the plan has steps 1 to 22" in err
 
 
-@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_training_on_a_text_file(work, kind):
+KINDS = [
+    "bpe",
+    pytest.param("byte", marks=pytest.mark.long),
+    pytest.param("char", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_a_text_file(tmp_path, monkeypatch, kind, capfd):
     """No shards, no config file, one process: text in, text out."""
-    text = work / f"{kind}.txt"
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / f"{kind}.txt"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(4000)))
-    shape = ["--dim", 32, "--num_blocks", 1, "--max_context", 32, "--batch_size", 8, "--vocab_size", 300]
-    more = [
-        "--max_steps",
-        6,
-        "--eval_iters",
-        1,
-        "--lr",
-        "1e-2",
-        "--sample",
-        "on",
-        "--weight_tying",
-        "False",
-        "--dropout-rate",
-        0.1,
-    ]
-    result = run("train", "--data_path", text, "--run_dir", kind, "--tokenizer_type", kind, *shape, *more, cwd=work)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "a sample of what it writes now" in result.stdout
-    assert "weight_tying: false" in (work / kind / "config.yaml").read_text()
-    assert (work / kind / "logs" / "rank-0.log").exists()
-    again = run("generate", kind, "--prompt", "12 and ", "--temperature", 0, "--max_new_tokens", 5, cwd=work)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.startswith("12 and ")
-    strange = run("generate", kind, "--prompt", "π", "--max_new_tokens", 5, cwd=work)
+    shape = ["--dim", 16, "--num_blocks", 1, "--n_heads", 2, "--max_context", 16, "--batch_size", 8, "--n_devices", 1]
+    more = ["--vocab_size", 257, "--max_steps", 6, "--eval_iters", 1, "--lr", "1e-2", "--sample", "on"]
+    words = ["--tokenizer_type", kind]
+    code, out, err = said(capfd, "train", "--data_path", text, "--run_dir", kind, *shape, *more, *words)
+    assert code == 0, out + err
+    assert "a sample of what it writes now" in out
+    assert "lr: 0.01" in (tmp_path / kind / "config.yaml").read_text()
+    assert (tmp_path / kind / "logs" / "rank-0.log").exists()
+    words = ["generate", kind, "--temperature", 0, "--max_new_tokens", 5, "--prompt"]
+    assert said(capfd, *words, "12 and ")[1].startswith("12 and ")
+    code, out, err = said(capfd, *words, "π")
     if kind == "char":
-        assert strange.returncode == 2
-        assert "π" in strange.stderr
-        assert "Traceback" not in strange.stderr
+        assert (code, out) == (2, "")
+        assert "π" in err
     else:
-        assert strange.stdout.startswith("π")
+        assert out.startswith("π")
 
 
 def test_closed_streams(tmp_path):
@@ -195,8 +222,8 @@ def test_closed_streams(tmp_path):
     closed = subprocess.run(["sh", "-c", f"exec {child} <&- >&- 2>&-"], cwd=tmp_path, env=environment(), check=False)
     assert closed.returncode == 0
     assert (tmp_path / "told").read_text() == "True null\n"
-    said = f"exec {shlex.join(command('--version'))} >&-"
-    done = subprocess.run(["sh", "-c", said], cwd=tmp_path, env=environment(), capture_output=True, check=False)
+    version = f"exec {shlex.join(command('--version'))} >&-"
+    done = subprocess.run(["sh", "-c", version], cwd=tmp_path, env=environment(), capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 

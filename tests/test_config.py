@@ -46,6 +46,12 @@ def test_a_resumed_run_keeps_what_neither_words_nor_a_file_give(tmp_path):
     assert config.given == {"lr", "epochs"}
 
 
+def test_words_are_fields_by_type():
+    _, config = parse_train(["--weight_tying", "False", "--fsdp", "True", "--dropout-rate", "0.1", "--lr=3e-4"])
+    assert (config.weight_tying, config.fsdp, config.dropout_rate, config.lr) == (False, True, 0.1, 3e-4)
+    assert config.given == {"weight_tying", "fsdp", "dropout_rate", "lr"}
+
+
 def test_numbers_as_people_write_them(tmp_path):
     (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 2\n")
     config = Config.from_yaml(tmp_path / "c.yaml")
