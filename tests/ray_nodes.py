@@ -56,15 +56,23 @@ class RayNodes:
     def start(self, name: str, *options: object) -> None:
         """Start Ray on a host; does not wait until it has joined."""
         head = name == self.hosts.names[0]
-        role = ["--head", "--port", 6379] if head else ["--address", self.address]
+        role = ["--head", "--port", 6379, "--no-monitor"] if head else ["--address", self.address]
         # Each its own, as on machines: Ray unpacks a job's files there, and takes away what lies in the way.
         role += ["--temp-dir", self.folder / name]
         words = [*RAY, "start", "--block", *role, "--node-ip-address", self.hosts.address(name), "--num-cpus", CPUS]
-        words += ["--num-gpus", GPUS, "--object-store-memory", 80_000_000, "--disable-usage-stats", *options]
+        words += ["--num-gpus", GPUS, "--object-store-memory", 80_000_000, "--disable-usage-stats"]
+        words += ["--include-log-monitor", "false", *options]  # nobody reads what it sends
         env = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         with (self.folder / f"{name}.log").open("ab") as log:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             self.daemons[name] = self.hosts.popen(words, on=name, env=env, **pipes)
+
+    def wait_until_joined(self, name: str, limit_s: float = 120) -> None:
+        """Until a host is a node of the cluster."""
+        log, end = self.folder / f"{name}.log", time.monotonic() + limit_s
+        while "Ray runtime started" not in log.read_text():
+            assert time.monotonic() < end, f"Ray on {name} has not joined after {limit_s:g} s: {log.read_text()}"
+            time.sleep(0.1)
 
     def wait_until_up(self, name: str, limit_s: float = 120) -> None:
         """Until Ray says where the cluster is, which comes some seconds after the head's port is open."""
@@ -95,7 +103,8 @@ class RayNodes:
 
     def pid(self, name: str, part: str) -> int:
         """The oldest process of a host whose command line holds `part`."""
-        return min(pid for pid in self.hosts.processes(name) if part in _line(pid))
+        found = [psutil.Process(pid) for pid in self.hosts.processes(name) if part in _line(pid)]
+        return min(found, key=lambda one: one.create_time()).pid  # numbers begin anew
 
 
 def _line(pid: int) -> str:

@@ -16,7 +16,7 @@ import pytest
 import slurm_cluster
 from hosts import Cluster
 from machines import missing
-from ray_nodes import RayNodes, ray_nodes, words
+from ray_nodes import RayNodes, ray_nodes
 from slurm_desk import Desk
 
 PROGRAM = """
@@ -162,7 +162,5 @@ def nodes() -> Iterator[RayNodes]:
     if why := missing():
         pytest.skip(why)
     with ray_nodes(2, head=("--include-dashboard", "false")) as started:
-        command = words(started.address, 2, "--place-timeout", 120, "--run-id", "warm", "--", "true")
-        done = started.hosts.run(command, on="h1", cwd=started.folder, env=started.environment, timeout=180)
-        assert done.returncode == 0, done.stderr
+        started.wait_until_joined("h2")
         yield started

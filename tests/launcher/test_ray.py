@@ -17,11 +17,14 @@ from howto import on_hosts
 from machines import missing
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
+from roxxel_dist.cli import main
 from roxxel_dist.launcher import ray_cluster
+from roxxel_dist.launcher.backends.ray import unique
 from roxxel_dist.launcher.ray_node import environment
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
 Until = Callable[[Callable[[], Any], str], None]
+Ask = Callable[..., tuple[int, str, str]]
 SHOW = """
 import json, os, socket, sys
 facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "host": socket.gethostname()}
@@ -50,8 +53,16 @@ log_every: 1
 """
 
 
+@pytest.mark.cluster
 def test_the_restart_that_the_page_shows(nodes: RayNodes, tmp_path: Path) -> None:
     on_hosts(nodes.hosts, tmp_path / "work", "h1", **nodes.environment).page("ray.md", "See a restart")
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """`launch ray` in this process: (exit code, what it printed, what it said)."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: (main(["launch", "ray", *map(str, words)]), *capsys.readouterr())
 
 
 def test_what_each_rank_sees(nodes: RayNodes, tmp_path: Path) -> None:
@@ -77,6 +88,7 @@ def test_what_each_rank_sees(nodes: RayNodes, tmp_path: Path) -> None:
     assert facts[0]["env"]["ROXXEL_COORDINATOR"].split(":")[0] == nodes.hosts.address(facts[0]["host"])
 
 
+@pytest.mark.cluster
 def test_the_gpus_that_ray_gives_are_dealt_to_the_ranks(nodes: RayNodes, tmp_path: Path) -> None:
     show = "echo $CUDA_VISIBLE_DEVICES > gpus.$ROXXEL_PROCESS_ID"
     options = ["--gpus-per-host", 4, "--procs-per-host", 2, "--", "bash", "-c", show]
@@ -91,12 +103,14 @@ def test_variables_of_a_node() -> None:
     assert environment(own, ["OMP_NUM_THREADS"]) == {"A": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "2"}
 
 
+@pytest.mark.cluster
 def test_ray_leaves_no_variables_behind(nodes: RayNodes) -> None:
     env = {name: value for name, value in nodes.environment.items() if name != "RAY_AUTH_MODE"}
     result = nodes.hosts.run([sys.executable, "-c", CONNECTS, nodes.address], on="h1", env=env)
     assert (result.returncode, result.stdout) == (0, "connected\n"), result.stderr
 
 
+@pytest.mark.cluster
 def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text(CONFIG)
     source = Path(json.__file__).parent
@@ -114,6 +128,7 @@ def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Pa
     assert len(losses(tmp_path / "there")) == 4
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "victim",
     ["rank", "launcher", pytest.param("worker", marks=pytest.mark.long), pytest.param("agent", marks=pytest.mark.long)],
@@ -132,6 +147,7 @@ def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: 
         assert b"its Ray actor died" in err
 
 
+@pytest.mark.cluster
 def test_what_cannot_be_placed_is_told(nodes: RayNodes, tmp_path: Path) -> None:
     result = launch(nodes, tmp_path, "--place-timeout", 2, "--", "touch", "x", hosts=3)
     assert result.returncode == 69
@@ -145,6 +161,7 @@ def test_what_cannot_be_placed_is_told(nodes: RayNodes, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.cluster
 def test_ctrl_c_ends_the_wait_for_a_place(nodes: RayNodes, tmp_path: Path, until: Until) -> None:
     command = words(nodes.address, 3, "--place-timeout", 100, "--", "touch", "x")
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
@@ -161,6 +178,7 @@ def _caught(pid: int) -> bytes:
     return Path(f"/proc/{pid}/status").read_bytes()
 
 
+@pytest.mark.cluster
 def test_a_process_without_the_token_is_told_what_it_lacks(nodes: RayNodes, tmp_path: Path) -> None:
     env = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
     result = launch(nodes, tmp_path, "--", "touch", "x", env=env)
@@ -184,6 +202,7 @@ def test_a_cluster_is_used_with_a_token(mode: str | None, said: str, tmp_path: P
         ray_cluster.check_token("auto")
 
 
+@pytest.mark.cluster
 def test_an_open_cluster_is_used_where_that_is_wanted(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
@@ -232,19 +251,19 @@ def test_as_a_job_of_ray(tmp_path: Path) -> None:
         (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 does not divide"),
     ],
 )
-def test_slips_are_told_before_anything_is_asked(options: list[str], said: str, tmp_path: Path) -> None:
-    command = ["--address", "127.0.0.1:1", "--hosts", 2, *options, "--", "true"]
-    result = run("launch", "ray", *command, cwd=tmp_path)
-    assert result.returncode == 2
-    assert said in result.stderr
+def test_slips_are_told_before_anything_is_asked(options: list[str], said: str, ask: Ask, tmp_path: Path) -> None:
+    code, out, err = ask("--address", "127.0.0.1:1", "--hosts", 2, *options, "--", "true")
+    assert (code, out) == (2, "")
+    assert said in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_address_leaves_nothing(tmp_path: Path) -> None:
-    words = ["--address", "127.0.0.1:1", "--hosts", 1, "--", "train", "--data_path", "data", "--run_dir", "runs/x"]
-    result = run("launch", "ray", *words, cwd=tmp_path, RAY_AUTH_MODE="token")
-    assert result.returncode == 69
-    assert re.fullmatch(r"roxxel-dist: .* no head of a Ray cluster answers there \(.*refused\).*\n", result.stderr)
+def test_a_wrong_address_leaves_nothing(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    train = ["train", "--data_path", "data", "--run_dir", "runs/x"]
+    code, _, err = ask("--address", "127.0.0.1:1", "--hosts", 1, "--", *train)
+    assert code == 69
+    assert re.fullmatch(r"roxxel-dist: .* no head of a Ray cluster answers there \(.*refused\).*\n", err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,18 +274,51 @@ def test_a_head_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         ray_cluster.check_head(f"127.0.0.1:{mute.getsockname()[1]}")
 
 
-def test_dry_run_asks_nobody(tmp_path: Path) -> None:
+def test_dry_run_asks_nobody(ask: Ask) -> None:
     options = ["--address", "127.0.0.1:1", "--hosts", 2, "--gpus-per-host", 4, "--procs-per-host", 2]
-    result = run("launch", "ray", *options, "--dry-run", "--json", "--", "train", "--data_path", "x", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+    code, out, err = ask(*options, "--dry-run", "--json", "--", "train", "--data_path", "x")
+    assert code == 0, err
+    told = json.loads(out)
     assert [rank["host"] for rank in told["ranks"]] == ["bundle-0", "bundle-0", "bundle-1", "bundle-1"]
     assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in told["ranks"]] == ["0,1", "2,3"] * 2
 
 
-def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['ray'] = None; from roxxel_dist.cli import main; sys.exit(main(sys.argv[1:]))"
-    line = [sys.executable, "-c", code, *map(str, words("auto", 1, "--", "true")[3:])]
-    result = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == "roxxel-dist: Ray is not installed: pip install 'roxxel-dist[ray]'\n"
+def test_without_ray_it_says_what_to_install(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = ask("--address", "auto", "--hosts", 1, "--", "true")
+    assert (code, err) == (2, "roxxel-dist: Ray is not installed: pip install 'roxxel-dist[ray]'\n")
+
+
+def test_what_is_told_where_there_is_no_room() -> None:
+    alive = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 2.0, "GPU": 4.0}}
+    gone = alive | {"Alive": False, "NodeManagerAddress": "10.0.0.2"}
+    said = ray_cluster.no_room(3, {"CPU": 1, "GPU": 8}, 2.0, [alive, gone], {"CPU": 1.5})
+    assert said.startswith(
+        "Ray found no room within 2 s (--place-timeout). Asked: 1 CPU and 8 GPU on each of 3 different nodes (--hosts, "
+        "--cpus-per-host, --gpus-per-host). Alive: 1: 10.0.0.1 (2 CPU and 4 GPU); free now, together: 1.5 CPU and 0 GPU"
+    )
+    assert "10.0.0.1 (2 CPU) and 2 more; free" in ray_cluster.no_room(11, {"CPU": 1}, 2.0, [alive] * 10, {})
+
+
+def test_what_is_told_where_a_cluster_cannot_be_joined() -> None:
+    said = ray_cluster.no_answer(RuntimeError("Failed to connect. See the logs\nand more"))
+    assert said.startswith("this process could not join the Ray cluster (Failed to connect): is it up")
+    assert "is the token here that of the cluster" in said
+    assert ray_cluster.no_answer(TimeoutError()).startswith(
+        "this process could not join the Ray cluster (TimeoutError)"
+    )
+
+
+def test_variables_of_ray_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    before = dict(os.environ)
+    with ray_cluster.ray_variables({"RAY_AUTH_MODE": "token"}):
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        os.environ.update(RAY_OF_ITS_OWN="1", PYTHONBREAKPOINT="ray.util.rpdb.set_trace")
+    assert dict(os.environ) == before
+
+
+def test_nodes_on_one_machine_have_names_of_their_own() -> None:
+    assert unique(["10.0.0.1", "10.0.0.2"]) == ["10.0.0.1", "10.0.0.2"]
+    assert unique(["10.0.0.1", "10.0.0.1", ""]) == ["10.0.0.1#0", "10.0.0.1#1", "bundle#2"]
