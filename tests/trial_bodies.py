@@ -170,14 +170,18 @@ def kept(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
+    import process_ray
     import trial_bodies  # not __main__, which workers cannot import
 
+    from roxxel_dist.sweep import controller
     from roxxel_dist.sweep.controller import Options, run_sweep
     from roxxel_dist.sweep.engine import make
     from roxxel_dist.sweep.space import sweep_of
 
     study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     sweep = sweep_of(told["sweep"])
+    if told["options"]["ray_address"] == process_ray.ADDRESS:
+        controller.connected = process_ray.connected
 
     def task_of(trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
         return {"trial": trial, "params": params, "attempt": attempt, "folder": str(study), **told.get("task", {})}

@@ -1,7 +1,10 @@
-"""What the tests of sweeps share: a Ray of each module's own, and a study on it."""
+"""What the tests of sweeps share: a study whose trials are processes; in `make test-cluster`, tasks of a real Ray."""
 
+import process_ray
 import pytest
 from sweep_runs import Study, shared_ray
+
+from roxxel_dist.sweep import controller
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +14,10 @@ def address():
         yield address
 
 
-@pytest.fixture
-def study(address, tmp_path):
+@pytest.fixture(params=["processes", pytest.param("ray", marks=pytest.mark.cluster)])
+def study(request, tmp_path, monkeypatch):
     """A study that is not begun."""
-    return Study(tmp_path, address)
+    if request.param == "ray":
+        return Study(tmp_path, request.getfixturevalue("address"))
+    monkeypatch.setattr(controller, "connected", process_ray.connected)
+    return Study(tmp_path, process_ray.ADDRESS)

@@ -7,7 +7,10 @@ from commands import wait_for
 from sweep_runs import ONE, Study
 
 from roxxel_dist.sweep.controller import Options
-from roxxel_dist.sweep.pool import check_room
+from roxxel_dist.sweep.pool import _options, check_room
+
+ON_BOTH = pytest.mark.parametrize("study", ["processes", "ray"], indirect=True)
+"""Where Ray says itself what has become of a trial."""
 
 
 def test_trials_are_run_reported_and_kept(study):
@@ -45,6 +48,8 @@ def test_a_trial_has_the_threads_of_its_driver_and_not_those_of_a_worker_of_ray(
     assert study.history.trials[0].value == value
 
 
+@ON_BOTH
+@pytest.mark.xdist_group("ray of sweeps")
 def test_a_lost_worker_is_retried_and_counted_once(study):
     assert study.run(trial_bodies.killed, count=3, workers=3).code == 0
     assert study.ends() == [0, 1, 2]
@@ -92,6 +97,8 @@ def test_failures_in_a_row_end_the_sweep_with_the_reason(study):
     assert study.ends() == [0, 1, 2, 3]
 
 
+@ON_BOTH
+@pytest.mark.xdist_group("ray of sweeps")
 def test_poor_trials_are_stopped_early(study, tmp_path):
     sweep = {**ONE, "early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 3}}
     assert study.run(trial_bodies.curve, sweep, count=3, workers=3).code == 0
@@ -176,6 +183,12 @@ def test_nodes_that_are_gone_do_not_count():
     check_room(nodes, {"CPU": 8.0, "GPU": 2.0})
     with pytest.raises(ValueError, match=r"that: 10\.0\.0\.2 \(2 GPU\)\. Ask"):
         check_room(nodes, {"GPU": 4.0})
+
+
+def test_resources_have_the_names_that_ray_has_for_them():
+    wanted = {"CPU": 2.0, "GPU": 0.5, "memory": 1e9, "rack7": 1.0}
+    assert _options(wanted) == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1e9, "resources": {"rack7": 1.0}}
+    assert _options({"CPU": 1.0}) == {"num_cpus": 1.0, "resources": {}}
 
 
 @pytest.mark.parametrize(

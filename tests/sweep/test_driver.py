@@ -83,7 +83,7 @@ def test_workers_die_with_a_killed_driver_and_the_next_one_goes_on(study):
 
 def test_a_second_driver_of_a_study_says_who_is_there(study):
     first = study.start("stays", count=1)
-    until(lambda: ups(study), "the first driver's trial")
+    until(lambda: ups(study) and study.of("start"), "the first driver's trial")
     second = study.start("stays", count=1)
     line = second.stdout.readline()
     assert f"waiting up to 30 s for another process (pid {first.pid} on host" in line

@@ -15,10 +15,16 @@ from roxxel_dist.sweep.history import History
 from roxxel_dist.sweep.trial_config import config_of
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    make_corpus(folder)
+    return str(folder / "data")
+
+
 @pytest.fixture
-def text_of(tmp_path, monkeypatch):
+def text_of(data, tmp_path, monkeypatch):
     """The forecast for values of decay_steps, in runs of 12 steps."""
-    make_corpus(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(estimate, "try_out", lambda *given: None)  # a training of its own
 
@@ -30,7 +36,7 @@ def text_of(tmp_path, monkeypatch):
             gpus_per_host=None, ray_address=None, max_time_s=None, history=History(),
         )  # fmt: skip
         engine = make({"method": "grid", "parameters": space}, seed=1)
-        return forecast(plan, engine, lambda params: config_of(BASE, params), str(tmp_path / "data"))
+        return forecast(plan, engine, lambda params: config_of(BASE, params), data)
 
     return text
 

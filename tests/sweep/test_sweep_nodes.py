@@ -12,7 +12,7 @@ from machines import missing
 from ray_nodes import ray_nodes
 from sweep_runs import ONE, Study
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]
 LIMIT_S = 120.0
 
 
