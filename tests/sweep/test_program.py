@@ -2,12 +2,15 @@
 
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import environment
 from trials import program, split, task
 
+from roxxel_dist.sweep import trial as trial_module
 from roxxel_dist.sweep.program import ProgramReader, command_of, expand
 from roxxel_dist.sweep.trial import run
 from roxxel_dist.sweep.wandb_file import BLOCK, PIECE, WandbFile
@@ -20,13 +23,15 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 run = wandb.init()
 steps, what, then = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 for step in range(steps):
-    value = {"nan": float("nan")}.get(what, abs(step - 2) + run.config["lr"])
-    run.log({"score": {"val": value}, "train_loss": 1.0 / (step + 1)} if what == "nested" else {what: value})
+    value = abs(step - 2) + run.config["lr"]
+    nested = {"score": {"val": value}, "train_loss": 1.0 / (step + 1), "bad": float("nan") if step == 1 else 1.0}
+    run.log(nested if what == "nested" else {what: value})
 run.summary["only"] = 7.5
 run.summary["args"] = " ".join(sys.argv)
 if then == "raise":
     raise RuntimeError("a bad day")
 if then == "wait":
+    open(os.path.join(os.environ["HOME"], "logged"), "w").close()
     time.sleep(600)
 """
 
@@ -101,13 +106,13 @@ def test_the_objective_is_what_it_logs(tmp_path):
     # Run again, it is known to have ended.
     pid, again, result = split(run(asked))
     assert (pid, again, result["result"]["value"]) == (None, reports, 0.25)
-
-
-def test_one_that_logs_something_else_says_so(tmp_path):
-    _, reports, last = split(run(wandb_task(tmp_path, "2", "loss", "end")))
+    # What it did not log is named; a value that is no number fails it.
+    *reports, last = run({**asked, "metric": "val_loss"})
     assert reports == []
     assert "never reported 'val_loss': it logged " in last["fail"]["reason"]
-    assert "loss" in last["fail"]["reason"]
+    assert "train_loss" in last["fail"]["reason"]
+    *_, last = run({**asked, "metric": "bad"})
+    assert last["fail"]["kind"] == "nan"
 
 
 def test_one_that_raises_fails_with_its_last_line(tmp_path):
@@ -116,14 +121,14 @@ def test_one_that_raises_fails_with_its_last_line(tmp_path):
     assert (last["fail"]["kind"], last["fail"]["reason"]) == ("error", "RuntimeError: a bad day")
 
 
-def test_a_value_that_is_no_number_fails_it(tmp_path):
-    _, _, last = split(run(wandb_task(tmp_path, "2", "nan", "end", metric="nan")))
-    assert last["fail"]["kind"] == "nan"
+def test_its_time_ends_it_and_what_it_had_logged_counts(tmp_path, monkeypatch):
+    """The client writes every 15 s."""
 
+    def clock():  # its time is over once it has logged, however long this machine took for it
+        return time.monotonic() + (1000 if (tmp_path / "logged").exists() else 0)
 
-def test_reports_come_while_it_runs_and_its_time_ends_it(tmp_path):
-    """The client writes every 15 s; what came before the end counts."""
-    _, reports, last = split(run(wandb_task(tmp_path, "3", "val_loss", "wait", max_time_s=5)))
+    monkeypatch.setattr(trial_module, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    _, reports, last = split(run(wandb_task(tmp_path, "3", "val_loss", "wait", max_time_s=900)))
     assert len(reports) == 3
     assert last["result"] == {"value": 0.25, "stopped": "time", "more": last["result"]["more"]}
 

@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from commands import run
 from made_study import SWEEP, loss, made_study
 
+from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep import gp
 from roxxel_dist.sweep.ablations import draw_ablations, middle
@@ -81,10 +81,33 @@ def test_few_trials_show_no_importance(tmp_path):
     assert importances(read_study(made_study(tmp_path, 5))) == {}
 
 
-def test_pictures_and_a_page_that_needs_no_other_file(study, tmp_path):
-    page, missing = write_report(study, tmp_path / "report")
+@pytest.fixture(scope="module")
+def report(study, tmp_path_factory):
+    """(the page, what could not be drawn, the labels of the pictures' legends)."""
+    with pytest.MonkeyPatch.context() as patch:
+        labels = noted_labels(patch)
+        page, missing = write_report(study, tmp_path_factory.mktemp("drawn") / "report")
+    return page, missing, labels
+
+
+def noted_labels(patch):
+    """What the legends of pictures say, from now on."""
+    from matplotlib.axes import Axes
+
+    found, legend = [], Axes.legend
+
+    def noted(axes, *words, **more):
+        found.extend(axes.get_legend_handles_labels()[1])
+        return legend(axes, *words, **more)
+
+    patch.setattr(Axes, "legend", noted)
+    return found
+
+
+def test_pictures_and_a_page_that_needs_no_other_file(report):
+    page, missing, _ = report
     assert not missing
-    pictures = {path.name for path in (tmp_path / "report").glob("*.png")}
+    pictures = {path.name for path in page.parent.glob("*.png")}
     assert pictures == {
         "best_so_far.png", "parallel.png", "slices.png", "importance.png", "by_dim.png", "by_use_moe.png",
         "by_optimizer.png", "memory.png",
@@ -95,6 +118,23 @@ def test_pictures_and_a_page_that_needs_no_other_file(study, tmp_path):
     assert text.count("<tr>") == 1 + 24
     assert "&lt;no&gt; number" in text
     assert "<no> number" not in text
+
+
+def test_the_best_trial_is_marked(study, report):
+    page, _, labels = report
+    assert labels.count(f"best: trial {study.done[0].number}") == 2  # best so far, and all trials over all parameters
+    assert page.read_text().count("★ best") == 1
+
+
+def test_dense_against_experts_only_where_there_are_both(report, tmp_path, monkeypatch):
+    *_, labels = report
+    assert any(label.startswith("dense: median") for label in labels)
+    assert any(label.startswith("mixture of experts: median") for label in labels)
+    alone = read_study(made_study(tmp_path, 6, parameters={**SWEEP["parameters"], "use_moe": {"value": False}}))
+    labels = noted_labels(monkeypatch)
+    draw_ablations(alone, tmp_path)
+    assert labels
+    assert not any("dense" in label or "experts" in label for label in labels)
 
 
 def test_a_study_in_which_nothing_ended_yet(tmp_path):
@@ -128,18 +168,19 @@ def test_a_program_of_ones_own_has_no_config(tmp_path):
         write_best_config(study, tmp_path / "best.yaml")
 
 
-def test_the_command(study, tmp_path):
-    done = run("report", study.path, "--out", tmp_path / "out", "--best_config", tmp_path / "best.yaml", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "report.html").is_file()
-    assert (tmp_path / "best.yaml").is_file()
-    told = json.loads(run("report", study.path, "--json", "--out", tmp_path / "out", cwd=tmp_path).stdout)
-    assert told["best"] == study.done[0].number
-    assert len(told["trials"]) == 24
-    refused = run("report", study.path, study.path / "trials" / "0", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "is a study: report it alone" in refused.stderr
-    assert run("report", study.path / "trials" / "0", "--best_config", "x", cwd=tmp_path).returncode == 2
+def test_the_command(tmp_path, capsys):
+    path = made_study(tmp_path, 4)
+    best = read_study(path).done[0]
+    out, config = tmp_path / "out", tmp_path / "best.yaml"
+    assert main(["report", str(path), "--json", "--out", str(out), "--best_config", str(config)]) == 0
+    assert (out / "report.html").is_file()
+    assert config.is_file()
+    told = json.loads(capsys.readouterr().out)
+    assert told["best"] == best.number
+    assert len(told["trials"]) == 4
+    assert main(["report", str(path), str(path / "trials" / "0")]) == 2
+    assert "is a study: report it alone" in capsys.readouterr().err
+    assert main(["report", str(path / "trials" / "0"), "--best_config", "x"]) == 2
 
 
 def test_parameters_that_all_share_are_not_shown(tmp_path):
@@ -218,34 +259,3 @@ def test_a_logarithmic_parameter_has_a_logarithmic_axis_however_few_trials_there
     assert (found.names, found.is_log) == (None, True)
     assert axis("x", [1.0, 2.0], distribution({"min": 0.0, "max": 9.0})).is_log is False
     assert axis("dim", [32, 64], distribution({"values": [32, 64]})).names == ("32", "64")
-
-
-@pytest.fixture
-def labels(monkeypatch):
-    """What the legends of pictures say."""
-    from matplotlib.axes import Axes
-
-    found, legend = [], Axes.legend
-
-    def noted(axes, *words, **more):
-        found.extend(axes.get_legend_handles_labels()[1])
-        return legend(axes, *words, **more)
-
-    monkeypatch.setattr(Axes, "legend", noted)
-    return found
-
-
-def test_dense_against_experts_only_where_there_are_both(study, tmp_path, labels):
-    draw_ablations(study, tmp_path)
-    assert any(label.startswith("dense: median") for label in labels)
-    assert any(label.startswith("mixture of experts: median") for label in labels)
-    labels.clear()
-    alone = read_study(made_study(tmp_path, 6, parameters={**SWEEP["parameters"], "use_moe": {"value": False}}))
-    draw_ablations(alone, tmp_path)
-    assert not any("dense" in label or "experts" in label for label in labels)
-
-
-def test_the_best_trial_is_marked(study, tmp_path, labels):
-    page, _ = write_report(study, tmp_path / "report")
-    assert labels.count(f"best: trial {study.done[0].number}") == 2  # best so far, and all trials over all parameters
-    assert page.read_text().count("★ best") == 1

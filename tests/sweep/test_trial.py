@@ -58,8 +58,8 @@ def children(pid):
 
 @pytest.fixture(scope="module")
 def done(study):
-    """The events of a trial that went to its end."""
-    return list(run(task(study)))
+    """The events of a trial that went to its end; its warm-up is longer than its run."""
+    return list(run(task(study, params={"lr": 1e-3, "warmup_steps": 200})))
 
 
 def test_a_trial_reports_every_validation_and_then_its_best(study, done):
@@ -81,6 +81,11 @@ def test_a_trial_reports_every_validation_and_then_its_best(study, done):
     assert log.startswith("--- trial 0, attempt 0, ")
     assert "Step 12/12" in log
     assert gone(pid)
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it(study, done):
+    assert "warmup_steps 200 -> 6: half of the trial's 12 steps" in (study / "logs" / "0.log").read_text()
+    assert yaml.safe_load((study / "trials" / "0" / "config.yaml").read_text())["warmup_steps"] == 6
 
 
 def test_its_wandb_run_is_offline_and_in_the_studys_group(study, done):
@@ -108,12 +113,13 @@ def test_the_metric_is_named_where_it_was_never_logged(study, done):
 
 
 def test_a_loss_that_is_no_number_fails_it(study):
-    _, reports, last = split(run(task(study, 1, params={"lr": 1e30})))
+    _, reports, last = split(run(task(study, 1, params={"lr": 1e30}, config=BASE | {"wandb": "off"})))
     assert [step for step, _ in reports] == [1]
     assert (last["fail"]["kind"], last["fail"]["log"]) == ("nan", str(study / "logs" / "1.log"))
     assert last["fail"]["reason"].startswith("step 2 went wrong: its loss is ")
 
 
+@pytest.mark.long  # test_verdict.py has its last words
 def test_shapes_that_do_not_fit_fail_it(study, tmp_path):
     (tmp_path / "noshapes.py").write_text(NO_SHAPES)
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
@@ -264,15 +270,11 @@ def test_a_program_is_waited_for_where_many_files_are_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it(tmp_path):
-    """And stays so where the trial goes on."""
+@pytest.mark.long
+def test_a_warm_up_that_was_cut_stays_so_where_the_trial_goes_on(tmp_path):
     make_corpus(tmp_path)
     asked = task(tmp_path / "study", params={"warmup_steps": 200}, environment={"JAX_PLATFORMS": "cpu"})
     _, _, last = split(run(asked))
-    log = (tmp_path / "study" / "logs" / "0.log").read_text()
-    assert "result" in last, log
-    assert "warmup_steps 200 -> 6: half of the trial's 12 steps" in log
-    assert yaml.safe_load((tmp_path / "study" / "trials" / "0" / "config.yaml").read_text())["warmup_steps"] == 6
     (tmp_path / "study" / "trials" / "0" / "training_cursor.json").unlink()
     _, _, again = split(run(asked))
     assert again["result"]["value"] == last["result"]["value"]
