@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 from commands import TERMINAL, command, environment, make_corpus, wait_for
 
+from roxxel_dist.cluster.process import watching_for_stop
+
 CTRL_C = b"\x03"
 TRAIN = (
-    "train", "--config", "tiny.yaml", "--data_path", "data", "--phases", "[{steps: 9000, batch_size: 4, seq_len: 33}]",
-    "--num_blocks", 1, "--log_every", 50, "--eval_every", 9000, "--checkpoint_every", 1000, "--run_dir",
+    "train", "--config", "tiny.yaml", "--data_path", "data", "--phases", "[{steps: 9000, batch_size: 8, seq_len: 33}]",
+    "--log_every", 50, "--eval_every", 9000, "--checkpoint_every", 1000, "--run_dir",
 )  # fmt: skip
 
 
@@ -99,7 +101,9 @@ def one_line(text):
     return [line for line in text.replace("^C", "").splitlines() if line] == ["roxxel-dist: ended by SIGINT"]
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.4, TRAIN), (1.2, TRAIN), (2.5, FIND_LR)])
+@pytest.mark.parametrize(
+    ("seconds", "words"), [pytest.param(0.4, TRAIN, marks=pytest.mark.long), (1.2, TRAIN), (2.5, FIND_LR)]
+)
 def test_ctrl_c_while_a_command_starts(work, tmp_path, seconds, words):
     words = (*words, tmp_path / "runs" / "x") if words is TRAIN else words
     code, took, text = after(seconds, *words, cwd=work)
@@ -130,7 +134,7 @@ def test_ctrl_c_at_any_moment(work, tmp_path):
     assert codes.count(130) > 20
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.long)])
 def test_other_signals_while_a_command_starts(work, name):
     """Text is made into shards for so long, in a folder of its own."""
     words = ["find-lr", "--config", "tiny.yaml", "--data_path", Path(sysconfig.get_paths()["stdlib"], "email")]
@@ -142,7 +146,8 @@ def test_other_signals_while_a_command_starts(work, name):
     assert not any(work.glob(".find-lr-*"))
 
 
-@pytest.mark.parametrize("size", [3, 9])  # in the process itself, and in one of its own
+# In the process itself, and in one of its own.
+@pytest.mark.parametrize("size", [3, pytest.param(9, marks=pytest.mark.long)])
 def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path, size):
     draw = random.Random(5)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(4, 12))) for _ in range(150_000)]
@@ -170,6 +175,17 @@ def test_a_terminal_that_is_closed_asks_training_to_stop(work, tmp_path):
     assert "failed" not in log
 
 
+def test_training_leaves_a_hangup_ignored_that_nohup_ignores():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with watching_for_stop():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.long
 def test_nohup_trains_on_without_its_terminal(work, tmp_path):
     words = (*TRAIN, tmp_path / "run", "--max_steps", 600)
     shown = OnTerminal(*words, cwd=work, ignores=[signal.SIGHUP])

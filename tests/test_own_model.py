@@ -1,5 +1,6 @@
 """A model and a loss of the user's own, through everything that the built-in one goes through."""
 
+import contextlib
 import shutil
 import sys
 
@@ -9,6 +10,7 @@ from commands import TINY, losses, make_corpus, rows, run
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.assemble import model_builder, recipe
+from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.flags import parse_train
 from roxxel_dist.load import check_continues
@@ -22,46 +24,71 @@ SIX = ["--max_steps", 6, "--checkpoint_every", 3, "--eval_iters", 1]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with a corpus, a package of the user's, and the whole run of its model on 2 processes in `whole`."""
+    """A folder with a corpus, a package of the user's, and the whole run of its model on 2 devices in `whole`."""
     folder = tmp_path_factory.mktemp("own")
     make_corpus(folder)
     (folder / "tiny.yaml").write_text(TINY.replace("dim: 32", "dim: 7"))  # nothing the built-in model could be made of
     (folder / "netpkg").mkdir()
     shutil.copy(pytest.importorskip("own_model").__file__, folder / "netpkg" / "net.py")
-    result = launched(folder, "whole")
-    assert result.returncode == 0, result.stdout + result.stderr
+    with contextlib.chdir(folder):
+        assert main(words("whole", "--n_devices", 2)) == 0
     return folder
 
 
-def launched(folder, run_dir, *more):
+@pytest.fixture
+def here(work, monkeypatch):
+    monkeypatch.chdir(work)
+    return work
+
+
+def words(run_dir, *more):
     train = [*TRAIN, run_dir, *OWN, *SIX, "--fsdp", "True", "--model_args.width", 64, *more]
-    return run("launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", *train, cwd=folder)
+    return [str(word) for word in train]
 
 
-def test_it_trains_on_two_processes_with_its_parameters_cut_and_its_own_loss(work):
-    found = rows(work / "whole")
+def check_whole(run_dir):
+    found = rows(run_dir)
     assert list(found) == [1, 2, 3, 4, 5, 6]
     assert found[6]["train_loss"] < found[1]["train_loss"]
     assert 0 <= found[6]["accuracy"] <= 1
-    saved = load_yaml(work / "whole" / "config.yaml")
+    saved = load_yaml(run_dir / "config.yaml")
     assert (saved["model"], saved["model_args"]) == ("netpkg.net:build", {"width": 64})
 
 
-def test_it_resumes_to_the_bit(work):
-    """From the checkpoint of step 3, as if the run had been killed behind it."""
-    shutil.copytree(work / "whole", work / "cut")
-    shutil.rmtree(work / "cut" / "checkpoints" / "6")
-    (work / "cut" / "training_cursor.json").unlink()
-    again = launched(work, "cut", "--resume")
+def cut(whole, run_dir):
+    """As if the run had been killed behind the checkpoint of step 3."""
+    shutil.copytree(whole, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "6")
+    (run_dir / "training_cursor.json").unlink()
+
+
+def test_it_trains_with_its_parameters_cut_and_its_own_loss(work):
+    check_whole(work / "whole")
+
+
+def test_it_resumes_to_the_bit(here, tmp_path, capsys):
+    cut(here / "whole", tmp_path / "cut")
+    assert main(words(tmp_path / "cut", "--n_devices", 2, "--resume")) == 0
+    assert "resuming after step 3 of 6" in capsys.readouterr().out
+    assert losses(tmp_path / "cut") == losses(here / "whole")
+
+
+@pytest.mark.long
+def test_two_processes_train_it_and_resume_to_the_bit(work):
+    launch = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--"]
+    result = run(*launch, *words("two"), cwd=work)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_whole(work / "two")
+    cut(work / "two", work / "cut")
+    again = run(*launch, *words("cut", "--resume"), cwd=work)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming after step 3 of 6" in again.stdout
-    assert losses(work / "cut") == losses(work / "whole")
+    assert losses(work / "cut") == losses(work / "two")
 
 
-def test_it_generates(work):
-    said = run("generate", "whole", "--prompt", "import", "--max_new_tokens", 3, cwd=work)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("import")
+def test_it_generates(here, capsys):
+    assert main(["generate", "whole", "--prompt", "import", "--max_new_tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("import")
 
 
 def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
@@ -122,12 +149,12 @@ def test_wrong_names_are_told_before_the_text_is_tokenized(tmp_path, capsys):
     assert "encoding" not in capsys.readouterr().err
 
 
-def test_a_wrong_name_on_the_command_line_is_one_line(work):
-    result = run(*TRAIN, "new", "--model", "netpkg.nets:build", cwd=work)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "roxxel-dist: model is 'netpkg.nets:build': there is no module 'netpkg.nets'" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (work / "new").exists()
+def test_a_wrong_name_on_the_command_line_is_one_line(here, capsys):
+    assert main([str(word) for word in [*TRAIN, "new", "--model", "netpkg.nets:build"]]) == 2
+    said = capsys.readouterr().err
+    assert "roxxel-dist: model is 'netpkg.nets:build': there is no module 'netpkg.nets'" in said
+    assert "Traceback" not in said
+    assert not (here / "new").exists()
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
@@ -138,18 +165,17 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_another_shape_is_refused_on_resume_and_other_arguments_are_told(work):
-    shutil.copytree(work / "whole", work / "more")
-    words = ["train", "--run_dir", "more", "--resume", "--max_steps", 7, "--fsdp", "True"]
-    wider = run(*words, "--model_args.width", 16, cwd=work)
-    assert wider.returncode == 2, wider.stdout + wider.stderr
-    assert "is of another model" in wider.stderr
-    other = run(*words, "--model", "netpkg.net:build_pooled", cwd=work)
-    assert other.returncode == 2
-    assert "model is netpkg.net:build_pooled, and the run that shall be resumed has netpkg.net:build" in other.stderr
-    result = run(*words, "--model_args.dropout", 0.3, cwd=work)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "changed since the run began: model_args {'width': 64} -> {'width': 64, 'dropout': 0.3}" in result.stdout
+def test_another_shape_is_refused_on_resume_and_other_arguments_are_told(here, tmp_path, capsys):
+    shutil.copytree(here / "whole", tmp_path / "more")
+    resume = ["train", "--run_dir", str(tmp_path / "more"), "--resume", "--max_steps", "7", "--fsdp", "True"]
+    assert main([*resume, "--model_args.width", "16"]) == 2
+    assert "is of another model" in capsys.readouterr().err
+    assert main([*resume, "--model", "netpkg.net:build_pooled"]) == 2
+    said = capsys.readouterr().err
+    assert "model is netpkg.net:build_pooled, and the run that shall be resumed has netpkg.net:build" in said
+    assert main([*resume, "--model_args.dropout", "0.3"]) == 0
+    said = capsys.readouterr().out
+    assert "changed since the run began: model_args {'width': 64} -> {'width': 64, 'dropout': 0.3}" in said
 
 
 def test_arguments_are_typed_as_in_yaml_and_win_over_the_file(tmp_path):
