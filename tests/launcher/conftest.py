@@ -19,14 +19,18 @@ from machines import missing
 from ray_nodes import RayNodes, ray_nodes
 from slurm_desk import Desk
 
+from roxxel_dist.cli import main
+
 PROGRAM = """
 import json, sys
 from pathlib import Path
+from roxxel_dist.launcher import links
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.supervisor import run
 job = json.loads(sys.argv[1])
 hosts = job.pop("hosts", None)
+links.SILENT_S = job.pop("silent_s", links.SILENT_S)
 class Backend(LocalBackend):  # several agents on this machine stand for several hosts
     hosts = hosts or LocalBackend().hosts
 job["log_dir"] = Path(job["log_dir"])
@@ -98,6 +102,27 @@ def alive() -> Callable[[int], bool]:
 @pytest.fixture
 def until() -> Callable[[Callable[[], Any], str], None]:
     return wait_until
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Run `roxxel-dist WORDS` in this process, in a folder, with these variables alone if any are given."""
+
+    def run(*words: object, cwd: Path, environ: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            patch.chdir(cwd)
+            if environ is not None:
+                for name in list(os.environ):
+                    patch.delenv(name)
+                for name, value in environ.items():
+                    patch.setenv(name, value)
+            code = main([str(word) for word in words])
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture

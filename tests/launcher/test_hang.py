@@ -239,6 +239,7 @@ def test_a_stuck_rank_is_named_20_of_20(number: int, launch: Launch, tmp_path: P
     stuck(launch, number % 3, tmp_path, PLAIN)
 
 
+@pytest.mark.long
 def test_a_stuck_python_script_with_jax(launch: Launch, tmp_path: Path) -> None:
     """The worker's own answer to the question for stacks, beside the threads of jax."""
     (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register(STACK_SIGNAL, all_threads=True)\n", ""))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import Cluster
 
+pytestmark = pytest.mark.cluster
 Make = Callable[[int], Cluster]
 Until = Callable[[Callable[[], bool], str], None]
 

@@ -215,6 +215,7 @@ def wrong(told: dict[str, Any], level: str = "error") -> dict[str, dict[str, Any
     return {one["check"]: one for one in told["findings"] if one["level"] == level}
 
 
+@pytest.mark.cluster
 def test_hosts_that_are_fit(cluster: Callable[[int], Cluster], corpus: Roxxel, tmp_path: Path) -> None:
     hosts = cluster(3)
     told = doctor(hosts, tmp_path, "--run_dir", "runs/x", "--", "train", "--data_path", "corpus")
@@ -259,6 +260,7 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     assert wrong(told, "warning")["variables"]["hosts"] == ["h3"]
 
 
+@pytest.mark.cluster
 def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
     hosts = cluster(3)
     hosts.cut("h1")

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,19 @@ ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "launch" / "train.sbatch"
 
 
-def launch(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "roxxel_dist", "launch", "slurm", *words]
-    outer = {"PATH": "/nowhere", "PYTHONPATH": str(ROOT), **env}  # no SLURM is needed to print
-    return subprocess.run(command, cwd=cwd, env=outer, capture_output=True, text=True, timeout=60)
+Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_the_template_is_what_its_own_command_prints(tmp_path: Path) -> None:
+@pytest.fixture
+def launch(cli: Launch, tmp_path: Path) -> Launch:
+    """Run `roxxel-dist launch slurm`; no SLURM is needed to print."""
+    return lambda *words: cli("launch", "slurm", *words, cwd=tmp_path, environ={"PATH": "/nowhere"})
+
+
+def test_the_template_is_what_its_own_command_prints(tmp_path: Path, launch: Launch) -> None:
     text = TEMPLATE.read_text()
     (line,) = re.findall(r"^# made by: roxxel-dist launch slurm (.*)$", text, re.MULTILINE)
-    printed = launch(*line.split(), cwd=tmp_path)
+    printed = launch(*line.split())
     assert (printed.returncode, printed.stderr) == (0, "")
     own = printed.stdout.replace(sys.executable, "PYTHON").replace(str(tmp_path), "/shared/project")
     kept = [one for one in text.splitlines() if not re.match(r"# ", one)]
@@ -36,25 +40,25 @@ def test_the_template_is_what_its_own_command_prints(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=printed.stdout, text=True).returncode == 0
 
 
-def test_no_form_of_print_gets_into_the_script() -> None:
+def test_no_form_of_print_gets_into_the_script(launch: Launch) -> None:
     for form in (["--print"], ["--print", "True"], ["--print=True"]):
         told = launch(*form, "--nodes", "2", "--", "true")
         assert told.returncode == 0, told.stderr
         assert told.stdout.endswith("--nodes 2 -- true\n")
 
 
-def test_a_secret_in_the_command_is_refused(tmp_path: Path) -> None:
+def test_a_secret_in_the_command_is_refused(launch: Launch) -> None:
     for words in (["--api-key", "geheim"], ["bash", "-c", "HF_TOKEN=geheim true"]):
-        told = launch("--print", "--", "python", "x.py", *words, cwd=tmp_path)
+        told = launch("--print", "--", "python", "x.py", *words)
         assert (told.returncode, told.stdout) == (2, "")
         assert "the command holds a secret" in told.stderr
         assert "geheim" not in told.stderr
-    told = launch("--print", "--env", "TOKENIZERS_PARALLELISM=false", "--", "true", cwd=tmp_path)
+    told = launch("--print", "--env", "TOKENIZERS_PARALLELISM=false", "--", "true")
     assert "TOKENIZERS_PARALLELISM=false" in told.stdout
 
 
-def test_a_machine_without_sbatch_is_not_fit_and_nothing_is_made(tmp_path: Path) -> None:
-    told = launch("--nodes", "2", "--", "true", cwd=tmp_path)
+def test_a_machine_without_sbatch_is_not_fit_and_nothing_is_made(tmp_path: Path, launch: Launch) -> None:
+    told = launch("--nodes", "2", "--", "true")
     assert (told.returncode, told.stdout) == (69, "")
     assert "there is no `sbatch` on this machine: run this on a login node" in told.stderr
     assert not list(tmp_path.iterdir())
@@ -83,7 +87,7 @@ def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
         (["--slurm-comment", "a\n#SBATCH --uid=0"], "line end"),
     ],
 )
-def test_options_that_cannot_be(words: list[str], said: str) -> None:
+def test_options_that_cannot_be(words: list[str], said: str, launch: Launch) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         take_options(words)
     told = launch("--nodes", "2", *words, "--", "true")
@@ -107,7 +111,7 @@ def test_options_that_cannot_be(words: list[str], said: str) -> None:
         (["--detach"], "--detach"),
     ],
 )
-def test_slips_are_told_before_anything_is_submitted(words: list[str], said: str) -> None:
+def test_slips_are_told_before_anything_is_submitted(words: list[str], said: str, launch: Launch) -> None:
     told = launch(*words, "--", "true")
     assert (told.returncode, told.stdout) == (2, "")
     assert said in told.stderr
@@ -135,7 +139,7 @@ def test_what_slurm_is_asked_for() -> None:
     assert "#SBATCH --signal=B:TERM@45" not in lines(options={"signal": "B:USR1@9"})
 
 
-def test_secrets_are_handed_on_and_not_written_down() -> None:
+def test_secrets_are_handed_on_and_not_written_down(launch: Launch) -> None:
     words = ["--env", "WANDB_API_KEY=sekrit", "--env=MY_TOKEN=other", "--env", "A=b", "--env", "C"]
     assert hide_secrets(words) == (
         ["--env", "WANDB_API_KEY", "--env=MY_TOKEN", "--env", "A=b", "--env", "C"],

@@ -62,6 +62,7 @@ def test_what_ranks_get_and_how_a_job_is_looked_at(desk: Callable[[], Desk]) -> 
     assert not two.left()
 
 
+@pytest.mark.cluster
 def test_gpus_are_dealt_out_of_those_that_slurm_gives(desk: Callable[[], Desk]) -> None:
     two = desk()
     other = two.slurm.run(
@@ -75,6 +76,7 @@ def test_gpus_are_dealt_out_of_those_that_slurm_gives(desk: Callable[[], Desk]) 
     assert [fact["env"]["CUDA_VISIBLE_DEVICES"] for fact in facts] == ["1", "2", "1", "2"], "the other job has GPU 0"
 
 
+@pytest.mark.cluster
 def test_a_running_job_is_followed_and_stopped_from_the_login_node(desk: Callable[[], Desk]) -> None:
     two = desk()
     number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
@@ -95,6 +97,7 @@ def test_a_running_job_is_followed_and_stopped_from_the_login_node(desk: Callabl
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
+@pytest.mark.cluster
 def test_kill_9_ends_the_job_with_the_right_code(victim: str, desk: Callable[[], Desk]) -> None:
     two = desk()
     number = two.launch("--nodes", 2, "--max-restarts", 0, "--max-requeues", 0, "--", "bash", "-c", STAY)
@@ -114,6 +117,7 @@ def test_kill_9_ends_the_job_with_the_right_code(victim: str, desk: Callable[[],
     two.until(lambda: not two.left(), "everything to be gone")
 
 
+@pytest.mark.cluster
 def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[], Desk]) -> None:
     two = desk()
     number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
@@ -137,6 +141,7 @@ def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[]
     assert listed == [["first", "ended", "42"], ["first", "ended", "0"]]
 
 
+@pytest.mark.cluster
 def test_a_cancelled_job_does_not_come_back(desk: Callable[[], Desk]) -> None:
     two = desk()
     number = two.launch("--nodes", 2, "--", "bash", "-c", DRAIN)
@@ -147,6 +152,7 @@ def test_a_cancelled_job_does_not_come_back(desk: Callable[[], Desk]) -> None:
     two.until(lambda: not two.left(), "everything to be gone")
 
 
+@pytest.mark.cluster
 def test_inside_an_allocation_it_runs_at_once(desk: Callable[[], Desk]) -> None:
     two = desk()
     command = [sys.executable, "-m", "roxxel_dist", "launch", "slurm", "--procs-per-host", 2]
@@ -162,6 +168,7 @@ def test_inside_an_allocation_it_runs_at_once(desk: Callable[[], Desk]) -> None:
     assert (told.returncode, "--slurm-time" in told.stderr) == (2, True)
 
 
+@pytest.mark.cluster
 def test_a_spare_node_takes_the_place_of_one_that_is_down(desk: Callable[[int], Desk]) -> None:
     three = desk(3)
     number = three.launch("--nodes", 2, "--spare-hosts", 1, "--", "bash", "-c", DRAIN)

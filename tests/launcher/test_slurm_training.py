@@ -74,6 +74,7 @@ def check(desk: Desk, number: str, steps: int) -> dict[str, str]:
     return job
 
 
+@pytest.mark.cluster
 def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
     two, number = train(120)
     two.slurm.run("scontrol", "requeue", number)

@@ -110,6 +110,7 @@ multihost_utils.process_allgather(jnp.ones(()))
 """
 
 
+@pytest.mark.cluster
 def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callable[[int], Ssh]) -> None:
     two = ssh(2)
     (two.folder / "program.py").write_text(JAX)
@@ -124,6 +125,7 @@ def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callabl
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
+@pytest.mark.cluster
 def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
@@ -140,6 +142,7 @@ def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], 
 
 
 @pytest.mark.parametrize("how", ["the link is cut", "the launcher is killed too", "the agent is stopped"])
+@pytest.mark.cluster
 def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
@@ -158,6 +161,7 @@ def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callab
         assert b"host h2 has said nothing for 10 s" in err
 
 
+@pytest.mark.cluster
 def test_a_short_silence_is_survived(ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     launch = two.start("--", "bash", "-c", "touch up.$ROXXEL_PROCESS_ID; until [ -e go ]; do sleep 0.1; done", ranks=2)
@@ -171,6 +175,7 @@ def test_a_short_silence_is_survived(ssh: Callable[[int], Ssh], until: Until) ->
     assert launch.wait(60) == 0
 
 
+@pytest.mark.cluster
 def test_a_request_to_stop_reaches_all_hosts(ssh: Callable[[int], Ssh]) -> None:
     two = ssh(2)
     trap = "trap 'echo saved; exit 42' TERM; touch up.$ROXXEL_PROCESS_ID; while true; do sleep 0.1; done"
@@ -183,6 +188,7 @@ def test_a_request_to_stop_reaches_all_hosts(ssh: Callable[[int], Ssh]) -> None:
     assert not two.left()
 
 
+@pytest.mark.cluster
 def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], Ssh], until: Until) -> None:
     three = ssh(3)
     script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "
@@ -221,6 +227,7 @@ def test_a_host_that_is_not_fit_any_more_is_left_out(ssh: Callable[[int], Ssh]) 
     assert b"Ctrl-Z is not followed" in err
 
 
+@pytest.mark.cluster
 def test_a_job_that_needs_every_host_waits_for_the_lost_one(ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT; [ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"
@@ -235,31 +242,40 @@ def test_a_job_that_needs_every_host_waits_for_the_lost_one(ssh: Callable[[int],
     assert b"| attempt 1\n" in out
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--hosts", "nowhere"], 69, "host nowhere cannot be used: .*(resolve|Name)"),
-        (["--hosts", "h1,-oProxyCommand=touch"], 2, "'-oProxyCommand=touch' cannot be a host"),
-        (["--hosts", "h1,h1"], 2, "host h1 is given twice"),
-        (["--hosts", ""], 2, "no hosts"),
-        (["--hosts", "h1", "--hostfile", "x"], 2, "give --hosts a,b,c or --hostfile FILE, not both"),
-        (["--hosts", "h1", "--directory", "/not there"], 69, "host h1 cannot be used: .*not there"),
-        (["--hosts", "h1", "--python", "/no/python"], 69, "host h1 cannot be used: .*/no/python"),
-        (["--hosts", "h1", "--min-hosts", "2"], 2, "--min-hosts 2: there are 1 hosts"),
-        (["--hosts", "h1", "--procs-per-host", "0"], 2, "--procs-per-host 0: must be at least 1"),
-        (["--hosts", "h1", "--ssh-config", "none"], 2, "--ssh-config none: no such file"),
-    ],
-)
-def test_what_cannot_start_is_said_at_once(options: list[str], code: int, said: str, ssh: Callable[[int], Ssh]) -> None:
+def test_a_host_that_cannot_be_used_is_named_at_once(ssh: Callable[[int], Ssh]) -> None:
     one = ssh(1)
     command = [sys.executable, "-m", "roxxel_dist", "launch", "ssh", "--ssh-config", one.hosts.ssh_config]
-    result = one.hosts.run([*command, *options, "--", "touch", "x"], cwd=one.folder)
-    assert result.returncode == code, result.stderr
-    assert re.search(said, result.stderr), result.stderr
-    assert "Traceback" not in result.stderr
+    for options, said in (
+        (["--hosts", "nowhere"], "host nowhere cannot be used: .*(resolve|Name)"),
+        (["--hosts", "h1", "--directory", "/not there"], "host h1 cannot be used: .*not there"),
+        (["--hosts", "h1", "--python", "/no/python"], "host h1 cannot be used: .*/no/python"),
+    ):
+        result = one.hosts.run([*command, *options, "--", "touch", "x"], cwd=one.folder)
+        assert result.returncode == 69, result.stderr
+        assert re.search(said, result.stderr), result.stderr
+        assert "Traceback" not in result.stderr
     assert list(one.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hosts", "h1,-oProxyCommand=touch"], "'-oProxyCommand=touch' cannot be a host"),
+        (["--hosts", "h1,h1"], "host h1 is given twice"),
+        (["--hosts", ""], "no hosts"),
+        (["--hosts", "h1", "--hostfile", "x"], "give --hosts a,b,c or --hostfile FILE, not both"),
+        (["--hosts", "h1", "--min-hosts", "2"], "--min-hosts 2: there are 1 hosts"),
+        (["--hosts", "h1", "--procs-per-host", "0"], "--procs-per-host 0: must be at least 1"),
+        (["--hosts", "h1", "--ssh-config", "none"], "--ssh-config none: no such file"),
+    ],
+)
+def test_slips_are_named(options: list[str], said: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    result = cli("launch", "ssh", *options, "--", "touch", "x", cwd=tmp_path)
+    assert (result.returncode, said in result.stderr) == (2, True), result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cluster
 def test_a_host_that_is_not_who_it_was_is_refused(ssh: Callable[[int], Ssh]) -> None:
     one = ssh(1)
     known = one.hosts.folder / "known_hosts"

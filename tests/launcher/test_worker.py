@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from roxxel_dist.cluster import progress
+from roxxel_dist.cluster.contract import EXIT_HANG, WAITED
 
 pytestmark = pytest.mark.xdist_group("launch")
 # Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.
@@ -21,13 +23,49 @@ WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", 
 SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 
 
-def worker(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    program = [*WORKER, *command]
+# A rank for each line of its stdin, by a fork: jax, which takes longer to import than all else, is imported once.
+FORKS = """
+import json, os, sys, warnings
+import roxxel_dist.cluster.process
+from roxxel_dist.launcher.worker import main
+for line in sys.stdin:
+    command, cwd, environ, *streams = json.loads(line)
+    with warnings.catch_warnings(action="ignore"):  # of jax, whose threads do not run yet
+        pid = os.fork()
+    if pid == 0:
+        for number, path in enumerate([os.devnull, *streams]):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environ)
+        main(command)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+Worker = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Run a command in a rank: its code, and what it printed."""
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.run(program, cwd=cwd, env=buffered, capture_output=True, text=True, timeout=60, check=False)
+    words = [sys.executable, "-c", FORKS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=buffered, **pipes) as forks:
+
+        def run(*command: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+            streams = [tmp_path_factory.mktemp("rank") / name for name in ("stdout", "stderr")]
+            order = [command, str(cwd), buffered | environ, *map(str, streams)]
+            forks.stdin.write(json.dumps(order) + "\n")
+            forks.stdin.flush()
+            code = int(forks.stdout.readline())
+            return subprocess.CompletedProcess(command, code, *[path.read_text() for path in streams])
+
+        yield run
+        forks.stdin.close()
 
 
-def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
+def test_a_script_is_run_as_python_would(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "show.py").write_text(SHOW)
     done = worker("python", "sub/show.py", *WORDS, cwd=tmp_path)
@@ -37,7 +75,7 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     assert json.loads(done.stdout)[0][1:] == WORDS
 
 
-def test_a_module_with_options_of_the_interpreter(tmp_path: Path) -> None:
+def test_a_module_with_options_of_the_interpreter(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "show.py").write_text(SHOW + "; assert False, 'never: -O leaves assertions out'")
     done = worker("python", "-u", "-O", "-W", "ignore", "-m", "show", *WORDS, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -46,7 +84,7 @@ def test_a_module_with_options_of_the_interpreter(tmp_path: Path) -> None:
     assert (path, name) == (str(tmp_path), "__main__")
 
 
-def test_every_path_of_this_python_is_this_python(tmp_path: Path) -> None:
+def test_every_path_of_this_python_is_this_python(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "show.py").write_text("import sys; print(__name__, 'roxxel_dist.cluster.process' in sys.modules)")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3.99").symlink_to(sys.executable)
@@ -57,7 +95,7 @@ def test_every_path_of_this_python_is_this_python(tmp_path: Path) -> None:
         assert (done.stdout, done.stderr) == ("__main__ True\n", ""), word
 
 
-def test_another_python_is_run_as_it_is_and_told(tmp_path: Path) -> None:
+def test_another_python_is_run_as_it_is_and_told(tmp_path: Path, worker: Worker) -> None:
     """A virtual environment of the same interpreter has other packages."""
     (tmp_path / "show.py").write_text("import sys; print(sys.prefix, 'roxxel_dist.cluster.process' in sys.modules)")
     venv.create(tmp_path / "v", symlinks=True)
@@ -68,7 +106,14 @@ def test_another_python_is_run_as_it_is_and_told(tmp_path: Path) -> None:
     assert worker("python4.5", "show.py", cwd=tmp_path).returncode == 127
 
 
-@pytest.mark.parametrize("command", [["show.py"], ["python", "-m", "show"], ["train", "--run_dir", "r"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show.py"],
+        pytest.param(["python", "-m", "show"], marks=pytest.mark.long),
+        pytest.param(["train", "--run_dir", "r"], marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str], tmp_path: Path) -> None:
     """It says that it joins the others (who are not there), and a program begins without a limit."""
     (tmp_path / "show.py").write_text("print('begun')")
@@ -96,14 +141,14 @@ def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str],
     os.close(fd)
 
 
-def test_any_other_program_gets_its_words(tmp_path: Path) -> None:
+def test_any_other_program_gets_its_words(tmp_path: Path, worker: Worker) -> None:
     for command in (["env", sys.executable, "-c", SHOW], ["python", "-c", SHOW]):
         done = worker(*command, *WORDS, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout)[0] == ["-c", *WORDS]
 
 
-def test_a_program_finds_signals_as_a_shell_would_give_them(tmp_path: Path) -> None:
+def test_a_program_finds_signals_as_a_shell_would_give_them(tmp_path: Path, worker: Worker) -> None:
     done = worker("bash", "-c", "yes | head -n 1; echo ${PIPESTATUS[0]}", cwd=tmp_path)
     assert done.stdout.split() == ["y", str(128 + signal.SIGPIPE)]
     assert done.stderr == ""
@@ -119,7 +164,9 @@ def test_a_program_finds_signals_as_a_shell_would_give_them(tmp_path: Path) -> N
         (["python", "-m", "no.such.module"], 2, "module not found: 'no.such.module'"),
     ],
 )
-def test_what_is_not_there_is_one_clear_line(command: list[str], code: int, message: str, tmp_path: Path) -> None:
+def test_what_is_not_there_is_one_clear_line(
+    command: list[str], code: int, message: str, tmp_path: Path, worker: Worker
+) -> None:
     (tmp_path / "plain").write_text("no program")
     done = worker(*command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
@@ -141,15 +188,13 @@ def test_a_failure_is_told_while_the_connections_are_open(tmp_path: Path) -> Non
     assert rank.returncode == 1
 
 
-def test_a_coordinator_port_that_is_taken_has_a_code_of_its_own(tmp_path: Path) -> None:
+def test_a_coordinator_port_that_is_taken_has_a_code_of_its_own(tmp_path: Path, worker: Worker) -> None:
     """It was free when the launcher looked."""
     (tmp_path / "script.py").write_text("print('here')")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         job = {"ROXXEL_COORDINATOR": address, "ROXXEL_NUM_PROCESSES": "1", "ROXXEL_PROCESS_ID": "0"}
-        done = subprocess.run(
-            [*WORKER, "script.py"], cwd=tmp_path, env=os.environ | job, capture_output=True, text=True
-        )
+        done = worker("script.py", cwd=tmp_path, **job)
     assert (done.returncode, done.stdout) == (71, "")
     assert done.stderr == f"roxxel-dist: another process listens at {address}, where rank 0 should\n"
 
@@ -169,7 +214,7 @@ PRELUDE = "import atexit, os, signal, sys, threading, time\natexit.register(prin
         ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, "", "Fatal Python error: Segmentation fault"),
     ],
 )
-def test_how_a_script_ends(end: str, code: int, out: str, err: str, tmp_path: Path) -> None:
+def test_how_a_script_ends(end: str, code: int, out: str, err: str, tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "end.py").write_text(PRELUDE + end)
     done = worker("end.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, out)
@@ -180,3 +225,10 @@ def test_how_a_script_ends(end: str, code: int, out: str, err: str, tmp_path: Pa
             '  File "end.py", line 4, in <module>',
         ]
         assert "runpy" not in done.stderr
+
+
+def test_a_rank_that_only_waits_for_the_others_leaves_when_the_limit_is_over(tmp_path: Path, worker: Worker) -> None:
+    (tmp_path / "end.py").write_text("import atexit, time\natexit.register(time.sleep, 1000)\nprint('out')\n")
+    done = worker("end.py", cwd=tmp_path, ROXXEL_EXIT_TIMEOUT="0.2")
+    assert (done.returncode, done.stdout) == (EXIT_HANG, "out\n")
+    assert done.stderr == f"roxxel-dist: {WAITED}\n"
