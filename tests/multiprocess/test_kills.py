@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from commands import environment, rows, wait_for
 
-pytestmark = pytest.mark.xdist_group("kills")  # one worker: the undisturbed run is made once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("kills")]  # one worker: the undisturbed run is made once
 SCRIPT = os.path.join(os.path.dirname(__file__), "blended_run.py")
 BLENDED_RUN = runpy.run_path(SCRIPT)
 BOUNDARIES, AMEND_AFTER, LAST = (BLENDED_RUN[name] for name in ("BOUNDARIES", "AMEND_AFTER", "LAST"))
@@ -138,7 +138,6 @@ def test_killed_and_started_again_it_is_the_same_run(work):
     assert kill_again_and_again(work, "few", 3, random.randrange(1 << 30)) == 3
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_killed_twenty_times_it_is_the_same_run(work):
     assert kill_again_and_again(work, "many", 20, random.randrange(1 << 30)) == 20

@@ -28,6 +28,7 @@ def work(tmp_path_factory):
     return folder
 
 
+@LONG
 def test_every_topology_reads_the_same_tokens(work):
     script = os.path.join(os.path.dirname(__file__), "batch_hashes.py")
     seen = []
@@ -41,6 +42,7 @@ def test_every_topology_reads_the_same_tokens(work):
     assert seen[0] == seen[1] == seen[2]
 
 
+@LONG
 def test_every_topology_has_the_same_losses_to_the_bit(work):
     """With the same number of devices, whatever processes they belong to."""
     for processes, devices in ((1, 4), (4, 1)):
@@ -51,6 +53,7 @@ def test_every_topology_has_the_same_losses_to_the_bit(work):
     assert len(losses(work / "whole")) == STEPS
 
 
+@LONG
 def test_cut_parameters_train_alike_on_any_processes(tmp_path):
     """Made from a callable or a module, on 1 x 4 or 2 x 2 devices: the same losses and parameters to the bit."""
     script = os.path.join(os.path.dirname(__file__), "cut_training.py")
@@ -66,6 +69,7 @@ def test_cut_parameters_train_alike_on_any_processes(tmp_path):
     assert seen[0][1].startswith("['embedding.embedding']")
 
 
+@LONG
 def test_a_rank_that_stays_is_named(work):
     """Rank 0 has ended, and waits for rank 1 in jax's shutdown: the launcher's limit holds there too."""
     (work / "stays.py").write_text("import jax, time\nif jax.process_index() == 1:\n    time.sleep(1000)\n")
@@ -148,6 +152,7 @@ def test_other_processes_go_on_where_these_stopped(work):
     assert got == expected
 
 
+@LONG
 def test_a_finished_run_says_so(work):
     before = (work / "whole" / "metrics.jsonl").read_bytes()
     result = run(*launched(2, 2, "whole", "--resume"), cwd=work)
@@ -170,6 +175,7 @@ def test_what_a_run_leaves(work):
     assert {1, STEPS} <= {int(path.name) for path in (whole / "checkpoints").iterdir()}
 
 
+@LONG
 def test_it_generates(work):
     words = ["generate", "whole", "--prompt", "import ", "--max_new_tokens", 12]
     results = [run(*words, cwd=work), run(*words, cwd=work)]
