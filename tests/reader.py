@@ -10,12 +10,15 @@ from pathlib import Path
 
 import yaml
 from commands import environment
+from one_process import OneProcess, plain
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
 NOTE = re.compile(r"<!-- ((?:(?!-->).)*) -->\s*\Z", re.DOTALL)
+PROCESSES: dict[tuple[tuple[str, str], ...], OneProcess] = {}
+"""By their environments."""
 LAUNCHED = re.compile(r"(?<=\broxxel-dist )(?=(?:train|find-lr|eval)\b)")
 """Where `launch local … --` goes when a page that was written for one process is followed on several."""
 
@@ -68,9 +71,29 @@ def _section(page: str, heading: str) -> tuple[int, int]:
     return found.end(), after.start() if after else len(page)
 
 
-def here(words: list[str], *, cwd: Path, env: dict[str, str], timeout: float) -> "subprocess.CompletedProcess[str]":
+def in_processes(
+    words: list[str], *, cwd: Path, env: dict[str, str], timeout: float
+) -> "subprocess.CompletedProcess[str]":
     """`subprocess.run` on this machine."""
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def here(words: list[str], *, cwd: Path, env: dict[str, str], timeout: float) -> "subprocess.CompletedProcess[str]":
+    """The same, but commands and programs that are about no process are run in one that has this environment."""
+    lines = plain(words[-1]) if words[0] == "bash" else None
+    if not lines:
+        return in_processes(words, cwd=cwd, env=env, timeout=timeout)
+    known = tuple(sorted((name, value) for name, value in env.items() if name != "PYTEST_CURRENT_TEST"))
+    if known not in PROCESSES or PROCESSES[known].process.poll() is not None:
+        PROCESSES[known] = OneProcess(env)
+    done = subprocess.CompletedProcess(words, 0, "", "")
+    for line in lines:
+        if done.returncode == 0:
+            result = PROCESSES[known].run(line, cwd)
+            done.returncode = result.returncode
+            done.stdout += result.stdout
+            done.stderr += result.stderr
+    return done
 
 
 class Reader:
