@@ -19,6 +19,7 @@ SMALL = {
     "dim": 16,
     "num_blocks": 1,
     "max_context": 32,
+    "n_devices": 1,
     "optimizer": "sgd",
     "lr": 0.1,
     "eval_iters": 3,
@@ -36,6 +37,7 @@ VARIANTS = {
         "datasets": {"code": "third_*.rox"},
         "dim": 128,
         "fsdp": True,
+        "n_devices": 2,
         "validation": {"first": "other_*.rox", "second": "third_*.rox"},
         "use_bf16": True,
         "phases": [{**SMALL["phases"][0], "packing": "documents", "weights": {"self": 0.5, "code": 0.5}}],
@@ -135,7 +137,7 @@ def test_every_checkpoint_gives_the_losses_of_its_row(made, capsys):
     before, wanted = contents(run), validations(run)
     assert saved(run) == KEPT
     assert sorted(wanted) == [step for step in KEPT if step != 3]
-    for step in KEPT:
+    for step in (1, 3, 4, 7):
         result = evaluated(capsys, f"{run}@{step}")
         if step == 3:  # between two validations
             assert (result["logged"], result["same_as_logged"]) == (None, None)
@@ -170,14 +172,13 @@ def test_the_same_for_other_runs(work, variant, capsys):
     train("--data_path", "data_*.rox", "--run_dir", "mine", **VARIANTS[variant])
     os.chdir("/")  # the paths of a run hold wherever one is
     wanted = validations(work / "mine")
-    for step in (1, 4):
-        result = evaluated(capsys, f"{work / 'mine'}@{step}")
-        assert losses(result) == wanted[step]
-        assert result["same_as_logged"] is True
-        if "named" in variant:
-            assert [row["name"] for row in result["data"]] == ["first", "second", "all of them", "training data"]
-            names = {"val_loss", "val_loss/first", "val_loss/second", "val_bal", "train_eval_loss"}
-            assert losses(result).keys() == names
+    result = evaluated(capsys, f"{work / 'mine'}@4")
+    assert losses(result) == wanted[4]
+    assert result["same_as_logged"] is True
+    if "named" in variant:
+        assert [row["name"] for row in result["data"]] == ["first", "second", "all of them", "training data"]
+        names = {"val_loss", "val_loss/first", "val_loss/second", "val_bal", "train_eval_loss"}
+        assert losses(result).keys() == names
 
 
 def test_whatever_became_of_the_run(work, capsys):
@@ -191,12 +192,12 @@ def test_whatever_became_of_the_run(work, capsys):
     assert {step: wanted[step] for step in first} == first
     assert sorted(wanted) == [1, 2, 4, 6, 7, 8, 10]
     read = {}
-    for step, row in wanted.items():
+    for step in (1, 6, 8, 10):
         result = evaluated(capsys, f"run@{step}")
-        assert losses(result) == row
+        assert losses(result) == wanted[step]
         assert result["same_as_logged"] is True
         read[step] = result["data"][0]["batches"]
-    assert read == {1: 3, 2: 3, 4: 3, 6: 2, 7: 2, 8: 2, 10: 2}
+    assert read == {1: 3, 6: 2, 8: 2, 10: 2}
     assert evaluated(capsys, "fork@8")["logged"] is None
     assert losses(evaluated(capsys, "fork@10")) == validations(work / "fork")[10] == wanted[10]
 
@@ -215,8 +216,8 @@ def test_whatever_became_of_the_run(work, capsys):
     )
     again = validations(work / "run")
     assert again[10] != wanted[10]
-    for step, row in again.items():
-        assert losses(evaluated(capsys, f"run@{step}")) == row
+    for step in (6, 10):
+        assert losses(evaluated(capsys, f"run@{step}")) == again[step]
 
 
 def test_another_question_is_not_compared(work, capsys):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tokenizers
 import yaml
-from commands import run
 from made_runs import TEXT, make_run
 from tokenizers import processors
 
@@ -267,17 +266,18 @@ def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):
     assert not (tmp_path / "other" / NEWEST).exists(), "an export is replaced as a whole"
 
 
-def test_the_commands(made, tmp_path, capsys):
-    told = run("export", made, "--format", "hf", "--out", "out", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
+def test_the_commands(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(made), "--format", "hf", "--out", "out"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["hidden_size"], config["eos_token_id"]) == ("llama", 32, 256)
     words = ["--prompt", "12 π ", "--max_new_tokens", "4", "--top_k", "2"]
-    text = run("generate", "out", *words, cwd=tmp_path)
-    assert text.returncode == 0, text.stderr
-    assert text.stdout.startswith("12 π ")
+    capsys.readouterr()
+    assert main(["generate", "out", *words]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("12 π ")
     assert main(["generate", str(made), *words, "--num_samples", "3"]) == 0
-    assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text.stdout), "the same from the run itself"
+    assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text), "the same from the run itself"
     for wrong, message in (
         (["--top_p", "2"], "top_p is 2.0: it must be above 0 and at most 1"),
         (["--max_new_tokens", "0"], "max_new_tokens is 0: it must be at least 1"),
@@ -287,3 +287,10 @@ def test_the_commands(made, tmp_path, capsys):
         said = capsys.readouterr()
         assert said.out == ""
         assert message in said.err
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know(tmp_path, capsys):
+    made = make_run(tmp_path / "run", tokenizer_type="char")
+    assert main(["generate", str(made), "--prompt", "π", "--max_new_tokens", "5"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, "π" in said.err) == ("", True)

@@ -35,7 +35,7 @@ def made(tmp_path_factory):
     build([folder / "text.txt"], folder / "chars", tokenizer="char").close()
     (folder / "small.yaml").write_text(SMALL)
     config = Config.from_yaml(folder / "small.yaml")
-    config.phases = [{"steps": 1, "batch_size": 8, "seq_len": 17}]
+    config.phases, config.n_devices = [{"steps": 1, "batch_size": 8, "seq_len": 17}], 1
     Experiment(config).fit(folder / "data", folder / "run")
     return folder
 
