@@ -29,8 +29,8 @@ test-docs: $(VENV)/dev-installed ## every block of the documentation and the exa
 test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
 	$(PYTEST) -m "cluster and not long"
 
-test-long: $(VENV)/dev-installed ## matrices and many repetitions: hours
-	$(PYTEST) -m long
+test-long: $(VENV)/dev-installed ## matrices, many repetitions, many examples of each property: hours
+	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
 
 test-all: test test-docs test-cluster test-long ## all of these, one after the other
 

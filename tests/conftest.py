@@ -17,11 +17,16 @@ os.environ.setdefault("XLA_FLAGS", FAST)
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
 from leftovers import pytest_configure  # noqa: F401  (pytest calls it)
 
 from roxxel_dist.data.dataset import Roxxel
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Of each property `make test` tries a few examples, always the same, and `make test-long` many.
+settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("long", max_examples=200, deadline=None)
+settings.load_profile("few")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.curriculum.plan import Plan
@@ -56,7 +56,6 @@ def check_disjoint(plan):
     return seen
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 40), st.integers(0, 15)), max_size=4),
     st.integers(0, 2**31),
@@ -150,7 +149,6 @@ def test_the_past_cannot_be_amended():
         plan.amend(50, shapes((40, 4, 65, BOTH, "row")))
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 300),
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 50)), max_size=4),

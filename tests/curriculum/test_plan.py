@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.curriculum.plan import Plan
@@ -23,7 +23,6 @@ def spans(plan, step):
     return [(int(start), int(start) + rows.seq_len) for start in rows.offset]
 
 
-@settings(max_examples=60, deadline=None)
 @given(phases, st.integers(0, 2**31))
 def test_windows_are_contiguous_text_inside_one_range(shapes, seed):
     plan = plan_of(shapes, seed=seed)
@@ -36,7 +35,6 @@ def test_windows_are_contiguous_text_inside_one_range(shapes, seed):
             assert any(lo <= start and stop <= lo + n for lo, n in RANGES)
 
 
-@settings(max_examples=60, deadline=None)
 @given(phases, st.integers(0, 2**31))
 def test_no_token_twice_in_a_pass_whatever_the_phases(shapes, seed):
     plan = plan_of(shapes, seed=seed)

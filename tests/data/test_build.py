@@ -240,8 +240,15 @@ build(texts, out, tokenizer="byte", max_shard_bytes=600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("name", ["shard_00001.rox", ".tokenizer.json", ".build.json", ".commit.json"])
+def moments():
+    """Each file, and each signal; a few of them are quick enough for every time."""
+    quick = [("shard_00001.rox", signal.SIGINT), (".build.json", signal.SIGKILL), (".commit.json", signal.SIGKILL)]
+    for name in ("shard_00001.rox", ".tokenizer.json", ".build.json", ".commit.json"):
+        for number in (signal.SIGINT, signal.SIGKILL):
+            yield pytest.param(name, number, marks=() if (name, number) in quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "number"), moments())
 def test_an_interrupted_build_leaves_no_data_set_and_can_be_repeated(texts, tmp_path, name, number):
     out = tmp_path / "out"
     command = [sys.executable, "-c", BUILD, texts, out, name, str(int(number))]

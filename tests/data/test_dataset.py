@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.data.dataset import Roxxel
@@ -57,7 +57,6 @@ def test_ranges_are_the_shards(three):
     assert all(shard.tokens.nbytes <= 1500 for shard in ds.shards)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30),
     limit=st.integers(1, 200),
@@ -113,7 +112,6 @@ def test_estimate_steps_is_what_one_pass_yields(three):
 # -- split
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=25),
     fraction=st.floats(0.001, 0.99),

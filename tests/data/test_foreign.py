@@ -322,7 +322,7 @@ def read_all(path):
     return int(opened.tokens.sum())
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(["old.rox", "plain.npy", "raw.bin", "pair.bin", "pair.idx"]))
 def test_no_damage_raises_anything_but_value_error(tmp_path, data, name):
     write_all(tmp_path)
@@ -338,7 +338,7 @@ def test_no_damage_raises_anything_but_value_error(tmp_path, data, name):
         read_all(path if name != "pair.idx" else tmp_path / "pair.bin")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=300),
     name=st.sampled_from(["x.npy", "x.bin", "x.idx", "x.rox"]),

@@ -91,19 +91,21 @@ def test_kinds_of_text_can_be_mixed(tmp_path):
     assert texts_of(built(tmp_path / "in", tmp_path / "out")) == ["one", "two", "three"]
 
 
-@pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_workers_change_nothing(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("bpe", 3), ("char", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in (("bpe", 2), ("char", 3)))],
+)
+def test_workers_change_nothing(tmp_path, monkeypatch, kind, workers):
     monkeypatch.setattr("roxxel_dist.data.encode.BATCH_CHARACTERS", 700)
     write_json_lines(tmp_path / "a.jsonl")
     options = {"tokenizer": kind, "vocab_size": 300 if kind == "bpe" else None, "max_shard_bytes": 2000}
     built(tmp_path / "a.jsonl", tmp_path / "one", workers=1, **options)
     for module in ("encode", "build"):
         monkeypatch.setattr(f"roxxel_dist.data.{module}.PARALLEL_BYTES", 0)
-    for workers in (2, 3):
-        ds = built(tmp_path / "a.jsonl", tmp_path / f"out{workers}", workers=workers, **options)
-        files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-        assert {path.name: path.read_bytes() for path in (tmp_path / f"out{workers}").iterdir()} == files
-        assert [ds.tokenizer.decode(document.tolist()) for document in ds] == TEXTS
+    ds = built(tmp_path / "a.jsonl", tmp_path / "out", workers=workers, **options)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    assert [ds.tokenizer.decode(document.tolist()) for document in ds] == TEXTS
 
 
 def test_a_mistake_in_a_helper_process_is_told(tmp_path, monkeypatch):
@@ -129,7 +131,11 @@ build(sys.argv[1], sys.argv[2], vocab_size=300, max_shard_bytes=700, val_fractio
 
 @pytest.mark.parametrize(
     ("fraction", "killed_at", "finished"),
-    [(0.0, "parts/shard_00002.rox", [2]), (0.4, "train/shard_00001.rox", [1]), (0.4, "val/shard_00001.rox", [3, 1])],
+    [
+        (0.0, "parts/shard_00002.rox", [2]),
+        pytest.param(0.4, "train/shard_00001.rox", [1], marks=pytest.mark.long),
+        (0.4, "val/shard_00001.rox", [3, 1]),
+    ],
 )
 def test_a_killed_build_goes_on(tmp_path, capsys, fraction, killed_at, finished):
     write_json_lines(tmp_path / "a.jsonl")
@@ -167,8 +173,13 @@ roxxel_dist.data.build.build(
 """
 
 
-@pytest.mark.parametrize("earlier", ["nothing", "overwrite"])
-@pytest.mark.parametrize("published", [0, 1])
+@pytest.mark.parametrize(
+    ("published", "earlier"),
+    [
+        *((0, "overwrite"), (1, "nothing")),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((0, "nothing"), (1, "overwrite"))),
+    ],
+)
 def test_a_build_killed_between_its_halves_is_finished(tmp_path, capsys, published, earlier):
     """The half that is there is kept; the other is made without the word to replace anything of another build."""
     out = tmp_path / "out"
@@ -324,7 +335,7 @@ def test_saved_data_sets_that_cannot_be_read_are_named(tmp_path):
             saved_data_set(one)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"]))
 def test_damage_raises_nothing_but_value_error(tmp_path, data, name):
     path = tmp_path / name
@@ -343,7 +354,7 @@ def test_damage_raises_nothing_but_value_error(tmp_path, data, name):
         list(read(path, "text"))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200), name=st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"]))
 def test_random_bytes_raise_nothing_but_value_error(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.data.dataset import Roxxel
@@ -36,7 +36,6 @@ def check(data, documents, offsets, length):
         assert (segments[row].tolist(), positions[row].tolist()) == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=40).filter(any),
     separator=st.sampled_from([None, 0]),

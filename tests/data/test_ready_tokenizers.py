@@ -5,7 +5,7 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
@@ -107,7 +107,6 @@ def test_sentencepiece_ids_are_the_librarys_own(model, tmp_path, monkeypatch):
         _ = Tokenizer.load(model, "<none>").eos_id
 
 
-@settings(max_examples=50, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_has_the_librarys_ids(folder, model, text):
     own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -157,7 +156,6 @@ def test_damaged_models_are_named(model, tmp_path, cut):
         Tokenizer.load(tmp_path)
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_cut_or_random_models_raise_nothing_but_value_error(model, data, tmp_path_factory):
     content = model.read_bytes()

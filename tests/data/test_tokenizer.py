@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
@@ -41,7 +41,6 @@ def test_known_texts_come_back(one):
     assert one.encode("") == []
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=UNICODE)
 def test_every_text_comes_back_from_bytes_and_bpe(made, text):
     assert made["bpe"].decode(made["bpe"].encode(text)) == text
@@ -157,7 +156,6 @@ def test_a_ready_made_tokenizer_without_an_end_says_so(tmp_path):
         _ = tokenizer.eos_id
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     parts=st.lists(
         st.sampled_from(["word", " ", "\n", "\n\n", "é", "\t", "'s", "12", "\r\n", "🙂", "<|", "\x85", "\u3000"])

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from commands import run
 
+from roxxel_dist.cli import main
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.report import Report
 from roxxel_dist.data.verify import find_damage
@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("workers", [None, 1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_all_damage_is_found_and_named(folder, workers):
     with Roxxel(folder) as ds:
         assert len(ds.shards) == 5
@@ -45,19 +45,17 @@ def test_a_damaged_table_and_a_shrunk_file(folder):
     assert any("shard_00003.rox: 10000 bytes now" in message for message in messages)
 
 
-def test_the_command(folder):
-    result = run("data", "verify", folder, cwd=folder)
-    assert result.returncode == 1, result.stderr
-    lines = result.stdout.splitlines()
+def test_the_command(folder, capsys):
+    assert main(["data", "verify", str(folder)]) == 1
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
     assert [line.split(": ")[0].rsplit("/")[-1] for line in lines] == ["shard_00001.rox", "shard_00004.rox"]
     assert "block 2" in lines[0]
-    assert "verify: 100 %" in result.stderr
-    result = run("data", "verify", folder / "shard_00000.rox", cwd=folder)
-    assert (result.returncode, result.stdout) == (0, "1 shards, 10,010 tokens: whole\n")
+    assert "verify: 100 %" in said.err
+    assert main(["data", "verify", str(folder / "shard_00000.rox")]) == 0
+    assert capsys.readouterr().out == "1 shards, 10,010 tokens: whole\n"
     (folder / "shard_00000.rox").write_bytes(b"short")
-    result = run("data", "verify", folder, cwd=folder)
-    assert result.returncode == 1
-    assert "shard_00000.rox" in result.stdout
-    result = run("data", "verify", folder / "nothing", cwd=folder)
-    assert result.returncode == 2
-    assert "nothing" in result.stderr
+    assert main(["data", "verify", str(folder)]) == 1
+    assert "shard_00000.rox" in capsys.readouterr().out
+    assert main(["data", "verify", str(folder / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def test_a_cache_holds_what_is_computed(fields):
     read = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
     expected, cache = nnx.jit(lambda model, tokens: model(tokens))(model, tokens), model.empty_cache()
     found = []
-    for part in (tokens[:, :9], *jnp.split(tokens[:, 9:], 3, axis=1)):
+    for part in jnp.split(tokens, 3, axis=1):
         logits, cache = read(model, part, cache)
         found.append(logits)
     assert {leaf.dtype for layer in cache.layers for leaf in layer} == {HALF}
@@ -103,13 +103,11 @@ def test_the_gradient_of_a_lookup_is_added_up_in_float32():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_not_rounded(tied):
-    """In bfloat16 they would keep three digits of what the softmax looks at; their gradients are bfloat16."""
+    """In bfloat16 they would keep three digits of what the softmax looks at."""
     model, tokens = cast(build(weight_tying=tied)), jnp.arange(16)[None]
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     assert logits.dtype == FULL
     assert (logits != logits.astype(HALF).astype(FULL)).mean() > 0.9
-    gradients = nnx.grad(lambda model: next_token_loss(model, tokens))(model)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {HALF}
 
 
 def test_a_router_is_not_cast_for_a_step():

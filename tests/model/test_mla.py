@@ -47,16 +47,21 @@ def plain(layer, config, x, positions, segments):
     return out @ weight["out", "kernel"]
 
 
+VARIANTS = [
+    {},
+    {"pos_encoding": "none"},
+    {"rope_scale_factor": 4.0, "sliding_window": True, "context_window": 3},
+    {"no_sink": True, "pos_encoding": "learned", "sliding_window": True, "context_window": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "packed"),
     [
-        {},
-        {"pos_encoding": "none"},
-        {"rope_scale_factor": 4.0, "sliding_window": True, "context_window": 3},
-        {"no_sink": True, "pos_encoding": "learned", "sliding_window": True, "context_window": 2},
+        *((fields, number % 2 == 0) for number, fields in enumerate(VARIANTS)),
+        *(pytest.param(fields, number % 2 == 1, marks=pytest.mark.long) for number, fields in enumerate(VARIANTS)),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
 def test_both_forms_are_plain_numpy(fields, packed):
     x = jax.random.normal(jax.random.key(3), (2, 9, 32))
     segments, positions = (SEGMENTS, PLACES) if packed else (np.zeros(9, int), np.arange(9))

@@ -109,8 +109,8 @@ def pairs():
     variants = {"tied": {}, "untied": UNTIED, "mla": MLA, "moe": MOE, "plain moe": MOE | {"use_swiglu": False}}
     variants["adapters"] = ADAPTERS
     chunked = {"loss_chunk": 32, "scan_layers": True, "num_blocks": 2}
-    quick = [("untied", ALL_THREE), ("mla", FSDP), ("moe", TENSOR_FSDP)]
-    for name, fields in (variants | {"in chunks": chunked}).items():
+    quick = [("mla, untied", ALL_THREE), ("moe", TENSOR_FSDP)]
+    for name, fields in (variants | {"in chunks": chunked, "mla, untied": MLA | UNTIED}).items():
         for axes in (FSDP, TENSOR_FSDP, ALL_THREE, NO_FSDP):
             marks = () if (name, axes) in quick else pytest.mark.long
             label = " x ".join(f"{axis} {size}" for axis, size in axes.items())
