@@ -97,6 +97,7 @@ def test_a_window_of_the_whole_row_is_none():
     np.testing.assert_allclose(whole, window, atol=1e-6)
 
 
+@pytest.mark.long
 def test_rematerialised_gradients_are_the_same():
     x = jax.random.randint(jax.random.key(0), (2, 17), 0, 50)
     fields = {"no_sink": True, "sliding_window": True, "context_window": 4, "pos_encoding": "learned"}

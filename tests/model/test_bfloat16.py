@@ -101,7 +101,7 @@ def test_the_gradient_of_a_lookup_is_added_up_in_float32():
     np.testing.assert_allclose(np.float32(gradient), [[1000] * 3, [0] * 3])
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_logits_are_not_rounded(tied):
     """In bfloat16 they would keep three digits of what the softmax looks at."""
     model, tokens = cast(build(weight_tying=tied)), jnp.arange(16)[None]

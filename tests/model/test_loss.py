@@ -15,7 +15,10 @@ SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_
 
 
 def taken(**fields):
-    return take_apart(Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0, dropout=1)))
+    """Without its blocks: what is between embedding and loss is all one to the loss, and takes long to compile."""
+    model = Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0, dropout=1))
+    model.blocks = nnx.List([])
+    return take_apart(model)
 
 
 def measure(batch, dtype=None, **fields):
@@ -44,7 +47,7 @@ def batches():
 )
 def test_chunks_give_the_same_numbers(chunk, fields):
     """23 targets a row: 5 at a time with two places left over, one at a time, and all of them."""
-    for batch in batches()[1:] if fields else batches():
+    for batch in batches():
         (_, expected), gradients = measure(batch, **fields)
         (_, found), chunked = measure(batch, **fields, loss_chunk=chunk)
         assert found.keys() == expected.keys()

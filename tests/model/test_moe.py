@@ -76,11 +76,16 @@ def every_expert(moe, x):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"top_k_mlp": 1},
         {"n_experts": 8, "top_k_mlp": 3, "use_swiglu": False, "activation": "relu2"},
-        {"n_experts": 1, "top_k_mlp": 1},
-        {"n_experts": 3, "top_k_mlp": 3, "activation": "tanh"},
+        *(
+            pytest.param(fields, marks=pytest.mark.long)
+            for fields in (
+                {},
+                {"n_experts": 1, "top_k_mlp": 1},
+                {"n_experts": 3, "top_k_mlp": 3, "activation": "tanh"},
+            )
+        ),
     ],
 )
 def test_against_a_loop_over_tokens(fields):
@@ -117,7 +122,9 @@ def gradients(call, moe, x):
     return nnx.jit(nnx.grad(lambda m, x: (call(m, x) ** 2).sum(), argnums=(0, 1)))(moe, x)
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_k_mlp": 1, "use_swiglu": False, "activation": "gelu"}])
+@pytest.mark.parametrize(
+    "fields", [{}, pytest.param({"top_k_mlp": 1, "use_swiglu": False, "activation": "gelu"}, marks=pytest.mark.long)]
+)
 def test_gradients_are_those_of_computing_every_expert(fields):
     moe, x = layer(**fields), tokens(2, 70)
     found, expected = gradients(lambda m, x: m(x)[0], moe, x), gradients(every_expert, moe, x)
@@ -291,6 +298,7 @@ def test_the_loss_and_the_balance_loss():
     assert set(nnx.eval_shape(token_losses, model(use_moe=False, num_blocks=1), x)) == {"loss", "row_loss"}
 
 
+@pytest.mark.long
 def test_checkpointed_gradients_are_the_same():
     plain, remat = (
         nnx.jit(nnx.value_and_grad(next_token_loss))(

@@ -11,11 +11,15 @@ LOGITS = jnp.log(jnp.array([0.05, 0.4, 0.15, 0.3, 0.1]))
 DRAWS = 4000
 
 
+@jax.jit
+def draws(one):
+    return jax.vmap(lambda place: draw(LOGITS[None], place[None], one)[0])(jnp.arange(DRAWS))
+
+
 def shares(**options):
     """How often each token is drawn, of many places of one row."""
     one = how(Sampling(**{"temperature": 1.0, **options}), [3], None)
-    drawn = jax.jit(jax.vmap(lambda place: draw(LOGITS[None], place[None], one)[0]))(jnp.arange(DRAWS))
-    return np.bincount(drawn, minlength=5) / DRAWS
+    return np.bincount(draws(one), minlength=5) / DRAWS
 
 
 @pytest.mark.parametrize(
@@ -44,9 +48,10 @@ def test_shares_of_tokens(options, expected):
 def test_a_row_draws_by_its_seed_and_place_alone():
     one, other = (how(Sampling(temperature=1.0), seeds, None) for seeds in ([7], [1, 7, 7]))
     rows = jnp.stack([LOGITS[::-1], LOGITS, LOGITS])
+    draw_rows = jax.jit(draw)
     for place in range(20):
-        alone = draw(LOGITS[None], jnp.array([place]), one)[0]
-        assert alone == draw(rows, jnp.array([5, place, place]), other)[1]
+        alone = draw_rows(LOGITS[None], jnp.array([place]), one)[0]
+        assert alone == draw_rows(rows, jnp.array([5, place, place]), other)[1]
 
 
 @pytest.mark.parametrize(
