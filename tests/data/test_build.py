@@ -248,7 +248,7 @@ def moments():
             yield pytest.param(name, number, marks=() if (name, number) in quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("name", "number"), moments())
+@pytest.mark.parametrize(("name", "number"), list(moments()))
 def test_an_interrupted_build_leaves_no_data_set_and_can_be_repeated(texts, tmp_path, name, number):
     out = tmp_path / "out"
     command = [sys.executable, "-c", BUILD, texts, out, name, str(int(number))]

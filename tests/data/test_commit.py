@@ -21,6 +21,7 @@ NEW = [b"new-1", b"new-2"]
 WRITERS = """
 import os, signal, sys
 from roxxel_dist.data.dataset import Roxxel
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where who has started the tests ignores it
 top, mode, number, old = sys.argv[1], sys.argv[2], int(sys.argv[3]), [text.encode() for text in sys.argv[4:]]
 def write(data, left):
     def hook(event, args):

@@ -6,14 +6,15 @@ from flax import nnx
 
 from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.stack import is_stacked, stacked, unstacked
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.state import take_apart
 
-SMALL = {"dim": 16, "num_blocks": 3, "vocab_size": 40, "max_context": 32, "head_size": 8}
+SMALL = {"dim": 16, "num_blocks": 2, "vocab_size": 40, "max_context": 32, "head_size": 8}
 MLA = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4}
-MOE = {"use_moe": True, "n_experts": 4, "dropout_rate": 0.2, "gradient_checkpointing": True}
+PLAIN = {"dropout_rate": 0.2, "gradient_checkpointing": True}
+MOE = {"use_moe": True, "n_experts": 4, **PLAIN}
 
 
 def build(**fields):
@@ -30,7 +31,7 @@ def packed():
     return Packed(tokens(2, 17), jnp.stack([segments] * 2), jnp.stack([places] * 2))
 
 
-@pytest.mark.parametrize("fields", [MOE, pytest.param(MLA, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fields", [PLAIN, *(pytest.param(fields, marks=pytest.mark.long) for fields in (MOE, MLA))])
 def test_the_same_weights_losses_and_gradients(fields):
     def look(scan):
         model = build(**fields, scan_layers=scan)
@@ -48,15 +49,21 @@ def test_the_same_weights_losses_and_gradients(fields):
     assert any(is_stacked(name) for name in whole)
     for name, leaf in unstacked(whole).items():
         assert np.array_equal(leaf, apart[name]), name
-    assert len(jax.tree.leaves(stacked_rest)) * 3 == len(jax.tree.leaves(rest)), "random streams, if any"
+    assert len(jax.tree.leaves(stacked_rest)) * 2 == len(jax.tree.leaves(rest)), "random streams, if any"
     ((one, rest_after), grads), ((other, stacked_after), stacked_grads) = expected, found
     assert float(other) == pytest.approx(float(one), rel=1e-6)
     for name, leaf in unstacked(stacked_grads).items():
         np.testing.assert_allclose(leaf, grads[name], atol=1e-6, err_msg=name)
     counts = [leaf for name, leaf in stacked_after.items() if name.endswith("count")]
-    assert all(np.array_equal(leaf, [2] * 3) for leaf in counts), "a block draws twice"
+    assert all(np.array_equal(leaf, [2, 2]) for leaf in counts), "a block draws twice"
     assert bool(counts) == bool(fields.get("dropout_rate"))
     assert all(int(leaf) == 2 for name, leaf in rest_after.items() if name.endswith("count"))
+
+
+def test_the_balance_of_experts_is_added_up():
+    losses = [nnx.jit(token_losses)(build(use_moe=True, scan_layers=scan), tokens(2, 9)) for scan in (False, True)]
+    for name in ("loss", "balance_loss"):
+        assert float(losses[1][name]) == pytest.approx(float(losses[0][name]), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +86,9 @@ def test_a_block_is_compiled_once_however_many_there_are():
     def program(blocks, scan):
         config = ModelConfig(**SMALL | {"num_blocks": blocks}, scan_layers=scan)
         parts, *leaves = take_apart(Transformer(config, nnx.Rngs(params=0)))
-        loss = jax.grad(lambda *given: next_token_loss(parts.merge(*given[:-1], training=True), given[-1]))
-        lowered = jax.jit(loss).lower(*leaves, tokens(2, 9))
+        lowered = jax.jit(lambda *given: parts.merge(*given[:-1], training=True)(given[-1])).lower(
+            *leaves, tokens(2, 9)
+        )
         return lowered.as_text().count("stablehlo.dot_general")
 
     few, many = program(2, True), program(4, True)
@@ -90,7 +98,8 @@ def test_a_block_is_compiled_once_however_many_there_are():
 
 def test_work_is_counted_alike():
     for fields in (MOE, MLA):
-        assert build(**fields, scan_layers=True).flops_per_token(9) == build(**fields).flops_per_token(9)
+        stack, blocks = (nnx.eval_shape(lambda s=s, f=fields: build(**f, scan_layers=s)) for s in (True, False))
+        assert stack.flops_per_token(9) == blocks.flops_per_token(9)
 
 
 def test_names():
