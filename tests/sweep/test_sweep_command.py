@@ -2,18 +2,28 @@
 
 import json
 import os
+import pty
 import re
+import select
+import shlex
 import signal
 import subprocess
-import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
+import process_ray
+import psutil
 import pytest
-from commands import command, environment, on_terminal, run, wait_for
+from commands import TERMINAL, command, environment, gone, on_terminal, wait_for
 from sweep_desk import write_base, write_sweep
 
+from roxxel_dist.cli import main
+from roxxel_dist.sweep import controller
+from roxxel_dist.sweep.local_ray import PREFIX
+from roxxel_dist.sweep.session import Session
 from roxxel_dist.sweep.study import read_study
+from roxxel_dist.train.cursor import read_cursor
 
 SWEEP = {
     "method": "bayes",
@@ -37,42 +47,74 @@ def desk(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def sweep(desk, monkeypatch, capsys):
+    """The command in this process: (exit code, what it printed, what it said)."""
+
+    def ask(*more):
+        code = main([*WORDS, *map(str, more)])
+        return code, *capsys.readouterr()
+
+    monkeypatch.chdir(desk)
+    return ask
+
+
 def events(study, kind):
     lines = (study / "journal.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def test_a_sweep_and_its_continuation(desk):
-    first = run(*WORDS, "--count", 2, "--workers", 2, cwd=desk)
-    assert first.returncode == 0, first.stdout + first.stderr
+@pytest.mark.timeout(900)
+def test_a_killed_sweep_goes_on_and_its_best_can_be_trained(desk, monkeypatch):
     study = desk / "studies" / "small"
+    with tempfile.TemporaryDirectory(prefix="r") as temporary:
+        env = environment(TMPDIR=temporary, RAY_ADDRESS="192.0.2.1:6379")  # of a cluster that it must not join
+        words = command(*WORDS, "--count", 2)
+        with subprocess.Popen(words, cwd=desk, env=env, stderr=subprocess.DEVNULL) as first:
+            wait_for(lambda: (study / "journal.jsonl").exists() and len(events(study, "start")) == 2, what="trial 1")
+            family = psutil.Process(first.pid).children(recursive=True)
+            links = [link for one in family for link in one.net_connections() if link.status == "LISTEN"]
+            first.kill()
+        assert {link.laddr.ip.removeprefix("::ffff:") for link in links} == {"127.0.0.1"}
+        assert len(events(study, "result")) == 1
+        wait_for(lambda: all(gone(one.pid) for one in family), what="the end of its Ray and of its trial")
+        assert list(Path(temporary).glob(f"{PREFIX}*"))
+        text, code = sweep_on_terminal(desk, env, "--study", "studies/small", "--count", "2")  # it remembers all else
+        assert not list(Path(temporary).glob(f"{PREFIX}*"))
+    assert code == 0, text
+    assert "1 of 2 trials: 1 running" in text
+    assert "2 of 2 trials: 0 running, 2 done" in text
+    assert re.search(r"best val_loss: [\d.]+, trial [01]: dim (16|32), lr 0\.\d+", text)
     assert {path.name for path in study.iterdir()} >= {"study.yaml", "config.yaml", "journal.jsonl", "trials", "report"}
     assert (study / "report" / "report.html").is_file()
     done = read_study(study).done
-    assert len(done) == 2
+    assert sorted((trial.number, trial.attempts) for trial in done) == [(0, 1), (1, 2)]
+    assert done[0].params != done[1].params
     for trial in done:
         folder = study.joinpath("trials", str(trial.number))
         assert [step for step, _ in trial.reports] == [1, 3, 6]
-        assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
+        assert list(folder.glob("wandb/offline-run-*/*.wandb"))
         assert not (folder / "data").exists()  # the shards are the study's
-    assert re.search(r"best val_loss: [\d.]+, trial [01]: dim (16|32), lr 0\.\d+", first.stdout)
 
-    again = run("sweep", "--study", "studies/small", "--count", 3, cwd=desk)  # it remembers all else
-    assert again.returncode == 0, again.stdout + again.stderr
-    history = read_study(study).history
-    assert [trial.number for trial in history.trials.values()] == [0, 1, 2]
-    assert history.trials[0].attempts == history.trials[1].attempts == 1
-    assert len({json.dumps(trial.params) for trial in history.trials.values()}) == 3
-
-    made = run("report", "studies/small", "--best_config", "best.yaml", cwd=desk)
-    assert made.returncode == 0, made.stderr
-    trained = run(
-        "train", "--config", "best.yaml", "--data_path", "studies/small/data/byte", "--run_dir", "r", cwd=desk
-    )
-    assert trained.returncode == 0, trained.stderr
+    monkeypatch.chdir(desk)
+    assert main(["report", "studies/small", "--best_config", "best.yaml"]) == 0
+    assert main(["train", "--config", "best.yaml", "--data_path", "studies/small/data/byte", "--run_dir", "r"]) == 0
     lines = (desk / "r" / "metrics.jsonl").read_text().splitlines()
     values = [json.loads(line)["val_loss"] for line in lines if "val_loss" in line]
-    assert min(values) == history.best.value  # the trial again, to the bit
+    assert min(values) == done[0].value  # the trial again, to the bit
+
+
+def sweep_on_terminal(desk, env, *words):
+    """What a sweep shows on a terminal, and its exit code."""
+
+    env = env | TERMINAL | {"COLUMNS": "140", "LINES": "40"}
+
+    def start(theirs):
+        line = command("sweep", *words)
+        return subprocess.Popen(line, cwd=desk, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+
+    process, text = on_terminal(start)
+    return text, process.wait(60)
 
 
 @pytest.mark.long
@@ -101,23 +143,54 @@ def test_ctrl_c_and_on(desk):
     assert "resuming after step" in (study / "logs" / "0.log").read_text()
 
 
-def test_what_it_would_take(desk):
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_sweep_whose_terminal_is_closed_lets_its_trial_save_and_goes_on(desk):
+    """With it goes the shell, and all that the shell has started is told, Ray's processes too."""
+    write_base(desk, 100_000, 100, tokenizer_type="byte", checkpoint_every=10**9)
+    study = desk / "studies" / "small"
+    shell = ["setsid", "--ctty", "sh", "-c", f"{shlex.join(command(*WORDS, '--count', 1))}; true"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(shell, cwd=desk, env=environment(**TERMINAL), stdin=theirs, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+
+        def reported():  # somebody must read what the terminal shows
+            while select.select([ours], [], [], 0)[0]:
+                os.read(ours, 4096)
+            return (study / "journal.jsonl").exists() and len(events(study, "report")) >= 2
+
+        wait_for(reported, what="a report")
+        (driver,) = [event["driver"]["pid"] for event in events(study, "study")]
+        family = [driver, *(one.pid for one in psutil.Process(driver).children(recursive=True))]
+        os.close(ours)
+    wait_for(lambda: all(gone(pid) for pid in family), what="the end of all")
+    saved = read_cursor(study / "trials" / "0")["step"]
+    assert saved >= events(study, "report")[-1]["step"]
+    assert read_study(study).history.trials[0].state == "running"  # it waits to be taken up
+    with subprocess.Popen(command(*WORDS, "--count", 1), cwd=desk, env=environment()) as again:
+        wait_for(lambda: events(study, "report")[-1]["step"] > saved, what="a report of the second start")
+        again.send_signal(signal.SIGTERM)
+    assert again.returncode == 42
+    assert [event["attempt"] for event in events(study, "start")] == [0, 1]
+
+
+def test_what_it_would_take(desk, sweep):
     before = sorted(desk.rglob("*"))
-    done = run(*WORDS, "--count", 8, "--workers", 2, "--dry_run", cwd=desk)
-    assert done.returncode == 0, done.stderr
-    assert "bayes search over 2 parameters, minimize val_loss" in done.stdout
-    assert "trials: 8 trials; 2 at once" in done.stdout
-    assert "devices: 1 host(s) and 1 process(es) a trial, in a Ray of its own on this machine" in done.stdout
-    assert re.search(r"6 to 6 steps, [\d,]+ to [\d,]+ parameters", done.stdout)
-    assert re.search(r"hours: about [\d.e-]+ \(\d+:\d\d\) for 8 trial\(s\), \d+:\d\d a trial, from", done.stdout)
+    code, out, err = sweep("--count", 8, "--workers", 2, "--dry_run")
+    assert code == 0, err
+    assert "bayes search over 2 parameters, minimize val_loss" in out
+    assert "trials: 8 trials; 2 at once" in out
+    assert "devices: 1 host(s) and 1 process(es) a trial, in a Ray of its own on this machine" in out
+    assert re.search(r"6 to 6 steps, [\d,]+ to [\d,]+ parameters", out)
+    assert re.search(r"hours: about [\d.e-]+ \(\d+:\d\d\) for 8 trial\(s\), \d+:\d\d a trial, from", out)
     assert sorted(desk.rglob("*")) == before
 
 
-def test_what_can_never_run_is_told_by_a_dry_run(desk):
+def test_what_can_never_run_is_told_by_a_dry_run(desk, sweep):
     (desk / "rules.yaml").write_text("constraints: [dim > 100]\n")
-    done = run(*WORDS, "--count", 8, "--extras", "rules.yaml", "--dry_run", cwd=desk)
-    assert done.returncode == 2
-    assert "there is no configuration that can be run: the constraint 'dim > 100' does not hold" in done.stderr
+    code, _, err = sweep("--count", 8, "--extras", "rules.yaml", "--dry_run")
+    assert code == 2
+    assert "there is no configuration that can be run: the constraint 'dim > 100' does not hold" in err
 
 
 @pytest.mark.parametrize(
@@ -136,32 +209,34 @@ def test_what_can_never_run_is_told_by_a_dry_run(desk):
         (["--ray_address", "nowhere"], "write `auto`, or HOST:PORT"),
     ],
 )
-def test_slips_leave_nothing_behind(desk, options, said):
+def test_slips_leave_nothing_behind(desk, sweep, options, said):
     before = sorted(desk.rglob("*"))
-    done = run(*WORDS, *options, cwd=desk)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    code, _, err = sweep(*options)
+    assert code == 2, err
+    assert said in err
     assert sorted(desk.rglob("*")) == before
 
 
-def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk):
+def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk, sweep, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     before = sorted(desk.rglob("*"))
-    done = run(*WORDS, "--count", 1, "--ray_address", "127.0.0.1:9", cwd=desk, RAY_AUTH_MODE="token")
-    assert done.returncode == 69, done.stderr
-    assert "no head of a Ray cluster answers there" in done.stderr
+    code, _, err = sweep("--count", 1, "--ray_address", "127.0.0.1:9")
+    assert code == 69, err
+    assert "no head of a Ray cluster answers there" in err
     assert sorted(desk.rglob("*")) == before
 
 
-def test_a_first_start_that_was_refused_can_be_mended(desk):
+def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch):
+    monkeypatch.setattr(controller, "connected", process_ray.connected)
     (desk / "more.yaml").write_text("resources: {none_such: 1}")
-    refused = run(*WORDS, "--extras", "more.yaml", "--count", 1, cwd=desk)
-    assert refused.returncode == 2, refused.stderr
-    assert "0 none_such" in refused.stderr
+    words = ("--extras", "more.yaml", "--count", 1, "--ray_address", process_ray.ADDRESS)
+    code, _, err = sweep(*words)
+    assert code == 2, err
+    assert "0 none_such" in err
     assert not (desk / "studies").exists()
     (desk / "more.yaml").write_text("resources: {CPU: 1}")
-    looked = run(*WORDS, "--extras", "more.yaml", "--count", 1, "--dry_run", "--procs_per_host", 2, cwd=desk)
-    assert looked.returncode == 0, looked.stderr
+    code, _, err = sweep(*words, "--dry_run", "--procs_per_host", 2)
+    assert code == 0, err
 
 
 @pytest.mark.parametrize(
@@ -176,43 +251,27 @@ def test_a_first_start_that_was_refused_can_be_mended(desk):
         ({"metric": {"name": "vall_loss"}}, "no training logs 'vall_loss': did you mean 'val_loss'?"),
     ],
 )
-def test_slips_in_the_file(desk, change, said):
+def test_slips_in_the_file(desk, sweep, change, said):
     write_sweep(desk, SWEEP | change, "small.yaml")
-    done = run(*WORDS, "--count", 1, cwd=desk)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
+    code, _, err = sweep("--count", 1)
+    assert code == 2, err
+    assert said in err
     assert not (desk / "studies").exists()
 
 
-def test_a_study_is_of_one_sweep_and_one_base(desk):
-    write_base(desk, 1, 3, tokenizer_type="byte")
-    assert run(*WORDS, "--count", 1, "--wandb", "off", cwd=desk).returncode == 0
+def test_a_study_is_of_one_sweep_and_one_base(desk, sweep, monkeypatch):
+    monkeypatch.setattr(Session, "run", lambda session: 0)  # it is begun, and no trial is run
+    assert sweep("--count", 1, "--wandb", "off")[0] == 0
     for more, said in (
         (["--seed", "7"], "begun with other settings (seed 42 -> 7)"),
         (["--wandb", "offline"], "begun with other settings (wandb off -> offline)"),
         (["--data_path", "base.yaml"], "was begun with"),
         (["--wandb", "online"], "was begun with a search of its own, which a W&B server (--wandb online) cannot lead"),
     ):
-        refused = run(*WORDS, "--count", 1, *more, cwd=desk)
-        assert refused.returncode == 2
-        assert said in refused.stderr
+        code, _, err = sweep("--count", 1, *more)
+        assert code == 2
+        assert said in err
     write_sweep(desk, {**SWEEP, "parameters": {"dim": {"values": [16, 64]}}}, "small.yaml")
-    refused = run(*WORDS, "--count", 1, "--wandb", "off", cwd=desk)
-    assert refused.returncode == 2
-    assert "is not what studies/small was begun with" in refused.stderr
-
-
-def test_a_terminal_shows_a_table(desk):
-    write_base(desk, 3, 3, tokenizer_type="byte")
-    words = [sys.executable, "-m", "roxxel_dist", *WORDS, "--count", "1", "--wandb", "off"]
-    env = environment(TERM="xterm", COLUMNS="140", LINES="40")
-
-    def start(theirs):
-        process = subprocess.Popen(words, cwd=desk, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        return process
-
-    process, text = on_terminal(lambda theirs: start(os.dup(theirs)))
-    assert process.wait(60) == 0
-    assert "0 of 1 trials: 1 running" in text
-    assert "1 of 1 trials: 0 running, 1 done" in text
+    code, _, err = sweep("--count", 1, "--wandb", "off")
+    assert code == 2
+    assert "is not what studies/small was begun with" in err
