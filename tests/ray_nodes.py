@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from commands import wait_for
 from hosts import ROOT, Cluster
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -156,12 +157,11 @@ def launch(nodes: RayNodes, folder: Path, *more: object, hosts: int = 2, **optio
     return nodes.hosts.run(words(nodes.address, hosts, *more), on="h1", cwd=folder, env=env, **options)
 
 
-def begin(
-    nodes: RayNodes, folder: Path, until: Callable[[Callable[[], Any], str], None], *more: object, ranks: int = 2
-) -> "subprocess.Popen[bytes]":
+def begin(nodes: RayNodes, folder: Path, *more: object, ranks: int = 2) -> "subprocess.Popen[bytes]":
     """A launch whose ranks are all up."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     process = nodes.hosts.popen(words("auto", 2, *more), on="h1", cwd=folder, env=nodes.environment, **pipes)
-    until(lambda: process.poll() is not None or len(list(folder.glob("up.*"))) == ranks, "the ranks")
+    # A node may still be joining, and Ray has --place-timeout to find it.
+    wait_for(lambda: process.poll() is not None or len(list(folder.glob("up.*"))) == ranks, 240, "the ranks' start")
     assert process.poll() is None, process.communicate()
     return process

@@ -134,7 +134,7 @@ def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Pa
     ["rank", "launcher", pytest.param("worker", marks=pytest.mark.long), pytest.param("agent", marks=pytest.mark.long)],
 )
 def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: Path, until: Until) -> None:
-    job = begin(nodes, tmp_path, until, "--max-restarts", 0, "--", "bash", "-c", STAY)
+    job = begin(nodes, tmp_path, "--max-restarts", 0, "--", "bash", "-c", STAY)
     parts = {"agent": "launcher.agent", "rank": "bash -c touch", "worker": "RayNode"}
     os.kill(job.pid if victim == "launcher" else nodes.pid("h2", parts[victim]), signal.SIGKILL)
     _, err = job.communicate(timeout=60)
