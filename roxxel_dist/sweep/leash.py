@@ -30,6 +30,7 @@ def main(command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whose parent dies becomes a child of this process
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # a handler, not SIG_IGN: the program would inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # as a worker of Ray has it (see local_ray)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509 (no threads)
     except FileNotFoundError:

@@ -59,6 +59,9 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
             if ray.is_initialized():
                 raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
+            # Its processes inherit what is blocked. A terminal that is closed tells all of its processes, and those of
+            # Ray would end before their driver has told its trials to save.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
             try:
                 try:
                     ray.init(
@@ -74,6 +77,8 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
                     )
                 except Exception as error:  # a bare one, where its processes took too long
                     raise ClusterError(f"Ray does not start on this machine: {error}") from error
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 yield ray
             finally:
                 ray.shutdown()

@@ -15,7 +15,7 @@ from pathlib import Path
 import process_ray
 import psutil
 import pytest
-from commands import TERMINAL, command, environment, gone, on_terminal, wait_for
+from commands import TERMINAL, command, environment, gone, on_terminal, run, wait_for
 from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.cli import main
@@ -73,6 +73,10 @@ def test_a_killed_sweep_goes_on_and_its_best_can_be_trained(desk, monkeypatch):
         with subprocess.Popen(words, cwd=desk, env=env, stderr=subprocess.DEVNULL) as first:
             wait_for(lambda: (study / "journal.jsonl").exists() and len(events(study, "start")) == 2, what="trial 1")
             family = psutil.Process(first.pid).children(recursive=True)
+            # A terminal that is closed tells all that it has started: Ray's processes stay until the driver ends them.
+            told = [one.pid for one in family if os.getpgid(one.pid) == os.getpgid(first.pid)]
+            assert told
+            assert all(_blocks(pid, signal.SIGHUP) for pid in told)
             links = [link for one in family for link in one.net_connections() if link.status == "LISTEN"]
             first.kill()
         assert {link.laddr.ip.removeprefix("::ffff:") for link in links} == {"127.0.0.1"}
@@ -98,10 +102,17 @@ def test_a_killed_sweep_goes_on_and_its_best_can_be_trained(desk, monkeypatch):
 
     monkeypatch.chdir(desk)
     assert main(["report", "studies/small", "--best_config", "best.yaml"]) == 0
-    assert main(["train", "--config", "best.yaml", "--data_path", "studies/small/data/byte", "--run_dir", "r"]) == 0
+    words = ("--config", "best.yaml", "--data_path", "studies/small/data/byte", "--run_dir", "r")
+    trained = run("train", *words, cwd=desk)  # with one device, as the trial
+    assert trained.returncode == 0, trained.stderr
     lines = (desk / "r" / "metrics.jsonl").read_text().splitlines()
     values = [json.loads(line)["val_loss"] for line in lines if "val_loss" in line]
     assert min(values) == done[0].value  # the trial again, to the bit
+
+
+def _blocks(pid, number):
+    mask = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    return int(mask, 16) >> (number - 1) & 1 == 1
 
 
 def sweep_on_terminal(desk, env, *words):
@@ -164,6 +175,7 @@ def test_a_sweep_whose_terminal_is_closed_lets_its_trial_save_and_goes_on(desk):
         family = [driver, *(one.pid for one in psutil.Process(driver).children(recursive=True))]
         os.close(ours)
     wait_for(lambda: all(gone(pid) for pid in family), what="the end of all")
+    assert "asked to stop: step" in (study / "logs" / "0.log").read_text()
     saved = read_cursor(study / "trials" / "0")["step"]
     assert saved >= events(study, "report")[-1]["step"]
     assert read_study(study).history.trials[0].state == "running"  # it waits to be taken up

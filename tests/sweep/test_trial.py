@@ -270,6 +270,18 @@ def test_a_program_is_waited_for_where_many_files_are_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_program_hears_of_a_closed_terminal_where_its_worker_does_not(tmp_path):
+    asks = "import signal; raise SystemExit(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        child = Child([sys.executable, "-c", asks], environment({}), tmp_path / "log", "title")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    while child.wait(1.0) is None:
+        pass
+    assert child.end() == 0, child.said()
+
+
 @pytest.mark.long
 def test_a_warm_up_that_was_cut_stays_so_where_the_trial_goes_on(tmp_path):
     make_corpus(tmp_path)
