@@ -18,6 +18,7 @@ from commands import FAST, command, environment, losses, rows, run
 from hosts import Cluster
 
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher import member as member_file
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.member import Member, NoFirstHostError, find_first, told
 
@@ -223,6 +224,18 @@ def test_host_0_is_where_its_name_leads() -> None:
     other = Member(hosts=2, index=1, first="192.0.2.1", procs=1)
     assert find_first(other, 0, said.append, lambda seconds: False) == "192.0.2.1"
     assert said == []
+
+
+def test_a_member_tells_once_that_it_waits_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_file, "TELL_S", 0.0)
+    said: list[str] = []
+    turns = iter([False, False, True])
+    other = Member(hosts=2, index=1, first="nobody.invalid", procs=1)
+    assert find_first(other, 600, said.append, lambda seconds: next(turns)) is None
+    (line,) = said
+    assert line.startswith("--first nobody.invalid: no such name; ")
+    assert line.endswith("; waiting up to 600 s (--host-timeout)")
+    assert list(turns) == []
 
 
 def test_flags_win_over_variables() -> None:

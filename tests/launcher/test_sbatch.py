@@ -117,6 +117,16 @@ def test_slips_are_told_before_anything_is_submitted(words: list[str], said: str
     assert said in told.stderr
 
 
+def test_what_cannot_be_in_an_allocation(cli: Launch, tmp_path: Path) -> None:
+    inside = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "PATH": "/nowhere"}
+    for options, said in (
+        (["--slurm-time", "3"], "--slurm-time is for a job that is still"),
+        ([], "there is no `srun`"),
+    ):
+        told = cli("launch", "slurm", *options, "--", "true", cwd=tmp_path, environ=inside)
+        assert (told.returncode, said in told.stderr) == (2, True), told.stderr
+
+
 def lines(**more: Any) -> list[str]:
     request = Request(nodes=3, procs_per_host=2, output="o", directory="/d", grace=30, **more)
     return script(request, ["python", "a b", "it's"]).splitlines()

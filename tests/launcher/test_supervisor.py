@@ -371,7 +371,7 @@ def test_a_lost_agent_ends_the_other_hosts(launch: Launch, alive: Alive, until: 
 
 
 def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Alive, until: Until) -> None:
-    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"], silent_s=2.0)
+    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"], silent_s=4.0)
     job.marks("ready.*", 2)
     guards = psutil.Process(job.process.pid).children()
     family = [child.pid for child in psutil.Process(job.process.pid).children(recursive=True)]
@@ -379,7 +379,7 @@ def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Ali
     os.kill(agent.pid, signal.SIGSTOP)
     code, _, err = job.wait()
     assert code == 137
-    assert "host right has said nothing for 2 s" in err
+    assert "host right has said nothing for 4 s" in err
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 

@@ -48,22 +48,22 @@ def log(folder):
 
 
 def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
-    launcher = job(3)
+    launcher = job(2)
 
     def ask(_):
-        time.sleep(random.uniform(0, 5))
+        time.sleep(random.uniform(0, 3))
         return ask_for_checkpoint(folder, 60)
 
-    with ThreadPoolExecutor(20) as people:
-        answers = list(people.map(ask, range(20)))
+    with ThreadPoolExecutor(12) as people:
+        answers = list(people.map(ask, range(12)))
     said = run("save", folder, cwd=folder.parent)
     (folder / "stop").touch()
     assert launcher.wait(60) == 0, log(folder)
-    first, second, third = seen(folder, 3)
-    assert first == second == third
+    first, second = seen(folder, 2)
+    assert first == second
     assert sorted(set(first)) == first, "a step was saved twice"
     assert said.stdout == f"saved: step {first[-1]}\n", said.stderr
     assert sorted({*answers, first[-1]}) == first
-    assert len(first) > 5, "all at once: nothing was tried"
+    assert len(first) > 2, "all at once: nothing was tried"
     assert {step % 3 for step in first} == {0}, "a step that is not logged was saved"
     assert not [path for path in folder.iterdir() if path.name.startswith(".save")]

@@ -28,6 +28,34 @@ def work(tmp_path_factory):
     return folder
 
 
+def test_killed_stopped_and_forked_on_other_processes_it_is_the_same_run(work):
+    """kill -9 of a rank, after which the launcher starts again; Ctrl-C; from there on a fork on a single process."""
+    torn, told = work / "torn", work / "started.log"
+    launcher = start(*launched(2, 2, "torn", restarts=1), cwd=work)
+    try:
+        wait_for(lambda: max(rows(torn), default=0) >= 2, what="step 2")
+        ranks = ranks_of(launcher)
+        wait_for(lambda: max(rows(torn)) >= 6, what="step 6")
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_for(lambda: "restart 1 of 1" in told.read_text(), what="the restart")
+        done = max(rows(torn))
+        wait_for(lambda: max(rows(torn)) > done, what=f"step {done + 1}")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 42, told.read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert "rank 1 failed first: signal SIGKILL" in told.read_text()
+    assert "resuming after step" in told.read_text()
+    saved = max(int(path.name) for path in (torn / "checkpoints").iterdir())
+    words = ["launch", "local", "--nprocs", 1, "--devices-per-proc", 4, "--", "train", "--fork", f"torn@{saved}"]
+    forked = run(*words, "--run_dir", "forked", cwd=work)
+    assert forked.returncode == 0, forked.stdout + forked.stderr
+    assert min(losses(work / "forked")) == saved + 1
+    assert losses(torn) | losses(work / "forked") == losses(work / "whole")
+    assert len(losses(work / "whole")) == STEPS
+
+
 @LONG
 def test_every_topology_reads_the_same_tokens(work):
     script = os.path.join(os.path.dirname(__file__), "batch_hashes.py")
@@ -95,9 +123,8 @@ def ranks_of(launcher):
     return found
 
 
-@pytest.mark.parametrize(
-    "whom", ["rank 1", *(pytest.param(other, marks=LONG) for other in ("rank 0", "every rank", "launcher"))]
-)
+@LONG
+@pytest.mark.parametrize("whom", ["rank 0", "rank 1", "every rank", "launcher"])
 def test_killed_and_started_again_it_is_the_same_run(work, whom):
     """kill -9 at a random step, twice; then on to the end. Every loss is that of the run that never stopped."""
     chosen = random.Random()
@@ -124,6 +151,7 @@ def test_killed_and_started_again_it_is_the_same_run(work, whom):
     assert losses(work / run_dir) == losses(work / "whole")
 
 
+@LONG
 def test_asked_to_stop_it_saves_and_goes_on_later(work):
     launcher = start(*launched(2, 2, "stopped"), cwd=work)
     try:

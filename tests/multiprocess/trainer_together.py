@@ -1,6 +1,6 @@
 """Run by every rank: trains in FOLDER/run with a batch that breaks it, patience, and a loss that rank 0 alone knows.
 
-The largest parameters are cut over the ranks, and none has the whole of one.
+The parameters are cut over a mesh of two ranks with two devices each, and no rank has the whole of one.
 
 The evaluation of step 20 lasts, on rank 0 alone, until the file FOLDER/go is there: meanwhile the other ranks run ahead
 into the next collective. Each rank leaves in FOLDER/end-RANK.json how it ended.
@@ -19,6 +19,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.process import barrier, initialize, is_primary, process_index
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
@@ -49,7 +50,7 @@ def evaluate(state):
 trainer = Trainer(
     lambda: Transformer(ModelConfig(dim=144, num_blocks=1, vocab_size=500, max_context=32), nnx.Rngs(0)),
     optax.adam(1e-3), curriculum, loss_fn, run, eval_fn=evaluate, log_every=1, eval_every=10, checkpoint_every=5,
-    patience=3, on_bad_step="rewind", fsdp=True,
+    patience=3, on_bad_step="rewind", fsdp=True, mesh=make_mesh(fsdp=2, tensor=2),
 )  # fmt: skip
 trainer.run()
 trainer.close()
