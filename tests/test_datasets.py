@@ -16,6 +16,7 @@ PHASES = [
 ]
 SMALL = {
     "dim": 16, "num_blocks": 1, "max_context": 16, "phases": PHASES, "vocab_size": 200, "eval_iters": 1, "log_every": 1,
+    "n_devices": 1,
     "checkpoint_every": 5, "max_steps": 6,
 }  # fmt: skip
 

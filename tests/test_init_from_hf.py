@@ -16,7 +16,7 @@ from roxxel_dist.lineage import with_shape_of
 from roxxel_dist.train.base import checkpoint_named
 from roxxel_dist.train.hf_folder import HfFolder
 
-QUIET = {"batch_size": 8, "max_steps": 1, "lr": 1e-9, "optimizer": "sgd", "sample_prompt": "def"}
+QUIET = {"n_devices": 2, "batch_size": 8, "max_steps": 1, "lr": 1e-9, "optimizer": "sgd", "sample_prompt": "def"}
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ SMALL = {
     "dim": 16,
     "num_blocks": 1,
     "max_context": 16,
+    "n_devices": 1,
     "batch_size": 8,
     "eval_iters": 1,
     "log_every": 1,

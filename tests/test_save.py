@@ -6,6 +6,7 @@ import time
 import pytest
 from commands import run
 
+from roxxel_dist.cli import main
 from roxxel_dist.cluster.mailbox import post_answer, take_requests
 from roxxel_dist.run_directory import RunDirectory, is_held
 from roxxel_dist.save import NotSaved, ask_for_checkpoint
@@ -46,12 +47,13 @@ def test_it_waits_for_the_answer(held, tmp_path):
     job.join()
 
 
-def test_it_says_why_nothing_was_saved(held, tmp_path):
+def test_it_says_why_nothing_was_saved(held, tmp_path, capsys):
     job = answering(tmp_path, {"error": "step 3 could not be saved: no space left"})
-    said = run("save", tmp_path, cwd=tmp_path)
+    code = main(["save", str(tmp_path)])
     job.join()
-    assert (said.returncode, said.stdout) == (1, "")
-    assert said.stderr == "roxxel-dist: step 3 could not be saved: no space left\n"
+    said = capsys.readouterr()
+    assert (code, said.out) == (1, "")
+    assert said.err == "roxxel-dist: step 3 could not be saved: no space left\n"
     with pytest.raises(NotSaved, match=r"did not save within 0.3 s: see its log; wait longer with --timeout"):
         ask_for_checkpoint(tmp_path, 0.3)
     assert take_requests(tmp_path) == [], "a request that nobody waits for was left"
@@ -61,18 +63,17 @@ def test_it_says_why_nothing_was_saved(held, tmp_path):
     job.join()
 
 
-def test_where_nobody_trains(tmp_path):
-    for words in (["nowhere"], ["."]):
-        said = run("save", *words, cwd=tmp_path)
-        assert said.returncode == 2
-        assert f"{words[0]} is not a run directory" in said.stderr
+def test_where_nobody_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("nowhere", "."):
+        assert main(["save", name]) == 2
+        assert f"{name} is not a run directory" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
     directory = RunDirectory(tmp_path)
     directory.claim(resume=True)
     assert is_held(tmp_path)
     directory.release()
     assert not is_held(tmp_path)
-    said = run("save", ".", cwd=tmp_path)
-    assert said.returncode == 2
-    assert "nobody trains in . now: its checkpoints are in checkpoints" in said.stderr
+    assert main(["save", "."]) == 2
+    assert "nobody trains in . now: its checkpoints are in checkpoints" in capsys.readouterr().err
     assert not list(tmp_path.glob(".save*"))

@@ -22,6 +22,7 @@ SMALL = {
     "dim": 16,
     "num_blocks": 1,
     "max_context": 32,
+    "n_devices": 1,
     "eval_iters": 1,
     "eval_every": 3,
     "log_every": 2,
