@@ -176,6 +176,8 @@ def test_the_same_for_other_runs(work, variant, capsys):
     assert losses(result) == wanted[4]
     assert result["same_as_logged"] is True
     if "named" in variant:
+        summary = json.loads((work / "mine" / "model_summary.json").read_text())
+        assert (summary["dtype"], summary["weights_mem_MB"]) == ("bfloat16", 2 * summary["parameters"] / 1e6)
         assert [row["name"] for row in result["data"]] == ["first", "second", "all of them", "training data"]
         names = {"val_loss", "val_loss/first", "val_loss/second", "val_bal", "train_eval_loss"}
         assert losses(result).keys() == names

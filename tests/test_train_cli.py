@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import make_corpus, rows, run, start, wait_for
+from commands import TINY, make_corpus, rows, run, start, wait_for
 
 from roxxel_dist.cli import main
 from roxxel_dist.train.checkpoint import CheckpointStore
@@ -20,7 +20,7 @@ from roxxel_dist.train.weights_file import read_weights
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "files.md"
 
 TRAIN = ["train", "--config", "tiny.yaml", "--data_path", "data", "--n_devices", 1, "--run_dir"]
-LONGER = "[{steps: 12, batch_size: 8, seq_len: 33}, {steps: 14, batch_size: 4, seq_len: 65}]"
+LONGER = "[{steps: 12, batch_size: 8, seq_len: 33}, {steps: 14, batch_size: 8, seq_len: 33}]"
 CUT = 8
 
 
@@ -29,8 +29,9 @@ def work(tmp_path_factory):
     """A folder with a corpus, and the first eight steps of a run, with everything on, in `cut`."""
     folder = tmp_path_factory.mktemp("train")
     make_corpus(folder)
+    same = TINY.replace("batch_size: 4, seq_len: 65", "batch_size: 8, seq_len: 33")  # one program for both phases
+    (folder / "tiny.yaml").write_text(same)
     more = ["--max_steps", CUT, "--profile_steps", 3, 4, "--validation", "{same: data}", "--wandb", "offline"]
-    more += ["--use_bf16", "True"]
     result = run(*TRAIN, "cut", *more, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
@@ -102,8 +103,8 @@ def test_the_summary_counts_by_part(work):
     assert set(summary["parameters_by_part"]) == {"embedding", "blocks", "norm"}
     assert sum(summary["parameters_by_part"].values()) == summary["parameters"]
     assert summary["parameters_by_part"]["embedding"] == params["embedding.embedding"].size
-    assert summary["dtype"] == "bfloat16"
-    assert summary["weights_mem_MB"] == 2 * summary["parameters"] / 1e6
+    assert summary["dtype"] == "float32"
+    assert summary["weights_mem_MB"] == 4 * summary["parameters"] / 1e6
     moments = summary["optimizer_mem_MB"] - 2 * summary["weights_mem_MB"]
     assert 0 <= moments < 0.001  # besides two moments a few counts
 
@@ -149,7 +150,7 @@ def test_an_amended_run(work, call, cut):
     }
     code, last, err = call("batch", cut[4], "--step", 26)
     assert code == 0, err
-    assert last.startswith("step 26 of 26, phase 2 of 2: 4 rows x 65 tokens")
+    assert last.startswith("step 26 of 26, phase 2 of 2: 8 rows x 33 tokens")
     old, new = (call("batch", folder, "--step", CUT)[1].splitlines()[1:] for folder in ("cut", cut[4]))
     assert old == new
     assert len(old) == 8
@@ -161,7 +162,7 @@ def test_an_amended_run(work, call, cut):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--use_bf16", "False"], "use_bf16 is False, and the run that shall be resumed has True"),
+        (["--use_bf16", "True"], "use_bf16 is True, and the run that shall be resumed has False"),
         (["--optimizer", "lion"], "optimizer is lion, and the run that shall be resumed has adamw"),
         (["--dim", 64], "dim is 64, and the run that shall be resumed has 32"),
         (["--seed", 7], "seed is 7, and the run that shall be resumed has 42"),
@@ -249,7 +250,7 @@ def disk(tmp_path):
 def test_a_disk_with_room_for_one_checkpoint(work, call, disk):
     """The first save fits, the others do not: training goes on to its end, and the end says what is missing."""
     weights = json.loads((work / "cut" / "model_summary.json").read_text())
-    one = 2 * (weights["weights_mem_MB"] + weights["optimizer_mem_MB"]) * 1000  # that is bfloat16
+    one = (weights["weights_mem_MB"] + weights["optimizer_mem_MB"]) * 1000
     folder = disk(int(1.5 * one + 150))
     told_of_disk(folder, *call(*TRAIN, folder / "run"))
     again = call("generate", folder / "run", "--prompt", "import", "--max_new_tokens", 3)
@@ -259,7 +260,7 @@ def test_a_disk_with_room_for_one_checkpoint(work, call, disk):
 @pytest.mark.long
 def test_a_disk_with_room_for_one_checkpoint_of_a_launched_run(work, disk):
     weights = json.loads((work / "cut" / "model_summary.json").read_text())
-    one = 2 * (weights["weights_mem_MB"] + weights["optimizer_mem_MB"]) * 1000
+    one = (weights["weights_mem_MB"] + weights["optimizer_mem_MB"]) * 1000
     folder = disk(int(1.5 * one + 150))
     result = run("launch", "local", "--nprocs", 1, "--", *TRAIN, folder / "run", cwd=work)
     told_of_disk(folder, result.returncode, result.stdout, result.stderr)
