@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from commands import TINY, losses, make_corpus, rows, run
+from flax import nnx
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.assemble import model_builder, recipe
@@ -94,13 +95,13 @@ def test_it_generates(here, capsys):
 def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
     fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}
     made = recipe(Config(**fields, batch_size=8), corpus)
-    model = made.build()
-    assert made.loss(model, corpus.read(np.arange(2) * 17, 17)).shape == ()
+    model = nnx.jit(made.build)()
+    assert nnx.jit(made.loss)(model, corpus.read(np.arange(2) * 17, 17)).shape == ()
     with pytest.raises(
         ValueError, match=r"a model takes int32\[1, L\] tokens alone .* for L = 16 it returns \(1, 500\)"
     ):
         check_continues(model, made.config)
-    check_continues(model_builder(Config(model="own_model:build", vocab_size=500))(), made.config)
+    check_continues(nnx.jit(model_builder(Config(model="own_model:build", vocab_size=500)))(), made.config)
 
 
 @pytest.mark.parametrize(
