@@ -18,7 +18,7 @@ SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "max_context
 def make_run(folder, **fields):
     """A run directory without checkpoints, of a model with larger weights than at its beginning."""
     folder.mkdir()
-    config = Config(**SHAPE, **{"tokenizer_type": "byte", **fields})
+    config = Config(**{**SHAPE, "tokenizer_type": "byte", **fields})
     tokenizer = train_tokenizer(config.tokenizer_type, [TEXT * 20], 300)
     config.vocab_size = tokenizer.vocab_size
     model = Transformer(config.part(ModelConfig), nnx.Rngs(0))

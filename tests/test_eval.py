@@ -167,7 +167,10 @@ def test_the_newest_and_the_best(made, capsys):
     assert lines[-1] == "the same as in the log, to the last bit"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+OWN = pytest.param("a model of one's own", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("variant", ["named sets, a blend, bf16 parameters, cut up", OWN])
 def test_the_same_for_other_runs(work, variant, capsys):
     train("--data_path", "data_*.rox", "--run_dir", "mine", **VARIANTS[variant])
     os.chdir("/")  # the paths of a run hold wherever one is

@@ -1,6 +1,7 @@
 """A model and a loss of the user's own, through everything that the built-in one goes through."""
 
 import contextlib
+import json
 import shutil
 import sys
 
@@ -85,6 +86,11 @@ def test_two_processes_train_it_and_resume_to_the_bit(work):
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming after step 3 of 6" in again.stdout
     assert losses(work / "cut") == losses(work / "two")
+
+
+def test_it_is_evaluated(here, capsys):
+    assert main(["eval", "whole", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same_as_logged"] is True
 
 
 def test_it_generates(here, capsys):
