@@ -23,11 +23,14 @@ def work(tmp_path_factory):
     """A folder with a corpus, and the undisturbed run on 2 processes x 2 devices in `whole`."""
     folder = tmp_path_factory.mktemp("work")
     make_corpus(folder)
+    config = folder / "tiny.yaml"
+    config.write_text(config.read_text().replace("num_blocks: 2", "num_blocks: 1"))
     result = run(*launched(2, 2, "whole"), cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
+@pytest.mark.timeout(900)  # four trainings, one after the other, on a machine that may be busy
 def test_killed_stopped_and_forked_on_other_processes_it_is_the_same_run(work):
     """kill -9 of a rank, after which the launcher starts again; Ctrl-C; from there on a fork on a single process."""
     torn, told = work / "torn", work / "started.log"
