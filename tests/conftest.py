@@ -15,8 +15,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("XLA_FLAGS", FAST)
 
 import jax
-import numpy as np
 import pytest
+from corpora import write_corpus
 from hypothesis import settings
 from leftovers import pytest_configure  # noqa: F401  (pytest calls it)
 
@@ -41,10 +41,5 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A data set of 60 documents in several shards: 20,000-odd tokens below 500, with token 0 between documents."""
-    rng = np.random.default_rng(7)
-    documents = [rng.integers(1, 500, rng.integers(100, 600)).astype(np.uint16) for _ in range(60)]
-    data = Roxxel(tmp_path / "corpus_*.rox")
-    data.write(iter(documents), vocab_size=500, max_shard_bytes=20_000)
-    with Roxxel(tmp_path / "corpus_*.rox") as opened:
+    with Roxxel(write_corpus(tmp_path)) as opened:
         yield opened

@@ -43,7 +43,7 @@ def place(leaf):
 
 
 def test_a_step_changes_the_adapters_alone():
-    mesh = make_mesh(8)
+    mesh = make_mesh(2)
     parts, state, inputs = init_state(transformer, first_state(ADAM), mesh, fsdp=True)
     assert all(".lora_" in name for name in state.params)
     assert len(state.params) == 4
@@ -67,7 +67,7 @@ def test_a_step_changes_the_adapters_alone():
 
 
 def test_shapes_are_those_of_the_state():
-    mesh = make_mesh(8)
+    mesh = make_mesh(2)
     made = init_state(transformer, first_state(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
     shapes = abstract_state(transformer, first_state(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
     assert jax.tree.structure(made) == jax.tree.structure(shapes)

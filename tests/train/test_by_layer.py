@@ -42,7 +42,7 @@ def test_layers_are_treated_apart(name):
     def train(convert, optimizer):
         numbers = optimizer.settings(10)
         params = convert(arrays(0))
-        state = first_state(optimizer)(params)
+        state = jax.jit(first_state(optimizer))(params)
 
         @jax.jit
         def step(params, state, gradients, number):

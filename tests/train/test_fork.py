@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,13 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from runs import PHASES, losses, make, model, rows, saved, told, train
 
 from roxxel_dist import Phase
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.origin import Origin, RunStep, run_step
@@ -45,18 +43,13 @@ def contents(path):
     }
 
 
-@pytest.fixture
-def dropout():
-    """A model whose random streams show in every loss."""
-    return lambda: model(dropout_rate=0.2)
-
-
-def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path, dropout):
-    """Both are equal to the bit, decay included; the run that is forked goes on as if nothing was."""
-    whole = train(corpus, tmp_path / "whole", optimizer=by(**DECAY), model=dropout)
-    train(corpus, tmp_path / "stable", optimizer=by(**STABLE), model=dropout, max_to_keep=None)
+def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path):
+    """Both are equal to the bit, decay and dropout included; the run that is forked goes on as if nothing was."""
+    options = {"phases": [Phase(13, 8, 17)], "model": lambda: model(dropout_rate=0.2), "val_fraction": 0.0}
+    whole = train(corpus, tmp_path / "whole", optimizer=by(**DECAY), **options)
+    train(corpus, tmp_path / "stable", optimizer=by(**STABLE), max_to_keep=None, **options)
     before = contents(tmp_path / "stable")
-    made = train(corpus, tmp_path / "fork", optimizer=by(**DECAY), model=dropout, origin=fork(tmp_path / "stable", 8))
+    made = train(corpus, tmp_path / "fork", optimizer=by(**DECAY), origin=fork(tmp_path / "stable", 8), **options)
     assert contents(tmp_path / "stable") == before
     assert made.start_step == 8
     joined = {step: loss for step, loss in numbers(tmp_path / "stable").items() if step <= 8}
@@ -71,25 +64,23 @@ def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path, dropout):
     assert f"resuming after step 8 of 13, from the checkpoint {tmp_path / 'stable'}@8" in text
 
 
-def test_a_fork_with_phases_of_its_own_reads_nothing_twice(corpus, tmp_path):
-    train(corpus, tmp_path / "run", max_to_keep=None)
-    made = train(corpus, tmp_path / "fork", [*PHASES[:2], Phase(9, 4, 33)], origin=fork(tmp_path / "run", 8))
+def test_a_fork_with_phases_of_its_own_reads_nothing_twice(corpus, finished_run, tmp_path):
+    made = train(corpus, tmp_path / "fork", [*PHASES[:2], Phase(9, 4, 33)], origin=fork(finished_run, 8))
     assert sorted(numbers(tmp_path / "fork")) == list(range(9, 20))
     read = [made.plan.rows(step) for step in range(19)]
     tokens = np.concatenate([np.add.outer(r.offset, np.arange(r.seq_len)).ravel() for r in read])
     assert len(np.unique(tokens)) == len(tokens)
     assert "the plan from step 9 on:" in told(tmp_path / "fork")
-    assert made.start.record == {"forked_from": {"run": str(tmp_path / "run"), "step": 8}}
+    assert made.start.record == {"forked_from": {"run": str(finished_run), "step": 8}}
 
 
-def test_a_fork_that_died_begins_again_or_goes_on_alone(corpus, tmp_path):
-    train(corpus, tmp_path / "run", max_to_keep=None)
-    origin = fork(tmp_path / "run", 8)
+def test_a_fork_that_died_begins_again_or_goes_on_alone(corpus, run, tmp_path):
+    origin = fork(run, 8)
     make(corpus, tmp_path / "fork", origin=origin).close()  # before anything was saved
     assert saved(tmp_path / "fork") == []
     train(corpus, tmp_path / "fork", origin=origin, max_steps=9)
     assert saved(tmp_path / "fork")[0] == 8
-    (tmp_path / "run").rename(tmp_path / "away")
+    run.rename(tmp_path / "away")
     made = train(corpus, tmp_path / "fork", origin=origin)
     assert (made.start_step, made.step) == (9, 13)
     assert numbers(tmp_path / "fork") == {s: x for s, x in numbers(tmp_path / "away").items() if s > 8}
@@ -98,17 +89,16 @@ def test_a_fork_that_died_begins_again_or_goes_on_alone(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
-        (7, {}, r"has no checkpoint of step 7; kept are 1, 4, 8, .*keep_every"),
+        (7, {}, r"has no checkpoint of step 7; kept are 1, 4, .*8, .*keep_every"),
         (8, {"seed": 1}, "seed is 1, and .*run@8 has 42"),
         (8, {"max_steps": 8}, "the new run ends at step 8: give it longer phases, or a larger max_steps"),
         (8, {"val_fraction": 0.3}, "amending and forking take shards"),
         (8, {"optimizer": optax.sgd(1e-2)}, "is of another model or optimizer"),
     ],
 )
-def test_what_cannot_be_forked(corpus, tmp_path, step, options, message):
-    train(corpus, tmp_path / "run", max_to_keep=None, max_steps=9)
+def test_what_cannot_be_forked(corpus, finished_run, tmp_path, step, options, message):
     with pytest.raises(ValueError, match=message):
-        make(corpus, tmp_path / "fork", origin=fork(tmp_path / "run", step), **options)
+        make(corpus, tmp_path / "fork", origin=fork(finished_run, step), **options)
     with pytest.raises(ValueError, match="nowhere has no checkpoint"):
         make(corpus, tmp_path / "fork", origin=fork(tmp_path / "nowhere", 8))
 
@@ -125,12 +115,11 @@ def test_names_of_checkpoints():
         Origin(from_step=5, skip_steps=(5, 6))
 
 
-def test_weights_alone(corpus, tmp_path):
+def test_weights_alone(corpus, finished_run, tmp_path):
     """Of a callable and of a module: the parameters are theirs, and all else is new."""
-    train(corpus, tmp_path / "run", max_to_keep=None)
-    first = make(corpus, tmp_path / "other", init_from=f"{tmp_path / 'run'}@8")
-    last = make(corpus, tmp_path / "other2", init_from=str(tmp_path / "run"), model=model())
-    end = make(corpus, tmp_path / "run")
+    first = make(corpus, tmp_path / "other", init_from=f"{finished_run}@8")
+    last = make(corpus, tmp_path / "other2", init_from=str(finished_run), model=model())
+    end = make(corpus, finished_run)
     fresh = make(corpus, tmp_path / "fresh")
     for made in (first, last, end, fresh):
         made.close()
@@ -150,65 +139,59 @@ def _leaves(made):
     return [*jax.tree.leaves(state.opt_state), *rest]
 
 
-def test_a_run_with_the_weights_of_another_needs_it_once(corpus, tmp_path):
-    train(corpus, tmp_path / "run")
-    source = {"init_from": str(tmp_path / "run")}
+def test_a_run_with_the_weights_of_another_needs_it_once(corpus, run, tmp_path):
+    source = {"init_from": str(run)}
     train(corpus, tmp_path / "tuned", **source)
-    assert numbers(tmp_path / "tuned")[1] < numbers(tmp_path / "run")[1]
+    assert numbers(tmp_path / "tuned")[1] < numbers(run)[1]
     assert "the weights are those of" in told(tmp_path / "tuned")
     train(corpus, tmp_path / "parts", max_steps=6, **source)
-    (tmp_path / "run").rename(tmp_path / "away")
+    run.rename(tmp_path / "away")
     train(corpus, tmp_path / "parts", **source)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "tuned")
 
 
-def test_an_optimizer_that_copies_the_weights_copies_the_right_ones(corpus, tmp_path):
-    train(corpus, tmp_path / "run")
-
+def test_an_optimizer_that_copies_the_weights_copies_the_right_ones(corpus, finished_run, tmp_path):
     def copying():
         return optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, state))
 
-    made = make(corpus, tmp_path / "tuned", init_from=str(tmp_path / "run"), optimizer=copying())
+    made = make(corpus, tmp_path / "tuned", init_from=str(finished_run), optimizer=copying())
     made.close()
     for kept, leaf in zip(_leaves(made), made.state.params.values(), strict=False):
         assert (np.asarray(kept) == np.asarray(leaf)).all()
 
 
-def test_weights_that_do_not_fit_are_named(corpus, tmp_path):
-    train(corpus, tmp_path / "run", max_steps=2)
-    shape = ModelConfig(dim=32, num_blocks=1, vocab_size=500, max_context=64)
+def test_weights_that_do_not_fit_are_named(corpus, finished_run, tmp_path):
     with pytest.raises(
-        ValueError, match=r"init_from is .*run@2: .*of another model .params/.* is float32.* in it and .* here"
+        ValueError, match=r"init_from is .*run@13: .*of another model .params/.* is float32.* in it and .* here"
     ):
-        make(corpus, tmp_path / "x", init_from=str(tmp_path / "run"), model=lambda: Transformer(shape, nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="has no checkpoint of step 7; kept are 1, 2"):
-        make(corpus, tmp_path / "x", init_from=f"{tmp_path / 'run'}@7")
+        make(corpus, tmp_path / "x", init_from=str(finished_run), model=lambda: model(dim=32))
+    with pytest.raises(ValueError, match="has no checkpoint of step 7; kept are 1, 4"):
+        make(corpus, tmp_path / "x", init_from=f"{finished_run}@7")
 
 
-def test_going_back_by_hand(corpus, tmp_path):
+def test_going_back_by_hand(corpus, run):
     """To step 4 without what steps 7 and 8 read: those before are the same, and nobody needs the flags again."""
-    train(corpus, tmp_path, max_to_keep=None)
-    before, plain = numbers(tmp_path), make(corpus, tmp_path).plan
+    before, plain = numbers(run), make(corpus, run).plan
     back = Origin(from_step=4, skip_steps=(7, 8))
-    made = train(corpus, tmp_path, origin=back, max_steps=9, max_to_keep=None)
+    made = train(corpus, run, origin=back, max_steps=9, max_to_keep=None)
     assert made.start_step == 4
-    assert max(saved(tmp_path)) == 9
-    after = numbers(tmp_path)
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 10))
+    assert max(saved(run)) == 9
+    after = numbers(run)
+    assert [row["step"] for row in rows(run)] == list(range(1, 10))
     assert {s: after[s] for s in range(1, 7)} == {s: before[s] for s in range(1, 7)}
     assert after[7] != before[7]
     used = {int(offset) for step in range(10) for offset in made.plan.rows(step).offset}
     assert not used & {int(offset) for step in (6, 7) for offset in plain.rows(step).offset}
-    assert "going back from step 13 to step 4, and leaving out what steps 7 to 8 read" in told(tmp_path)
+    assert "going back from step 13 to step 4, and leaving out what steps 7 to 8 read" in told(run)
     assert made.start.record == {"back_from": 13, "skipped": [7, 8]}
-    on = train(corpus, tmp_path)
+    on = train(corpus, run)
     assert (on.start_step, on.step) == (9, 13)
     assert on.plan.fingerprint == made.plan.fingerprint
 
 
-def test_it_does_what_a_rewind_does(corpus, tmp_path):
+def test_it_does_what_a_rewind_does(corpus, finished_run, tmp_path):
     """The rows of step 7 left out by hand, or because its loss is no number: the same run to the bit."""
-    train(corpus, tmp_path / "hand", max_to_keep=None)
+    shutil.copytree(finished_run, tmp_path / "hand")
     bad = corpus.read(make(corpus, tmp_path / "plain").plan.rows(6).offset, 17, np.int32)
 
     def loss_fn(m, batch):
@@ -220,41 +203,38 @@ def test_it_does_what_a_rewind_does(corpus, tmp_path):
     assert numbers(tmp_path / "hand") == numbers(tmp_path / "rewound")
 
 
-def test_a_launched_job_goes_back_once(corpus, tmp_path, monkeypatch):
-    train(corpus, tmp_path, max_to_keep=None)
+def test_a_launched_job_goes_back_once(corpus, run, monkeypatch):
     back = Origin(from_step=4, skip_steps=(7, 8))
     monkeypatch.setenv("ROXXEL_RUN_ID", "one")
-    train(corpus, tmp_path, origin=back, max_steps=9)
-    again = train(corpus, tmp_path, origin=back)  # its launcher has started it again
+    train(corpus, run, origin=back, max_steps=9)
+    again = train(corpus, run, origin=back, max_to_keep=None)  # its launcher has started it again
     assert (again.start_step, len(again.plan.amendments)) == (9, 2)
     monkeypatch.setenv("ROXXEL_RUN_ID", "two")
-    assert make(corpus, tmp_path, origin=Origin(from_step=9)).start_step == 9
+    assert make(corpus, run, origin=Origin(from_step=9)).start_step == 9
 
 
-def test_nothing_is_deleted_before_all_is_well(corpus, tmp_path):
-    train(corpus, tmp_path, max_to_keep=None)
+def test_nothing_is_deleted_before_all_is_well(corpus, run, tmp_path):
     for origin, options, message in (
-        (Origin(from_step=6), {}, "has no checkpoint of that step; kept are 1, 4, 8"),
+        (Origin(from_step=6), {}, "has no checkpoint of that step; kept are 1, 4, "),
         (Origin(from_step=4), {"max_steps": 4}, "from_step is 4, and the run ends at step 4"),
         (Origin(from_step=4, skip_steps=(6, 14)), {}, "skip_steps is 6:14, and the plan has 13 steps"),
         (Origin(from_step=4, skip_steps=(6, 7)), {"amend": True}, "do one, then the other"),
         (Origin(from_step=4), {"optimizer": optax.sgd(0.1)}, "is of another model or optimizer"),
         (Origin(from_step=4), {"seed": 3}, "made with another curriculum"),
     ):
-        before = contents(tmp_path)
+        before = contents(run)
         with pytest.raises(ValueError, match=message):
-            make(corpus, tmp_path, origin=origin, **options)
-        assert contents(tmp_path) == before
+            make(corpus, run, origin=origin, **options)
+        assert contents(run) == before
     with pytest.raises(ValueError, match="leave it out to begin"):
         make(corpus, tmp_path / "empty", origin=Origin(from_step=4))
 
 
-def test_steps_before_a_change_of_the_plan_cannot_be_left_out(corpus, tmp_path):
-    train(corpus, tmp_path, max_to_keep=None)
-    train(corpus, tmp_path, origin=Origin(from_step=8, skip_steps=(9, 9)), max_to_keep=None)
+def test_steps_before_a_change_of_the_plan_cannot_be_left_out(corpus, run):
+    train(corpus, run, origin=Origin(from_step=8, skip_steps=(9, 9)), max_to_keep=None)
     with pytest.raises(ValueError, match="was changed from step 9 on already"):
-        make(corpus, tmp_path, origin=Origin(from_step=4, skip_steps=(6, 7)))
-    made = make(corpus, tmp_path, origin=Origin(from_step=8, skip_steps=(10, 11)))
+        make(corpus, run, origin=Origin(from_step=4, skip_steps=(6, 7)))
+    made = make(corpus, run, origin=Origin(from_step=8, skip_steps=(10, 11)))
     made.close()
     assert [(a.from_step, a.skip) for a in made.plan.amendments] == [(0, 0), (8, 1), (9, 2)]
 

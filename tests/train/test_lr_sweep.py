@@ -1,12 +1,11 @@
 """The steps of a sweep: at which rates, on which rows, and when they end."""
 
-import json
-
 import optax
 import pytest
 from flax import nnx
+from runs import losses, train
 
-from roxxel_dist import Curriculum, Phase, Trainer
+from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.lr_finder import sweep_rates
@@ -41,30 +40,21 @@ def losses_of(corpus, rates, devices=1, grad_accum=1, optimizer=None, **options)
 
 
 @pytest.fixture(scope="module")
-def kept():
-    """What is computed once: the losses at one rate."""
-    return {}
+def trained(corpus_pattern, tmp_path_factory):
+    """The losses of a training at one rate."""
+    fixed = NamedOptimizer(OptimizerConfig(lr=1e-2, lr_schedule="constant", warmup_steps=0))
+    options = {"eval_every": 100, "checkpoint_every": 100, "val_fraction": 0.0, "mesh": make_mesh(1)}
+    folder = tmp_path_factory.mktemp("trained")
+    with Roxxel(corpus_pattern) as corpus:
+        train(corpus, folder, PHASES, loss_fn=loss_of, model=Bigram, optimizer=fixed, **options)
+    return [loss for _, loss, _ in losses(folder)]
 
 
-@pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
-def test_a_sweep_at_one_rate_is_training_at_that_rate(corpus, tmp_path, kept, kind):
+@pytest.mark.parametrize("kind", [pytest.param("constant", marks=pytest.mark.long), "cosine", "wsd"])
+def test_a_sweep_at_one_rate_is_training_at_that_rate(corpus, trained, kind):
     """To the bit, whatever the schedule says; a sweep goes on in the shape of the first phase."""
-    if "losses" not in kept:
-        fixed = OptimizerConfig(lr=1e-2, lr_schedule="constant", warmup_steps=0)
-        options = {"log_every": 1, "eval_every": 100, "eval_iters": 1, "checkpoint_every": 100}
-        trainer = Trainer(
-            Bigram, NamedOptimizer(fixed), Curriculum(corpus, PHASES), loss_of, tmp_path / "run",
-            mesh=make_mesh(1), **options,
-        )  # fmt: skip
-        try:
-            trainer.run()
-        finally:
-            trainer.close()
-        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        kept["losses"] = [json.loads(line)["train_loss"] for line in lines]
     asked = OptimizerConfig(lr=5.0, lr_schedule=kind, warmup_steps=3)
-    losses = losses_of(corpus, [1e-2] * 12, optimizer=asked)
-    assert losses == kept["losses"][:12]
+    assert losses_of(corpus, [1e-2] * 12, optimizer=asked) == trained[:12]
 
 
 def test_rates_are_those_of_the_steps(corpus):
@@ -77,17 +67,24 @@ def test_rates_are_those_of_the_steps(corpus):
 
 def test_a_sweep_ends_where_the_loss_diverges(corpus):
     rates = sweep_rates(1e-3, 1e9, 30)
-    losses = losses_of(corpus, rates, optimizer=OptimizerConfig(optimizer="sgd", grad_clip=0.0))
-    assert 3 < len(losses) < 30
+    found = losses_of(corpus, rates, optimizer=OptimizerConfig(optimizer="sgd", grad_clip=0.0))
+    assert 3 < len(found) < 30
 
 
-@pytest.mark.parametrize("options", [{"use_bf16": True}, {"bf16_compute": True}, {"fsdp": True, "grad_accum": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"use_bf16": True}, marks=pytest.mark.long),
+        {"bf16_compute": True},
+        {"fsdp": True, "grad_accum": 2},
+    ],
+)
 def test_the_ways_to_train_are_the_ways_to_sweep(corpus, options):
     options = dict(options)
     grad_accum = options.pop("grad_accum", 1)
     devices = 2 if grad_accum == 2 else 1
-    losses = losses_of(corpus, [1e-3] * 10, devices, grad_accum, **options)
-    assert losses == pytest.approx(losses_of(corpus, [1e-3] * 10), rel=0.02)
+    found = losses_of(corpus, [1e-3] * 10, devices, grad_accum, **options)
+    assert found == pytest.approx(losses_of(corpus, [1e-3] * 10), rel=0.02)
 
 
 def test_a_batch_that_does_not_divide(corpus):

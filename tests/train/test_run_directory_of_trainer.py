@@ -33,30 +33,28 @@ sys.stdin.read()
 """
 
 
-def test_a_trainer_that_is_only_made_changes_nothing(corpus, tmp_path):
-    train(corpus, tmp_path, max_to_keep=None)
-    (tmp_path / "checkpoints" / "13").rename(tmp_path / "away")  # the log is ahead of the newest checkpoint now
-    before = contents(tmp_path)
-    make(corpus, tmp_path, max_to_keep=None).close()
-    make(corpus, tmp_path, origin=Origin(from_step=4), max_to_keep=None).close()
-    assert contents(tmp_path) == before
-    assert len(rows(tmp_path)) == 13
+def test_a_trainer_that_is_only_made_changes_nothing(corpus, run):
+    (run / "checkpoints" / "13").rename(run / "away")  # the log is ahead of the newest checkpoint now
+    before = contents(run)
+    make(corpus, run, max_to_keep=None).close()
+    make(corpus, run, origin=Origin(from_step=4), max_to_keep=None).close()
+    assert contents(run) == before
+    assert len(rows(run)) == 13
 
 
-def test_a_loss_that_fails_deletes_no_checkpoint(corpus, tmp_path):
-    train(corpus, tmp_path, max_to_keep=None)
-    before = saved(tmp_path), losses(tmp_path)
+def test_a_loss_that_fails_deletes_no_checkpoint(corpus, run):
+    before = saved(run), losses(run)
 
     def mistaken(model, batch):
         raise NameError("loss_v2")
 
-    made = make(corpus, tmp_path, loss_fn=mistaken, origin=Origin(from_step=4), max_to_keep=None)
+    made = make(corpus, run, loss_fn=mistaken, origin=Origin(from_step=4), max_to_keep=None)
     with pytest.raises(NameError, match="loss_v2"):
         made.run()
     made.close()
-    assert (saved(tmp_path), losses(tmp_path)) == before
-    train(corpus, tmp_path, origin=Origin(from_step=4), max_to_keep=None, max_steps=9)
-    assert saved(tmp_path)[-1] == 9
+    assert (saved(run), losses(run)) == before
+    train(corpus, run, origin=Origin(from_step=4), max_to_keep=None, max_steps=9)
+    assert saved(run)[-1] == 9
 
 
 def test_another_process_that_trains_there_is_told_of(corpus, tmp_path):

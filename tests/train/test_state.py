@@ -7,6 +7,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from runs import model
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
@@ -19,9 +20,8 @@ from roxxel_dist.train.state import _optimizer_program, _places, _trace, init_st
 from roxxel_dist.train.step import make_step
 
 
-def build(**fields):
-    shape = {"dim": 128, "num_blocks": 1, "vocab_size": 512, "max_context": 64, "dropout_rate": 0.1, **fields}
-    return Transformer(ModelConfig(**shape), nnx.Rngs(params=0, dropout=1))
+def build(dropout_rate=0.1):
+    return model(dim=128, vocab_size=512, dropout_rate=dropout_rate)
 
 
 def two_axes():
@@ -65,7 +65,7 @@ def test_values_do_not_depend_on_the_devices():
         for devices, fsdp in ((1, False), (8, False), (8, True))
     ]
     assert {leaf.sharding.is_fully_replicated for leaf in states[2].params.values()} == {True, False}
-    assert "blocks.0.dropout.rngs.key" in states[0].rest
+    assert "dropout.rngs.key" in states[0].rest
     assert same_bits(states[0], states[1])
     assert same_bits(states[0], states[2])
 
@@ -84,7 +84,14 @@ def test_a_callable_and_its_module_make_the_same_state():
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize(("devices", "dtype"), [(1, None), (8, None), (8, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [
+        pytest.param(1, None, marks=pytest.mark.long),
+        (8, None),
+        pytest.param(8, jnp.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
     """By XLA's own account of the two programs: parameters first, then the moments while the parameters stay.
 
@@ -93,7 +100,8 @@ def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
     """
 
     def wide():
-        return build(dim=256, num_blocks=2)
+        shape = ModelConfig(dim=256, num_blocks=2, vocab_size=512, max_context=64, dropout_rate=0.1)
+        return Transformer(shape, nnx.Rngs(params=0, dropout=1))
 
     mesh, init = make_mesh(devices), optax.adamw(1e-3).init
     parts, shapes, programs = _trace(wide, mesh, dtype)
@@ -179,8 +187,8 @@ def test_leaves_share_no_memory():
         def __init__(self):
             self.one, self.two = nnx.Param(matrix), nnx.Param(matrix)
 
-    for model in (Twice, Twice()):
-        _, state, _ = init_state(model, optax.contrib.schedule_free_sgd(0.1).init, make_mesh())
+    for made in (Twice, Twice()):
+        _, state, _ = init_state(made, optax.contrib.schedule_free_sgd(0.1).init, make_mesh())
         doubled = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)(state.params)
         assert float(doubled["one"].sum()) == 32
         assert float(state.opt_state.z["two"].sum()) == 16
@@ -215,7 +223,7 @@ def test_bfloat16_parameters_have_bfloat16_moments(model):
     adam: tuple = state.opt_state  # pyright: ignore[reportAssignmentType]
     for leaves in (state.params, adam[0].mu, adam[0].nu):
         assert {leaf.dtype for leaf in leaves.values()} == {jnp.dtype(jnp.bfloat16)}
-    assert settings["blocks.0.dropout.rate"].dtype == jnp.float32
+    assert settings["dropout.rate"].dtype == jnp.float32
     exact = init_state(build, optax.adam(0.1).init, make_mesh())[1].params
     for name, leaf in state.params.items():
         np.testing.assert_allclose(leaf.astype(jnp.float32), exact[name], rtol=1 / 128, atol=1e-9)
@@ -300,7 +308,7 @@ def test_taking_apart_leaves_the_module_alone():
     model = build()
     model.eval()
     parts, params, rest, settings = take_apart(model)
-    assert model.blocks[0].dropout.deterministic
+    assert model.dropout.deterministic
     tokens = jnp.arange(20)[None]
     merged = parts.merge(params, rest, {**settings, "lr": jnp.float32(1)}, training=False)
     assert np.array_equal(merged(tokens), model(tokens))

@@ -6,26 +6,24 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from runs import model
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.data.packed import Packed
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state
 from roxxel_dist.train.state import init_state
 from roxxel_dist.train.step import fetch, make_eval_step, make_step, unpack_loss
 
 
-def transformer(**fields):
-    config = ModelConfig(dim=32, num_blocks=2, vocab_size=50, max_context=64, **fields)
-    return Transformer(config, nnx.Rngs(params=0, dropout=1))
+def small(**fields):
+    return model(dim=32, vocab_size=50, **fields)
 
 
 def prepare(model, optimizer, loss_fn=next_token_loss, dtype=None, **options):
     """(state, (state, batch) -> (state, metrics), batch, (state, batch) -> validation loss)."""
-    mesh, optimizer = make_mesh(), as_optimizer(optimizer)
+    mesh, optimizer = make_mesh(2), as_optimizer(optimizer)
     parts, state, settings = init_state(model, first_state(optimizer), mesh, dtype=dtype)
     settings |= scalars_on(mesh, optimizer.settings(100) | {"spike_factor": 0.0})
     sharding = NamedSharding(mesh, P("data", None))
@@ -42,11 +40,11 @@ def prepare(model, optimizer, loss_fn=next_token_loss, dtype=None, **options):
 
 def test_a_step_is_a_gradient_step():
     """Against NNX's own gradient and optax by hand."""
-    model = transformer()
-    state, step, batch, _ = prepare(model, optax.sgd(0.1))
-    loss, grads = nnx.value_and_grad(next_token_loss)(model, np.asarray(batch))
+    net = small()
+    state, step, batch, _ = prepare(net, optax.sgd(0.1))
+    loss, grads = nnx.value_and_grad(next_token_loss)(net, np.asarray(batch))
     expected = [
-        p - 0.1 * g for p, g in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(grads), strict=True)
+        p - 0.1 * g for p, g in zip(jax.tree.leaves(nnx.state(net, nnx.Param)), jax.tree.leaves(grads), strict=True)
     ]
     state, metrics = step(state, batch)
     assert fetch(metrics).scalars["loss"] == pytest.approx(float(loss), rel=1e-6)
@@ -56,16 +54,16 @@ def test_a_step_is_a_gradient_step():
 
 
 def test_the_users_model_survives_donation():
-    model = transformer()
-    state, step, batch, _ = prepare(model, optax.sgd(0.1))
+    net = small()
+    state, step, batch, _ = prepare(net, optax.sgd(0.1))
     step(state, batch)
-    assert np.isfinite(next_token_loss(model, np.asarray(batch)))
+    assert np.isfinite(next_token_loss(net, np.asarray(batch)))
 
 
 def test_accumulation_changes_nothing_but_rounding():
     results = []
     for count in (1, 2):
-        state, step, batch, _ = prepare(transformer(), optax.sgd(0.1), grad_accum=count)
+        state, step, batch, _ = prepare(small(), optax.sgd(0.1), grad_accum=count)
         state, metrics = step(state, batch)
         results.append((fetch(metrics).scalars, state.params))
     assert results[0][0]["loss"] == pytest.approx(results[1][0]["loss"], rel=1e-6)
@@ -80,7 +78,7 @@ def test_accumulation_changes_no_mean_over_the_tokens_that_count():
     segments = jnp.where(rows % 2, jnp.arange(33)[None] // 2, 0)  # micro-batch i takes every second row from i
     results = []
     for count in (1, 2):
-        state, step, batch, _ = prepare(transformer(), optax.sgd(0.1), token_losses, grad_accum=count)
+        state, step, batch, _ = prepare(small(), optax.sgd(0.1), token_losses, grad_accum=count)
         places = [
             jax.device_put(jnp.broadcast_to(array, (16, 33)), batch.sharding) for array in (segments, jnp.arange(33))
         ]
@@ -94,7 +92,7 @@ def test_accumulation_changes_no_mean_over_the_tokens_that_count():
 
 
 def test_random_streams_advance_and_evaluation_leaves_them_alone():
-    state, step, batch, evaluate = prepare(transformer(dropout_rate=0.5), optax.sgd(0.0))
+    state, step, batch, evaluate = prepare(small(dropout_rate=0.5), optax.sgd(0.0))
     before = float(evaluate(state, batch)["loss"])
     losses = []
     for _ in range(3):
@@ -136,7 +134,7 @@ def test_every_scalar_of_the_loss_reaches_the_metrics():
         return loss, {"perplexity": jnp.exp(loss)}
 
     optimizer = NamedOptimizer(OptimizerConfig(lr=0.5, lr_schedule="constant", warmup_steps=0))
-    state, step, batch, _ = prepare(transformer(), optimizer, loss_fn, grad_accum=2)
+    state, step, batch, _ = prepare(small(), optimizer, loss_fn, grad_accum=2)
     scalars = fetch(step(state, batch)[1]).scalars
     assert set(scalars) == {"loss", "perplexity", "grad_norm", "update_norm", "lr"}
     assert scalars["lr"] == 0.5
@@ -149,9 +147,9 @@ def test_the_losses_of_rows_come_in_the_order_of_the_rows(grad_accum):
         rows = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(1)
         return {"loss": rows.mean(), "row_loss": rows}
 
-    model = transformer()
-    state, step, batch, _ = prepare(model, optax.sgd(0.1), loss_fn, grad_accum=grad_accum)
-    expected = loss_fn(model, np.asarray(batch))["row_loss"]
+    net = small()
+    state, step, batch, _ = prepare(net, optax.sgd(0.1), loss_fn, grad_accum=grad_accum)
+    expected = loss_fn(net, np.asarray(batch))["row_loss"]
     np.testing.assert_allclose(fetch(step(state, batch)[1]).row_loss, expected, rtol=1e-5)
 
 
@@ -159,7 +157,7 @@ def test_computing_in_bfloat16_keeps_float32_parameters():
     """The loss is near, not equal; the state keeps its types, so the state passed in is donated."""
     results = {}
     for dtype in (None, jnp.bfloat16):
-        state, step, batch, _ = prepare(transformer(), optax.adam(1e-3), compute_dtype=dtype)
+        state, step, batch, _ = prepare(small(), optax.adam(1e-3), compute_dtype=dtype)
         before = jax.tree.map(lambda leaf: leaf.dtype, state)
         first = state.params["embedding.embedding"]
         state, metrics = step(state, batch)
@@ -173,7 +171,7 @@ def test_computing_in_bfloat16_keeps_float32_parameters():
 @pytest.mark.parametrize("grad_accum", [1, 2])
 def test_parameters_in_bfloat16_have_moments_in_bfloat16(grad_accum):
     optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2))
-    state, step, batch, _ = prepare(transformer(), optimizer, dtype=jnp.bfloat16, grad_accum=grad_accum)
+    state, step, batch, _ = prepare(small(), optimizer, dtype=jnp.bfloat16, grad_accum=grad_accum)
     losses = []
     for _ in range(8):
         state, metrics = step(state, batch)
@@ -198,7 +196,7 @@ def test_a_balance_loss_is_minimised_and_shown_apart(grad_accum):
 
     found = {}
     for loss_fn in (apart, together):
-        state, step, batch, evaluate = prepare(transformer(), optax.sgd(0.1), loss_fn, grad_accum=grad_accum)
+        state, step, batch, evaluate = prepare(small(), optax.sgd(0.1), loss_fn, grad_accum=grad_accum)
         told = fetch(evaluate(state, batch))
         state, metrics = step(state, batch)
         found[loss_fn] = state.params, fetch(metrics).scalars, told, float(metrics.health.mean)

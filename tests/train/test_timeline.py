@@ -91,10 +91,10 @@ with Roxxel({corpus!r}) as corpus:
 """
 
 
-def test_a_killed_run_was_down_and_repeats_steps(corpus, tmp_path):
+def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
     """What a kill loses is little: the step under way."""
     tests = os.path.join(os.path.dirname(__file__), "..")
-    words = [sys.executable, "-c", RUN.format(tests=tests, corpus=str(tmp_path / "corpus_*.rox")), tmp_path / "run"]
+    words = [sys.executable, "-c", RUN.format(tests=tests, corpus=str(corpus_pattern)), tmp_path / "run"]
 
     def begin():
         with (tmp_path / "said.txt").open("a") as said:

@@ -1,4 +1,4 @@
-"""The loop in one process, on eight simulated devices."""
+"""The loop in one process, on two simulated devices."""
 
 import csv
 
@@ -10,9 +10,7 @@ from flax import nnx
 from runs import PHASES, losses, make, model, rows, train
 
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.meter import Meter
 
@@ -24,16 +22,7 @@ def test_first_and_last_steps_are_logged_validated_and_saved(corpus, tmp_path):
     assert int(made.state.step) == 13
 
 
-def test_a_run_in_two_parts_is_the_run_in_one(corpus, tmp_path):
-    train(corpus, tmp_path / "whole")
-    train(corpus, tmp_path / "parts", max_steps=7)
-    resumed = train(corpus, tmp_path / "parts")
-    assert resumed.start_step == 7
-    whole, parts = ({step: loss for step, loss, _ in losses(tmp_path / name)} for name in ("whole", "parts"))
-    assert whole == parts
-
-
-def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, tmp_path, monkeypatch):
+def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, finished_run, tmp_path, monkeypatch):
     """The loop dies after step 7; the last checkpoint is of step 5, which was validated and the best until then."""
 
     def die(step):
@@ -50,8 +39,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, tmp_pa
     assert [step for step, *_ in losses(tmp_path / "cut")] == [1, 2, 3, 4, 5, 6]
     assert "power cut" in (tmp_path / "cut" / "logs" / "rank-0.log").read_text()
     assert train(corpus, tmp_path / "cut").start_step in (4, 5)
-    train(corpus, tmp_path / "whole")
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "cut") == losses(finished_run)
     with (tmp_path / "cut" / "training_log.csv").open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 14))
 
@@ -65,14 +53,13 @@ def test_asked_to_stop_it_saves_that_step(corpus, tmp_path, monkeypatch):
     assert not again.stopped
 
 
-def test_a_finished_run_is_left_alone(corpus, tmp_path):
-    train(corpus, tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert train(corpus, tmp_path).finished
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+def test_a_finished_run_is_left_alone(corpus, run):
+    before = (run / "metrics.jsonl").read_bytes()
+    assert train(corpus, run).finished
+    assert (run / "metrics.jsonl").read_bytes() == before
     for what, phases, options in (("curriculum", [Phase(6, 8, 17)], {}), ("seed", PHASES, {"seed": 9})):
         with pytest.raises(ValueError, match=f"is finished, and was made with another {what} .*amend=True"):
-            make(corpus, tmp_path, phases, **options)
+            make(corpus, run, phases, **options)
 
 
 def logits_squared(model, batch):
@@ -86,16 +73,15 @@ def test_a_model_with_too_few_logits_is_refused_before_its_first_step(corpus, tm
             make(corpus, tmp_path, loss_fn=loss_fn, model=lambda: model(vocab_size=300))
 
 
-def test_speed_counts_training_alone(corpus, tmp_path):
+def test_speed_counts_training_alone(finished_run):
     """Every row has a speed, the first steps of shapes too: compilation is waited for before they begin."""
-    train(corpus, tmp_path)
-    timed = {row["step"]: row["ms_per_step"] for row in rows(tmp_path) if "ms_per_step" in row}
+    timed = {row["step"]: row["ms_per_step"] for row in rows(finished_run) if "ms_per_step" in row}
     assert set(timed) == set(range(1, 14))
     assert min(timed.values()) > 0.01 * np.median(list(timed.values()))
 
 
 def test_another_corpus_or_curriculum_is_refused(corpus, tmp_path):
-    train(corpus, tmp_path / "run", max_steps=8)
+    train(corpus, tmp_path / "run", max_steps=2)
     with pytest.raises(ValueError, match="was made with another curriculum"):
         make(corpus, tmp_path / "run", [Phase(20, 8, 17)])
     other = Roxxel(tmp_path / "other_*.rox")
@@ -118,7 +104,7 @@ def test_a_curriculum_may_end_in_one_long_row(corpus, tmp_path):
     assert text.count("in 1 micro-batch(es) instead of 4 because it has no more rows") == 1
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corpus, tmp_path, monkeypatch, stopped):
     net = model(dropout_rate=0.1)
     before = np.array(net.embedding.embedding[...])
@@ -156,7 +142,6 @@ def test_blends_train(corpus, tmp_path):
     rng = np.random.default_rng(1)
     other.write((rng.integers(1, 500, 300).astype(np.uint16) for _ in range(60)), vocab_size=500)
     phases = [Phase(5, 8, 17, weights={"self": 1, "other": 1}, blend="row"), Phase(3, 8, 33, weights={"other": 1})]
-    model = Transformer(ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64), nnx.Rngs(0))
     curriculum = Curriculum(corpus, phases, {"other": other})
     with other:
         made = Trainer(model, optax.adam(1e-2), curriculum, next_token_loss, tmp_path / "run", log_every=1)

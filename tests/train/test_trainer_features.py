@@ -99,12 +99,9 @@ def test_no_save_no_further_fetch(corpus, tmp_path):
     assert made._reporter.fetches == len(rows(tmp_path)) == 4
 
 
-def test_a_module_trains_as_a_callable_does(corpus, tmp_path):
-    train(corpus, tmp_path / "module", model=model())
-    train(corpus, tmp_path / "callable")
-    assert [x for _, x, _ in losses(tmp_path / "module")] == pytest.approx(
-        [x for _, x, _ in losses(tmp_path / "callable")], rel=1e-4
-    )
+def test_a_module_trains_as_a_callable_does(corpus, finished_run, tmp_path):
+    train(corpus, tmp_path, model=model())
+    assert [x for _, x, _ in losses(tmp_path)] == pytest.approx([x for _, x, _ in losses(finished_run)], rel=1e-4)
 
 
 class Partitioned(nnx.Module):
@@ -121,8 +118,8 @@ class Partitioned(nnx.Module):
 
 
 def test_what_a_module_asks_for_is_honoured(corpus, tmp_path):
-    train(corpus, tmp_path, model=Partitioned, max_steps=4)
-    made = train(corpus, tmp_path, model=Partitioned)
+    train(corpus, tmp_path, PHASES[:1], model=Partitioned, max_steps=4)
+    made = train(corpus, tmp_path, PHASES[:1], model=Partitioned)
     assert made.start_step == 4
     assert made.state.params["head.kernel"].sharding.spec == P(None, "data")
     assert made.state.optimizer[0].mu["head.kernel"].sharding.spec == P(None, "data")
@@ -171,7 +168,8 @@ def as_dict(model, batch):
 @pytest.mark.parametrize(("loss_fn", "accumulate"), [(with_aux, 1), (as_dict, 2)])
 def test_every_scalar_of_a_loss_is_logged(corpus, tmp_path, loss_fn, accumulate):
     """Accumulated over micro-batches of 8 rows, for 8 devices."""
-    made = train(corpus, tmp_path, [Phase(3, 16, 17)], loss_fn=loss_fn, grad_accum_steps=accumulate)
+    options = {"loss_fn": loss_fn, "grad_accum_steps": accumulate, "mesh": make_mesh(8)}
+    made = train(corpus, tmp_path, [Phase(3, 16, 17)], **options)
     assert len(rows(tmp_path)) == 3
     for row in rows(tmp_path):
         offsets = made.plan.rows(row["step"] - 1).offset
