@@ -136,7 +136,8 @@ def test_a_finite_spike(corpus, tmp_path):
     def loss_fn(model, batch):
         return next_token_loss(model, batch) * jnp.where((batch == tokens).all(), 10.0, 1.0)
 
-    made = make(corpus, tmp_path, phases, loss_fn=loss_fn, spike_factor=3.0, log_every=10)
+    seldom = {"log_every": 10, "eval_every": 100, "checkpoint_every": 100}
+    made = make(corpus, tmp_path, phases, loss_fn=loss_fn, spike_factor=3.0, **seldom)
     with pytest.raises(BadStep, match="step 26 went wrong"):
         made.run()
     made.close()

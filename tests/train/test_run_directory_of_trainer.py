@@ -8,10 +8,9 @@ import time
 
 import pytest
 from flax import nnx
-from runs import PHASES, losses, make, rows, saved, train
+from runs import PHASES, Bigram, losses, make, rows, saved, train
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.checkpoint import SaveError
 from roxxel_dist.train.origin import Origin
 from roxxel_dist.train.run_lock import HELD
@@ -75,14 +74,14 @@ def test_another_process_that_trains_there_is_told_of(corpus, tmp_path):
     assert tmp_path not in HELD
 
 
-class Unknowable(Transformer):
+class Unknowable(Bigram):
     @property
     def flops_per_token(self):
         raise RuntimeError("not known")
 
 
 def test_a_trainer_that_cannot_be_made_leaves_nothing_behind(corpus, tmp_path):
-    shape = ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=64)
+    shape = ModelConfig(dim=16, vocab_size=500)
     others = {*threading.enumerate()}  # of tests before, which may have left some
     with pytest.raises(RuntimeError, match="not known"):
         make(corpus, tmp_path, model=lambda: Unknowable(shape, nnx.Rngs(0)))

@@ -116,7 +116,8 @@ def test_each_block_is_looked_at_once(data, tmp_path, monkeypatch):
     seen, damaged = [], Shard.damaged
     monkeypatch.setattr(Shard, "damaged", lambda self, blocks: seen.extend(blocks) or damaged(self, blocks))
     with Roxxel(data / "a_00000.rox") as dataset:
-        train(dataset, tmp_path / "run", [{"steps": 200, "batch_size": 16, "seq_len": 33}], log_every=50)
+        phases, seldom = [{"steps": 60, "batch_size": 16, "seq_len": 33}], {"eval_every": 50, "checkpoint_every": 50}
+        train(dataset, tmp_path / "run", phases, log_every=50, **seldom)
         blocks = len(dataset.shards[0].checksums)
     assert len(seen) == len(set(seen))
     assert blocks - 2 <= len(seen) <= blocks

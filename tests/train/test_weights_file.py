@@ -261,7 +261,7 @@ def test_asked_to_stop_too_large_and_not_wanted(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "stop_requested", lambda step: step == 7)
         assert train(corpus, tmp_path, max_steps=8).stopped
-    assert (step_of(tmp_path / NEWEST), step_of(tmp_path / BEST)) == (7, 1)  # of the losses of steps 1 and 5
+    assert (step_of(tmp_path / NEWEST), step_of(tmp_path / BEST)) == (7, 5)  # of the losses of steps 1 and 5
     before = (tmp_path / NEWEST).stat()
     train(corpus, tmp_path, max_steps=8, export_weights=False)
     assert (tmp_path / NEWEST).stat() == before
