@@ -30,6 +30,8 @@ EXIT_PORT = 71
 """Rank 0 found the coordinator's port taken, which preflight had found free: started again, with another one."""
 EXIT_FILES = 74
 """A file that an earlier attempt of the job has used cannot be reached: a file system is away, so it is tried again."""
+EXIT_LOST_RANK = 76
+"""jax's coordinator, or what it says of another rank, is lost to this rank: started again."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 WAITED = "the program had ended, and other ranks had not after the time that --exit-timeout gives"
@@ -40,6 +42,10 @@ ORDERLY = (0, EXIT_DRAINED)
 
 class FileSystemError(RuntimeError):
     """In a later attempt of a job, files cannot be reached that its first attempt needed too."""
+
+
+class LostRankError(RuntimeError):
+    """Another rank, or jax's coordinator in rank 0, has not answered jax for longer than its heartbeat allows."""
 
 
 def attempt_number() -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.contract import LostRankError
 from roxxel_dist.cluster.jax_private import backends_are_initialized, coordinator_client
 
 INIT_TIMEOUT_S = 300
@@ -234,6 +235,14 @@ def key_value_store() -> Any:
     return coordinator_client()
 
 
+def unanswered(error: Exception, what: str) -> TimeoutError | LostRankError:
+    """The exception for a wait at jax's coordinator that came to nothing: `what` says for whom and how long it was."""
+    first = str(error).splitlines()[0]
+    if first.startswith("DEADLINE_EXCEEDED"):
+        return TimeoutError(f"rank {process_index()} {what}: {first}")
+    return LostRankError(f"rank {process_index()} has lost another rank, or jax's coordinator in rank 0: {first}")
+
+
 def once(name: str) -> str:
     """A key that is new each time: all ranks make the same calls in the same order, so they get the same keys."""
     _calls[name] = _calls.get(name, 0) + 1
@@ -245,15 +254,15 @@ def barrier(name: str, limit_s: float = WAIT_LIMIT_S) -> None:
 
     Raises:
         TimeoutError: somebody did not come within `limit_s` seconds; names the place and who is missing.
+        LostRankError: a rank is lost, by jax's own heartbeat.
     """
     if jax.process_count() == 1:
         return
     try:
         key_value_store().wait_at_barrier(once(name), int(limit_s * 1000))
     except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(
-            f"rank {process_index()} waited {limit_s:.0f} s at '{name}' and not all of the {process_count()} "
-            f"processes came: {str(error).splitlines()[0]}"
+        raise unanswered(
+            error, f"waited {limit_s:.0f} s at '{name}' and not all of the {process_count()} processes came"
         ) from error
 
 
@@ -262,6 +271,7 @@ def agree(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
 
     Raises:
         TimeoutError: rank 0 did not say it within `limit_s` seconds.
+        LostRankError: a rank is lost, by jax's own heartbeat.
     """
     if jax.process_count() == 1:
         return value
@@ -272,7 +282,7 @@ def agree(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
     try:
         return key_value_store().blocking_key_value_get(key, int(limit_s * 1000))
     except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(f"rank {process_index()} waited {limit_s:.0f} s for rank 0 to decide '{name}'") from error
+        raise unanswered(error, f"waited {limit_s:.0f} s for rank 0 to decide '{name}'") from error
 
 
 def collect(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
@@ -280,6 +290,7 @@ def collect(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
 
     Raises:
         TimeoutError: on rank 0, a rank did not say it within `limit_s` seconds.
+        LostRankError: a rank is lost, by jax's own heartbeat.
     """
     if jax.process_count() == 1:
         return [value]
@@ -293,7 +304,7 @@ def collect(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
         try:
             values.append(key_value_store().blocking_key_value_get(f"{key}/{rank}", left_ms))
         except jax.errors.JaxRuntimeError as error:
-            raise TimeoutError(f"rank 0 waited {limit_s:.0f} s for rank {rank} to say '{name}'") from error
+            raise unanswered(error, f"waited {limit_s:.0f} s for rank {rank} to say '{name}'") from error
     key_value_store().key_value_delete(key)
     return values
 

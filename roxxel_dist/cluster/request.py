@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.mailbox import post_answer, take_requests
-from roxxel_dist.cluster.process import is_primary, key_value_store, once, process_count, process_index
+from roxxel_dist.cluster.process import is_primary, key_value_store, once, process_count, unanswered
 
 LIMIT_S = 3600.0
 """Seconds that the other ranks wait for rank 0, which may have to validate or to write for long."""
@@ -87,8 +87,8 @@ class SaveRequests:
         try:
             return key_value_store().blocking_key_value_get(self._key, int(LIMIT_S * 1000)) == "yes"
         except jax.errors.JaxRuntimeError as error:
-            raise TimeoutError(
-                f"rank {process_index()} waited {LIMIT_S:.0f} s for rank 0 to say whether to save: look at its log"
+            raise unanswered(
+                error, f"waited {LIMIT_S:.0f} s for rank 0 to say whether to save (look at its log)"
             ) from error
 
     def _look(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FILES, EXIT_PORT
+from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
 from roxxel_dist.launcher.outcome import Outcome, as_code, exit_code, first_failure
 
 EXIT_GIVEN_UP = 75
@@ -18,7 +18,7 @@ IDLE_PREEMPTIONS = 10
 """Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
 
 PREEMPTED = {EXIT_DRAINED, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
-OF_NO_RANK = {EXIT_PORT, EXIT_FILES}
+OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
 """Codes by which a rank tells of a failure that is not its own: the same rank may end with them again and again."""
 INFRASTRUCTURE = OF_NO_RANK | {
     128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)

@@ -21,6 +21,7 @@ from typing import NoReturn
 from roxxel_dist.cluster.contract import (
     EXIT_FILES,
     EXIT_HANG,
+    EXIT_LOST_RANK,
     EXIT_PORT,
     EXIT_TIMEOUT_ENV,
     EXIT_USAGE,
@@ -30,6 +31,7 @@ from roxxel_dist.cluster.contract import (
     STATUS_ENV,
     WAITED,
     FileSystemError,
+    LostRankError,
 )
 from roxxel_dist.cluster.progress import Progress
 
@@ -180,6 +182,9 @@ def _run(program: Callable[[], None]) -> None:
     except FileSystemError as error:
         _say(str(error))
         _fail(EXIT_FILES)
+    except LostRankError as error:
+        _say(str(error))
+        _fail(EXIT_LOST_RANK)
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)

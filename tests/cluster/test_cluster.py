@@ -10,6 +10,7 @@ import yaml
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster import process
+from roxxel_dist.cluster.contract import LostRankError
 from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
 from roxxel_dist.cluster.progress import Progress, create, read
 
@@ -40,6 +41,20 @@ def test_alone_everything_is_agreed_at_once():
     assert process.agree("anything", "mine") == "mine"
     assert process.collect("anything", "mine") == ["mine"]
     process.barrier("nobody else")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("DEADLINE_EXCEEDED: Barrier timed out. Id: roxxel/x/1", TimeoutError),
+        ("INTERNAL: Barrier failed because: UNAVAILABLE: Task 1 heartbeat timeout.", LostRankError),
+        ("UNAVAILABLE: failed to connect to all addresses", LostRankError),
+    ],
+)
+def test_a_rank_that_is_lost_is_no_rank_that_is_late(text, kind):
+    error = process.unanswered(jax.errors.JaxRuntimeError(f"{text}\nmore"), "waited 3 s at 'x'")
+    assert type(error) is kind
+    assert str(error).endswith(text)
 
 
 def test_initialize_is_harmless_after_jax_was_used():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cluster.contract import EXIT_FILES, EXIT_PORT
+from roxxel_dist.cluster.contract import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
 from roxxel_dist.launcher.hang import Hang
 from roxxel_dist.launcher.outcome import Exit, Lost, Outcome
 from roxxel_dist.launcher.restart import Cause, Ended, classify, decide, ended
@@ -70,7 +70,7 @@ def test_why_an_attempt_ended(codes: tuple[int, ...], more: dict[str, Any], caus
     assert classify(Outcome(exits=ends(*codes), **more)) is cause
 
 
-@pytest.mark.parametrize("code", [EXIT_PORT, EXIT_FILES])
+@pytest.mark.parametrize("code", [EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK])
 def test_what_is_of_no_ranks_making_is_tried_again(code: int) -> None:
     """A port that was taken, a file system that is away: it comes before the first step each time, from one rank."""
     told = [ended(Outcome(exits=ends(code)), seconds=1.0, counts=True)] * 2
