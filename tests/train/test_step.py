@@ -42,7 +42,7 @@ def test_a_step_is_a_gradient_step():
     """Against NNX's own gradient and optax by hand."""
     net = small()
     state, step, batch, _ = prepare(net, optax.sgd(0.1))
-    loss, grads = nnx.value_and_grad(next_token_loss)(net, np.asarray(batch))
+    loss, grads = nnx.jit(nnx.value_and_grad(next_token_loss))(net, np.asarray(batch))
     expected = [
         p - 0.1 * g for p, g in zip(jax.tree.leaves(nnx.state(net, nnx.Param)), jax.tree.leaves(grads), strict=True)
     ]
@@ -140,7 +140,7 @@ def test_every_scalar_of_the_loss_reaches_the_metrics():
     assert scalars["lr"] == 0.5
 
 
-@pytest.mark.parametrize("grad_accum", [1, 4])
+@pytest.mark.parametrize("grad_accum", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_the_losses_of_rows_come_in_the_order_of_the_rows(grad_accum):
     def loss_fn(model, batch):
         logits = model(batch[:, :-1])
@@ -168,7 +168,7 @@ def test_computing_in_bfloat16_keeps_float32_parameters():
     assert results[None] == pytest.approx(results[jnp.bfloat16], rel=0.02)
 
 
-@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize("grad_accum", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_parameters_in_bfloat16_have_moments_in_bfloat16(grad_accum):
     optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2))
     state, step, batch, _ = prepare(small(), optimizer, dtype=jnp.bfloat16, grad_accum=grad_accum)
@@ -181,7 +181,7 @@ def test_parameters_in_bfloat16_have_moments_in_bfloat16(grad_accum):
     assert {leaf.dtype for leaf in floats} == {jnp.bfloat16.dtype}
 
 
-@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize("grad_accum", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_balance_loss_is_minimised_and_shown_apart(grad_accum):
     """The step is the one of a loss that is the sum; what is shown, validated and watched is the loss alone."""
 

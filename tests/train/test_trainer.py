@@ -10,6 +10,7 @@ from flax import nnx
 from runs import PHASES, losses, make, model, rows, train
 
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.meter import Meter
@@ -108,7 +109,7 @@ def test_a_curriculum_may_end_in_one_long_row(corpus, tmp_path):
 def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corpus, tmp_path, monkeypatch, stopped):
     net = model(dropout_rate=0.1)
     before = np.array(net.embedding.embedding[...])
-    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
     if stopped:
         monkeypatch.setattr(trainer_module, "stop_requested", lambda step: step == 3)
     made = train(corpus, tmp_path, model=net, optimizer=optimizer)
@@ -126,8 +127,12 @@ def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corp
     np.testing.assert_array_equal(mu[...], made.state.optimizer[0].mu["embedding.embedding"])
     # A loop of one's own can go on with them.
     net.train()
-    grads = nnx.grad(lambda net: next_token_loss(net, np.arange(34).reshape(2, 17)))(net)
-    optimizer.update(net, grads)
+
+    @nnx.jit
+    def update(net, optimizer):
+        optimizer.update(net, nnx.grad(next_token_loss)(net, np.arange(34).reshape(2, 17)))
+
+    update(net, optimizer)
     assert int(optimizer.step[...]) == steps + 1
 
 
@@ -144,7 +149,8 @@ def test_blends_train(corpus, tmp_path):
     phases = [Phase(5, 8, 17, weights={"self": 1, "other": 1}, blend="row"), Phase(3, 8, 33, weights={"other": 1})]
     curriculum = Curriculum(corpus, phases, {"other": other})
     with other:
-        made = Trainer(model, optax.adam(1e-2), curriculum, next_token_loss, tmp_path / "run", log_every=1)
+        options = {"mesh": make_mesh(2), "log_every": 1}
+        made = Trainer(model, optax.adam(3e-2), curriculum, next_token_loss, tmp_path / "run", **options)
         made.run()
         made.close()
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 9))
@@ -175,7 +181,7 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
 
 def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
     net = model()
-    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
     logger = Logger(tmp_path / "mine", "my")
     checkpointer = Checkpointer(tmp_path / "kept", net, optimizer, max_to_keep=1)
     made = train(corpus, tmp_path / "run", model=net, optimizer=optimizer, logger=logger, checkpointer=checkpointer)
@@ -192,7 +198,7 @@ def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
         checkpointer.save(14)
     # Restored by a program of one's own.
     again = model()
-    other = nnx.Optimizer(again, optax.adam(1e-2), wrt=nnx.Param)
+    other = nnx.Optimizer(again, optax.adam(3e-2), wrt=nnx.Param)
     with Checkpointer(tmp_path / "kept", again, other) as reader:
         assert reader.restore() == 13
     for mine, theirs in ((again, net), (other.opt_state, optimizer.opt_state)):
