@@ -14,6 +14,7 @@ from runs import rows as logged
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.report.runs import differences, read_runs
 from roxxel_dist.report.table import table
 from roxxel_dist.train.goodput import SPENT
@@ -113,7 +114,7 @@ def test_a_living_run(corpus, tmp_path, capsys):
         def close(self):
             pass
 
-    made = make(corpus, tmp_path / "run", [Phase(6, 8, 17)], val_fraction=0.0, trackers=[Look()])
+    made = make(corpus, tmp_path / "run", [Phase(6, 8, 17)], val_fraction=0.0, trackers=[Look()], mesh=make_mesh(1))
     made.run()
     made.close()
     assert [step for step, _, _ in seen] == [1, 2, 3, 4, 5, 6]
