@@ -185,14 +185,8 @@ def test_what_a_step_reads(work, monkeypatch, capfd):
     assert "step 23: the plan has steps 1 to 22" in err
 
 
-KINDS = [
-    "bpe",
-    pytest.param("byte", marks=pytest.mark.long),
-    pytest.param("char", marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_training_on_a_text_file(tmp_path, monkeypatch, kind, capfd):
     """No shards, no config file, one process: text in, text out."""
     monkeypatch.chdir(tmp_path)

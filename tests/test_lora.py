@@ -150,6 +150,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
         Experiment(config).fit(run_dir=run, resume=True)
 
 
+@pytest.mark.long
 def test_a_chain_whose_tree_and_base_were_moved(work, tmp_path, monkeypatch, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
