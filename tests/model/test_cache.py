@@ -145,12 +145,10 @@ class Plain(nnx.Module):
 )
 def test_text_is_the_same_with_and_without(fields):
     model = build(**fields, max_context=96)
-    for prompt, temperature in (([3, 1, 4], 0.0), (list(range(50)) * 2, 1.0)):
-        one, other = (
-            generate(m, prompt, 20, max_context=96, temperature=temperature, seed=5) for m in (model, Plain(model))
-        )
-        assert one == other
-        assert len(one) == 20
+    prompt = list(range(50)) * 2
+    one, other = (generate(m, prompt, 20, max_context=96, temperature=1.0, seed=5) for m in (model, Plain(model)))
+    assert one == other
+    assert len(one) == 20
 
 
 def test_prefill_and_decoding_are_compiled_once():
