@@ -36,7 +36,12 @@ class Parsed(BaseException):
 
 def problem(words: list[str]) -> str:
     """What the parser of a command says against its words, the command after `--` included; empty if nothing."""
-    said = io.StringIO()
+    return _problem(tuple(words))
+
+
+@cache
+def _problem(given: tuple[str, ...]) -> str:
+    words, said = list(given), io.StringIO()
     try:
         with _parsing_alone(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             main(words)

@@ -28,11 +28,11 @@ def test_a_recipe_leaves_the_config_and_has_every_part(corpus):
 
 def test_a_recipe_builds_the_same_model_each_time_and_its_loss_reads_a_batch(corpus):
     made = recipe(Config(**SMALL), corpus)
-    one, two = made.build(), made.build()
+    one, two = nnx.jit(made.build)(), nnx.jit(made.build)()
     for a, b in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(two)), strict=True):
         np.testing.assert_array_equal(a, b)
     batch = corpus.read(np.arange(4) * 17, 17)
-    assert abs(float(made.loss(one, batch)["loss"]) - np.log(500)) < 0.5
+    assert abs(float(nnx.jit(made.loss)(one, batch)["loss"]) - np.log(500)) < 0.5
 
 
 @pytest.mark.parametrize(
