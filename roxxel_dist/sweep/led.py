@@ -42,6 +42,7 @@ def logged_in() -> bool:
     import wandb
 
     host = urlparse(wandb.setup().settings.base_url).hostname or ""
+    wandb.teardown()  # its service, which the environment names to all that this process starts
     files = [os.environ["NETRC"]] if os.environ.get("NETRC") else [Path.home() / ".netrc", Path.home() / "_netrc"]
     for file in files:
         try:

@@ -98,3 +98,4 @@ def test_no_login_searches_here(desk, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "no W&B login: the search is made here" in said.err
     assert "random search over 2 parameters" in said.out
+    assert "WANDB_SERVICE" not in os.environ  # trials have a service of their own
