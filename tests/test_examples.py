@@ -2,15 +2,14 @@
 
 import json
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 from commands import environment, rows, run
-from reader import ROOT, Reader, blocks
+from reader import ROOT, Reader, blocks, here
 
 from roxxel_dist.config import load_yaml
 from roxxel_dist.sweep.study import read_study
@@ -111,17 +110,11 @@ if __name__ == "__main__":
 """
 
 
-def python(*words, cwd):
-    """Run a program on one process with 8 simulated devices."""
-    result = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env=environment(JAX_NUM_CPU_DEVICES="8"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+def python(*words, cwd, code=0, devices=8):
+    """Run a program on one process with simulated devices."""
+    script = shlex.join(["python", *map(str, words)])
+    result = here(["bash", "-c", script], cwd=cwd, env=environment(JAX_NUM_CPU_DEVICES=str(devices)), timeout=240)
+    assert result.returncode == code, result.stdout + result.stderr
     return result
 
 
@@ -149,6 +142,7 @@ def test_the_tutorial_on_one_process(tmp_path):
     assert (tmp_path / "here" / "run" / "metrics.jsonl").read_bytes() == logged
 
 
+@pytest.mark.long
 def test_the_tutorial_on_two_processes(tmp_path):
     words = [
         "--all-ranks",
@@ -257,41 +251,25 @@ def test_train_py_on_two_processes(tmp_path):
 def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
     """On the data that the config names; the same run from `Trainer(config)`, to the bit; what is not built is told."""
     write_corpus(tmp_path)
-    small, train = SMALL_TRAIN, [sys.executable, *TRAIN]
-    result = subprocess.run(
-        [*train, *small, "--lr", "5e-4", "--run_dir", "a"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = python(*TRAIN, *SMALL_TRAIN, "--lr", "5e-4", "--run_dir", "a", cwd=tmp_path, devices=1)
     assert result.stdout.endswith("Saved to: a\n")
-    program = (
+    (tmp_path / "again.py").write_text(
         "from roxxel_dist import Config, Trainer\n"
         "config = Config.from_yaml('a/config.yaml')\n"
         "run_dir = Trainer(config).fit('data/corpus.txt', run_dir='b', resume=True)\n"
         "print(f'Saved to: {run_dir}')\n"
     )
-    words = [sys.executable, "-c", program]
-    again = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = python("again.py", cwd=tmp_path, devices=1)
     assert again.stdout.endswith("Saved to: b\n")
     losses = [[row["train_loss"] for row in rows(tmp_path / run_dir).values()] for run_dir in ("a", "b")]
     assert len(losses[0]) == 2
     assert losses[0] == losses[1]
-    bare = [sys.executable, ROOT / "examples" / "train.py", "--batch_size", "64", "--lr", "5e-4", "--use_moe", "True"]
+    bare = [TRAIN[0], "--batch_size", "64", "--lr", "5e-4", "--use_moe", "True"]
     (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "default_config.yaml", tmp_path / "configs")
-    words = [*bare, *small[:-1], "--eval_iters=1", "--run_dir", "c"]
-    defaults = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
-    assert defaults.returncode == 0, defaults.stdout + defaults.stderr
+    python(*bare, *SMALL_TRAIN[:-1], "--eval_iters=1", "--run_dir", "c", cwd=tmp_path, devices=1)
     saved = load_yaml(tmp_path / "c" / "config.yaml")
     assert (saved["use_moe"], saved["batch_size"], saved["grad_accum"], saved["dropout_rate"]) == (True, 64, 2, 0.1)
-    refused = subprocess.run(
-        [*train, "--use_lora", "True"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
-    )
-    assert refused.returncode == 2
+    refused = python(*TRAIN, "--use_lora", "True", cwd=tmp_path, code=2, devices=1)
     assert "use_lora is True, and init_from names no run" in refused.stderr
     assert "Traceback" not in refused.stderr
