@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import rows, run
+from commands import rows
 from reader import ROOT, Block, Reader, blocks
 
 from roxxel_dist import Config, Generator, Trainer, Transformer
@@ -92,11 +92,10 @@ def summary(run_dir):
     return json.loads((Path(run_dir) / "model_summary.json").read_text())
 
 
-@pytest.mark.parametrize("section", ["Interrupted, and resumed", pytest.param("", marks=pytest.mark.long)])
-def test_every_block_as_a_command_on_two_processes(tmp_path, section):
-    """Of one section, or of the whole page."""
+@pytest.mark.long
+def test_every_block_as_a_command_on_two_processes(tmp_path):
     reader = Reader(desk(tmp_path), processes=2, JAX_NUM_CPU_DEVICES="8")
-    for block in blocks(PAGE, section):
+    for block in blocks(PAGE):
         if not block.note:
             reader.follow(block)
     assert list(rows(tmp_path / CUT))[-1] > 8
@@ -191,7 +190,7 @@ def test_loading_a_trained_model(here, trained):
         Generator(run_dir, step=999)
 
 
-def test_on_several_devices(here):
+def test_on_several_devices(here, capsys):
     config = Config(
         dim=32, n_heads=2, head_size=16, num_blocks=1, max_context=32, kv_heads=1, tokenizer_type="char",
         batch_size=16,  # split evenly: 4 a device
@@ -199,10 +198,9 @@ def test_on_several_devices(here):
     )  # fmt: skip
     run_dir = Trainer(config).fit("data/corpus.txt", run_dir="four")
     words = ["--n_devices", "4", "--batch_size", "16", "--max_steps", "2", "--run_dir", "four_more"]
-    result = run("train", *CONFIG, *words, cwd=here, JAX_NUM_CPU_DEVICES="8")
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert main(["train", *CONFIG, *words]) == 0
     assert list(rows(run_dir)) == list(rows("four_more")) == [1, 2]
-    assert "4 device(s)" in result.stdout
+    assert "4 device(s)" in capsys.readouterr().out
 
 
 def test_the_sharding_helpers():
