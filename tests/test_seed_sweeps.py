@@ -64,7 +64,15 @@ def test_a_small_text_is_enough_for_some_trials(desk, monkeypatch, capsys):
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize(("file", "processes", "trials"), [(file, *how) for file in SWEEPS for how in ((1, 2), (2, 1))])
+@pytest.mark.parametrize(
+    ("file", "processes", "trials"),
+    [
+        ("configs/sweep.yaml", 1, 2),
+        ("sweeps/sweep.yaml", 2, 1),
+        pytest.param("configs/sweep.yaml", 2, 1, marks=pytest.mark.long),
+        pytest.param("sweeps/sweep.yaml", 1, 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_small_form_is_run(desk, file, processes, trials):
     """The same parameters and distributions, with smaller shapes and fewer steps."""
     sweep = load_yaml(desk / file)
