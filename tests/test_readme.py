@@ -7,7 +7,7 @@ import pytest
 from commands import losses, rows
 from machines import missing
 from ray_nodes import RayNodes, ray_nodes
-from reader import ROOT, Reader, blocks
+from reader import ROOT, Reader, blocks, in_processes
 
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.study import read_study
@@ -24,7 +24,7 @@ def nodes():
     """The page's two hosts, with sshd and Ray on both; ssh on the machine beside them needs no options."""
     if why := missing():
         pytest.skip(why)
-    with ray_nodes(2, names=("node1", "node2")) as started:
+    with ray_nodes(2, head=("--include-dashboard", "false"), names=("node1", "node2")) as started:
         started.hosts.bind("controller", started.hosts.ssh_config, "/etc/ssh/ssh_config")
         yield started
 
@@ -32,7 +32,7 @@ def nodes():
 @pytest.fixture
 def person(tmp_path: Path) -> Reader:
     """Someone in an empty folder with the page's two folders of text."""
-    person = Reader(tmp_path, HOME=str(tmp_path))
+    person = Reader(tmp_path, start=in_processes, HOME=str(tmp_path))
     for block in blocks(PAGE, "Five jobs")[:2]:
         if not block.note:
             person.follow(block)
@@ -67,7 +67,7 @@ def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes)
     assert len(read_study(person.folder / "studies" / "sweep").done) == 4
     assert Config.from_yaml(person.folder / "best.yaml").dim in (64, 128)
 
-    person.start = Reader(person.folder).start
+    person.start = in_processes
     said = person.follow(job("5. Pick up after a crash"))
     assert "resuming after step 20 of" in said
     assert losses(runs / "crash") == losses(runs / "blend")
