@@ -75,7 +75,6 @@ def test_it_trains_where_nothing_else_is(wheel, python, tmp_path):
 
     assert "usage: roxxel-dist COMMAND" in run("--help")
     assert run("--version").strip() == f"roxxel-dist {wheel.name.split('-')[1]}"
-    run("data", "build", "text.txt", "--out", "data", "--tokenizer", "byte")
-    assert "Step 2/2" in run("train", "--data_path", "data", "--run_dir", "run", *TINY)
+    assert "Step 2/2" in run("train", "--data_path", "text.txt", "--run_dir", "run", *TINY)
     rows = (work / "run" / "metrics.jsonl").read_text().splitlines()
     assert '"step": 2' in rows[-1]
