@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(None, marks=pytest.mark.long)])
 def test_all_damage_is_found_and_named(folder, workers):
     with Roxxel(folder) as ds:
         assert len(ds.shards) == 5

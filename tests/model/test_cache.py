@@ -115,13 +115,14 @@ def test_rows_of_different_lengths(fields):
             np.testing.assert_allclose(logits[row, 0], expected[row, count + i], atol=1e-5)
 
 
-def test_documents_in_a_cached_row_stay_apart():
+@pytest.mark.parametrize("cuts", [(8, 16), pytest.param((9, 14), marks=pytest.mark.long)])
+def test_documents_in_a_cached_row_stay_apart(cuts):
     model, text = build(**WINDOW, pos_encoding="learned", num_blocks=1), tokens()
     segments = jnp.broadcast_to(jnp.repeat(jnp.arange(2), 12), text.shape)
     places = jnp.broadcast_to(jnp.arange(24) % 12, text.shape)
     expected = nnx.jit(lambda m, *batch: m(*batch))(model, text, segments, places)
     found, cache = [], model.empty_cache(2)
-    for start, end in ((0, 8), (8, 16), (16, 24)):
+    for start, end in itertools.pairwise((0, *cuts, 24)):
         part = (x[:, start:end] for x in (text, segments, places))
         words, *rest = part
         logits, cache = read(model, words, cache, *rest)
@@ -143,10 +144,16 @@ class Plain(nnx.Module):
 @pytest.mark.parametrize(
     "fields", [{"dropout_rate": 0.5, "num_blocks": 1}, pytest.param({**MLA, **WINDOW}, marks=pytest.mark.long)]
 )
-def test_text_is_the_same_with_and_without(fields):
+@pytest.mark.parametrize(
+    ("prompt", "temperature"),
+    [(list(range(50)) * 2, 1.0), pytest.param([3, 1, 4], 0.0, marks=pytest.mark.long)],
+    ids=["long prompt", "greedy"],
+)
+def test_text_is_the_same_with_and_without(fields, prompt, temperature):
     model = build(**fields, max_context=96)
-    prompt = list(range(50)) * 2
-    one, other = (generate(m, prompt, 20, max_context=96, temperature=1.0, seed=5) for m in (model, Plain(model)))
+    one, other = (
+        generate(m, prompt, 20, max_context=96, temperature=temperature, seed=5) for m in (model, Plain(model))
+    )
     assert one == other
     assert len(one) == 20
 

@@ -97,13 +97,14 @@ def test_gradients_of_both_forms_are_the_same():
 
 
 @pytest.mark.long
-def test_rematerialised_gradients_are_the_same():
+@pytest.mark.parametrize("field", ["gradient_checkpointing", "inference"])
+def test_gradients_of_a_whole_model_are_the_same(field):
     x = jax.random.randint(jax.random.key(0), (2, 17), 0, 50)
     (loss, grads), (other, remat) = (
         nnx.jit(nnx.value_and_grad(next_token_loss))(
-            Transformer(ModelConfig(**SHAPE, **SIZES, no_sink=True, gradient_checkpointing=g), nnx.Rngs(0)), x
+            Transformer(ModelConfig(**SHAPE, **SIZES, no_sink=True, **{field: value}), nnx.Rngs(0)), x
         )
-        for g in (False, True)
+        for value in (False, True)
     )
     assert float(other) == pytest.approx(float(loss), rel=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(remat), strict=True):

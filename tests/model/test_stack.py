@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ MOE = {"use_moe": True, "n_experts": 4, **PLAIN}
 
 
 def build(**fields):
-    return Transformer(ModelConfig(**SMALL, **fields), nnx.Rngs(params=0, dropout=1))
+    return Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0, dropout=1))
 
 
 def tokens(*shape):
@@ -31,8 +33,16 @@ def packed():
     return Packed(tokens(2, 17), jnp.stack([segments] * 2), jnp.stack([places] * 2))
 
 
-@pytest.mark.parametrize("fields", [PLAIN, *(pytest.param(fields, marks=pytest.mark.long) for fields in (MOE, MLA))])
-def test_the_same_weights_losses_and_gradients(fields):
+@pytest.mark.parametrize(
+    ("fields", "make"),
+    [
+        (PLAIN, packed),
+        *(pytest.param(fields, packed, marks=pytest.mark.long) for fields in (MOE, MLA | {"num_blocks": 3})),
+        pytest.param(PLAIN | {"num_blocks": 3}, lambda: tokens(2, 9), marks=pytest.mark.long),
+    ],
+    ids=["plain", "experts", "latent", "unpacked"],
+)
+def test_the_same_weights_losses_and_gradients(fields, make):
     def look(scan):
         model = build(**fields, scan_layers=scan)
         parts, params, rest, settings = take_apart(model)
@@ -43,19 +53,19 @@ def test_the_same_weights_losses_and_gradients(fields):
 
         return params, rest, jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
 
-    batch = packed()
+    batch, blocks = make(), fields.get("num_blocks", 2)
     (apart, rest, expected), (whole, stacked_rest, found) = look(False), look(True)
     assert set(whole) == set(stacked(apart))
     assert any(is_stacked(name) for name in whole)
     for name, leaf in unstacked(whole).items():
         assert np.array_equal(leaf, apart[name]), name
-    assert len(jax.tree.leaves(stacked_rest)) * 2 == len(jax.tree.leaves(rest)), "random streams, if any"
+    assert len(jax.tree.leaves(stacked_rest)) * blocks == len(jax.tree.leaves(rest)), "random streams, if any"
     ((one, rest_after), grads), ((other, stacked_after), stacked_grads) = expected, found
     assert float(other) == pytest.approx(float(one), rel=1e-6)
     for name, leaf in unstacked(stacked_grads).items():
         np.testing.assert_allclose(leaf, grads[name], atol=1e-6, err_msg=name)
     counts = [leaf for name, leaf in stacked_after.items() if name.endswith("count")]
-    assert all(np.array_equal(leaf, [2, 2]) for leaf in counts), "a block draws twice"
+    assert all(np.array_equal(leaf, [2] * blocks) for leaf in counts), "a block draws twice"
     assert bool(counts) == bool(fields.get("dropout_rate"))
     assert all(int(leaf) == 2 for name, leaf in rest_after.items() if name.endswith("count"))
 
@@ -67,16 +77,17 @@ def test_the_balance_of_experts_is_added_up():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"sliding_window": True, "context_window": 4}, pytest.param(MLA, marks=pytest.mark.long)]
+    ("fields", "cuts"),
+    [({"sliding_window": True, "context_window": 4}, (6,)), pytest.param(MLA, (7, 8), marks=pytest.mark.long)],
 )
-def test_reading_piece_by_piece(fields):
+def test_reading_piece_by_piece(fields, cuts):
     model, x = build(**fields, scan_layers=True), tokens(2, 12)
     model.eval()
     run = nnx.jit(lambda model, x, cache=None: model(x, cache=cache))
     expected = run(build(**fields), x)
     np.testing.assert_allclose(run(model, x), expected, atol=1e-5)
     cache, found = model.empty_cache(2), []
-    for begin, end in ((0, 6), (6, 12)):
+    for begin, end in itertools.pairwise((0, *cuts, 12)):
         logits, cache = run(model, x[:, begin:end], cache)
         found.append(logits)
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, atol=1e-5)

@@ -38,7 +38,17 @@ def tokens(*shape, seed=0):
     return jax.random.randint(jax.random.key(seed), shape, 0, 50)
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "head_size": 8, "weight_tying": False}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_heads": 1, "head_size": 8, "weight_tying": False},
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ({"kv_heads": 1, "head_size": 8}, {"weight_tying": False})
+        ),
+    ],
+)
 def test_no_position_sees_what_comes_later(fields):
     model, x = build(**fields), tokens(2, 20)
     changed = x.at[:, 12].set((x[:, 12] + 1) % 50)
