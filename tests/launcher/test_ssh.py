@@ -15,6 +15,8 @@ import psutil
 import pytest
 from hosts import Cluster
 
+from roxxel_dist.launcher.backends.ssh import Options
+
 Alive = Callable[[int], bool]
 Until = Callable[[Callable[[], Any], str], None]
 
@@ -255,6 +257,14 @@ def test_a_host_that_cannot_be_used_is_named_at_once(ssh: Callable[[int], Ssh]) 
         assert re.search(said, result.stderr), result.stderr
         assert "Traceback" not in result.stderr
     assert list(one.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "procs_per_host", "ranks"), [("a", None, 2), ("a slots=3", None, 6), ("a slots=3", 2, 4), ("a", 4, 8)]
+)
+def test_how_many_processes_a_host_has(line: str, procs_per_host: int | None, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"{line}\n{line.replace('a', 'b', 1)}\n")
+    assert Options(hostfile=str(tmp_path / "hosts"), procs_per_host=procs_per_host).backend()[1] == ranks
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,15 @@ def test_everything_arrives_in_order():
     assert memory.closed
 
 
+def test_lines_that_are_said_before_there_are_trackers_wait_for_them():
+    memory = Memory()
+    with LogQueue() as log:
+        log.text("early")
+        log.open([memory])
+        log.text("late")
+    assert memory.seen == ["early", "late"]
+
+
 def test_a_durable_tracker_has_a_row_before_the_call_returns(stuck):
     durable = Durable()
     log = LogQueue([stuck, durable])

@@ -4,6 +4,7 @@ from runs import PHASES, train
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import report
+from roxxel_dist.train.log_queue import LogQueue
 from roxxel_dist.train.report import loss_by_dataset, make_row
 
 
@@ -22,6 +23,18 @@ def test_a_loss_functions_own_numbers_are_no_validation():
 def test_the_mean_loss_of_the_rows_of_each_data_set():
     found = loss_by_dataset(np.float32([1, 2, 3, 6]), np.int32([0, 2, 0, 2]), ("self", "code", "math"))
     assert found == {"loss/self": pytest.approx(2.0), "loss/math": pytest.approx(4.0)}
+
+
+def test_the_time_that_is_left_is_that_of_the_tokens_that_are_left(corpus, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(report, "SHOW_EVERY_S", 0)
+    monkeypatch.setattr(LogQueue, "status", lambda _, record: shown.append(record))
+    train(corpus, tmp_path, PHASES[:1])
+    timed = [record for record in shown if record["eta_s"]]
+    assert timed
+    for record in timed:
+        left = (PHASES[0].steps - record["step"]) * PHASES[0].batch_size * PHASES[0].seq_len
+        assert record["eta_s"] == pytest.approx(left / record["tokens_per_s"])
 
 
 def test_mfu_counts_the_devices_of_the_mesh(corpus, tmp_path, monkeypatch):
