@@ -199,6 +199,7 @@ x = jax.make_array_from_callback((4,), where, lambda index: jnp.arange(4.0)[inde
 psum = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=where.spec, out_specs=PartitionSpec())
 total = jax.jit(psum)
 print(jax.process_count(), jax.local_device_count(), float(total(x)[0]), flush=True)
+total(x).block_until_ready()  # all have printed
 if jax.process_index() == 1:
     raise KeyError("of rank 1")
 total(x + total(x)).block_until_ready()
