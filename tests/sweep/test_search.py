@@ -76,6 +76,7 @@ def test_spaces_that_nothing_is_left_of() -> None:
         only.ask()
 
 
+@pytest.mark.filterwarnings("ignore")  # of pydantic, where this test is the first to import the engine
 def test_a_grid_goes_in_the_order_of_wandb() -> None:
     from sweeps import SweepRun, next_run  # fmt: skip
 
