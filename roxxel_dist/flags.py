@@ -58,6 +58,31 @@ def _check_words(kind: type, words: list[str], command: str) -> None:
                 number(value)
         except ValueError:
             raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
+    _check_required(kind, words, hints, command)
+
+
+def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command: str) -> None:
+    """Raises UsageError where something without a default is not given."""
+    flags = dict(flags_in(words))
+    with_value = {name for name, hint in hints.items() if hint not in (Switch, bool)}
+    pairs = zip(["", *words], words, strict=False)
+    bare = [
+        word
+        for before, word in pairs
+        if not word.startswith("-") and not (before.startswith("--") and before[2:].replace("-", "_") in with_value)
+    ]
+    missing = []
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING:
+            continue
+        kinds = get_args(hints[field.name])
+        if POSITIONAL in kinds[1:]:
+            missing += [] if bare else [field.name.upper()]
+        elif field.name not in flags:
+            value = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
+            missing.append(f"--{field.name} {value or field.name.upper()}")
+    if missing:
+        raise UsageError(f"`{command}` needs {', '.join(missing)}: `roxxel-dist {command} --help` tells all")
 
 
 def plain_switches(words: list[str], kind: type) -> list[str]:

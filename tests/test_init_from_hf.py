@@ -1,16 +1,18 @@
 """A run that begins with a model of Hugging Face."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import rows
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from made_runs import TEXT, make_run
 
-from roxxel_dist import Config, Experiment, Transformer
+from roxxel_dist import Config, Experiment, Roxxel, Transformer
 from roxxel_dist.config import UsageError
 from roxxel_dist.export import export_run
 from roxxel_dist.lineage import with_shape_of
@@ -51,6 +53,21 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     assert (run / "tokenizer.json").read_bytes() == (folder / "hf" / "tokenizer.json").read_bytes()
     same = with_shape_of(Config(init_from=str(folder / "hf"), fsdp=True, max_context=32, **QUIET))
     assert same.to_dict() == saved.to_dict(), "it can be resumed with the same words"
+
+
+def test_without_a_tokenizer_it_trains_on_shards(folder, tmp_path):
+    """And says so where it is to read text."""
+    shutil.copytree(folder / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("tokenizer*"))
+    rng = np.random.default_rng(0)
+    data = Roxxel(tmp_path / "data_*.rox")
+    data.write((rng.integers(1, 257, 400).astype(np.uint16) for _ in range(10)), vocab_size=257)
+    config = Config(init_from=str(tmp_path / "hf"), **QUIET | {"sample_prompt": ""})
+    run = Experiment(config).fit(tmp_path / "data_*.rox", tmp_path / "tuned")
+    assert list(rows(run)) == [1]
+    assert not (run / "tokenizer.json").exists()
+    assert Transformer.from_pretrained(run, best=False).config.dim == 32
+    with pytest.raises(ValueError, match=r"hf has no tokenizer.json"):
+        Experiment(config).fit(folder / "text.txt", tmp_path / "text")
 
 
 @pytest.mark.parametrize(

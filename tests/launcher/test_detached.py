@@ -1,6 +1,7 @@
 """A controller on the first of several hosts, and the machine of its user, which is told the way there."""
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hosts import Cluster
 
-from roxxel_dist.launcher.detached import _answer_in
+from roxxel_dist.launcher.detached import NotStarted, _answer_in, detach
+from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.registry import Entry, Process
 
 Until = Callable[[Callable[[], Any], str], None]
 SCRIPT = """
@@ -95,6 +99,44 @@ def test_hosts_that_are_not_there(cluster: Callable[[int], Cluster], tmp_path: P
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "the job could not be started on h9: ssh: Could not resolve hostname h9" in missing.stderr
     assert not list(tmp_path.glob("up.*"))
+
+
+class Liar:
+    """A backend whose host answers with this entry."""
+
+    hosts = ("h1",)
+
+    def __init__(self, entry: dict[str, Any]) -> None:
+        self._answer = json.dumps({"entry": entry})
+
+    def describe(self) -> dict[str, str]:
+        return {"kind": "ssh"}
+
+    def start(self, host: str, module: str) -> subprocess.Popen[bytes]:
+        del host, module
+        words = [sys.executable, "-S", "-c", f"print({self._answer!r})"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(("run_id", "host"), [("r", "h1"), ("../../x", "h1"), ("/tmp/x", "h1"), ("r", "../h1")])
+def test_what_a_host_answers_names_no_file_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str, host: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = JobSpec(run_id="r", command=("true",), nprocs=1, log_dir=tmp_path)
+    times = {"begun": 0.0, "updated": 0.0, "grace": 1.0}
+    entry = Entry(
+        run_id=run_id, controller=Process(host=host, boot="", pid=1, start=1), hosts=("h1",), nprocs=1, command="true",
+        log_dir="/w", run_dir="/w", directory="/w", **times,
+    )  # fmt: skip
+    liar: Any = Liar(dataclasses.asdict(entry))
+    if (run_id, host) == ("r", "h1"):
+        assert detach(job, liar) == entry
+        assert [path.name for path in tmp_path.rglob("*.json")] == ["r.h1.1.json"]
+        return
+    with pytest.raises(NotStarted, match=f"h1 started run {run_id!r} on {host!r} where it was told 'r': look there"):
+        detach(job, liar)
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_an_answer_is_found_behind_what_a_host_prints() -> None:
