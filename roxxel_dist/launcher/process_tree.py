@@ -183,8 +183,8 @@ class Tree:
         """Take in one message of the keeper."""
         try:
             said = self._control.recv(32)
-        except ConnectionResetError:
-            said = b""
+        except ConnectionResetError:  # it ended before it had read every order; what it said is still to be read
+            said = self._control.recv(32)
         if said:
             self.code = int(said)
         else:

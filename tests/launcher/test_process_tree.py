@@ -112,6 +112,29 @@ def test_a_tree_is_killed_with_its_daemons_and_without_those_of_another(start: S
         assert all(map(alive, stays))
 
 
+# The program ends while its keeper is stopped, which then finds more orders than it reads before it ends too.
+LATE = """
+import signal
+ended, out = tree("read line < " + sys.argv[1] + "; exit 7")
+os.kill(ended.keeper, signal.SIGSTOP)
+os.waitid(os.P_PID, ended.keeper, os.WSTOPPED)
+open(sys.argv[1], "w").close()
+out.read()  # to its end
+for _ in range(3):
+    ended.kill()
+os.kill(ended.keeper, signal.SIGCONT)
+os.waitid(os.P_PID, ended.keeper, os.WEXITED | os.WNOWAIT)
+while not ended.gone:
+    ended.hear()
+say(ended.code)
+"""
+
+
+def test_how_a_program_ended_is_told_whatever_orders_came_after(start: Start, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert start(LATE, tmp_path / "fifo")[1] == [7]
+
+
 # The program waits for a disk that does not answer, and has a child that does not.
 STUCK = """
 dead, out = tree("sleep 1000 & echo $!; exec cat " + sys.argv[1] + "/dead/x")

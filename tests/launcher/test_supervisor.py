@@ -61,7 +61,7 @@ def test_the_one_that_failed_first_counts_not_those_who_followed(number: int, la
     if [ $ROXXEL_PROCESS_ID = 0 ]; then exec 3< fifo; read -u 3 line; exit 5; fi
     sleep 1000"""
     code, _, err = launch("bash", "-c", script, nprocs=3, env={"NUMBER": str(int(number))}).wait()
-    assert code == 128 + number
+    assert code == 128 + number, err
     assert "rank 2 failed first" in err
 
 
