@@ -6,6 +6,7 @@ records them anew in golden.json.
 """
 
 import json
+import os
 import platform
 import re
 import sys
@@ -71,6 +72,7 @@ def machine():
         "instructions": [name for name in INSTRUCTIONS if name in flags],
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
     }
 
 
