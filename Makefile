@@ -18,7 +18,7 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 	@exec env JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
 	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
 
-PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/dev-installed lint ## the linters and every part of the package: about 17 minutes on two cores
 	$(PYTEST) -m "not docs and not cluster and not long"

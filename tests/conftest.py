@@ -29,6 +29,15 @@ settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("few")
 
 
+def pytest_collection_modifyitems(items):
+    """Files with tests that are given more time come first, so that no worker is left alone with a long one."""
+    limits = {}
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0), mark.args[0] if mark else 0)
+    items.sort(key=lambda item: -limits[item.path])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """With ROXXEL_NO_SKIP=1, as in CI, a skipped test is a failed one."""

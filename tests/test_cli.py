@@ -148,13 +148,15 @@ def test_a_port_in_use(work):
     assert tree(work) == MADE
 
 
-def test_an_existing_run_directory(work, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(work)
+@pytest.mark.parametrize("words", [[], ["launch", "local", "--nprocs", 2, "--devices-per-proc", 1, "--"]])
+def test_an_existing_run_directory(work, tmp_path, words):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("dim: 32\n")
-    code, _, err = said(capfd, *TRAIN, "--run_dir", tmp_path / "old")
-    assert code == 2
-    assert "old holds a run already: continue it with --resume, or name another run_dir" in err
+    result = run(*words, *TRAIN, "--run_dir", tmp_path / "old", cwd=work)
+    assert result.returncode == 2
+    text = result.stdout + result.stderr
+    assert "old holds a run already: continue it with --resume, or name another run_dir" in text
+    assert "Traceback" not in text
     assert tree(tmp_path) == ["old", "old/config.yaml"]
 
 

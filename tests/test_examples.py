@@ -203,7 +203,7 @@ def test_a_blend_on_two_processes(tmp_path):
     check_blend(tmp_path / "blend", result.stdout)
 
 
-@pytest.mark.timeout(600)  # eight commands, one of them a sweep
+@pytest.mark.timeout(900)  # eight commands, one of them a sweep
 def test_a_model_of_ones_own_from_text_to_a_sweep(tmp_path):
     """Every command of its page; one training is on two processes."""
     here = tmp_path / "own_model"
