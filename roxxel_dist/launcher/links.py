@@ -131,7 +131,7 @@ class Links:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
             return self._lose(link, text, EXIT_PREFLIGHT, with_host=True)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
-        return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST)
+        return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True)
 
     def _drain(self, link: Link) -> None:
         """What the agent said on stderr just before its end; a process that it left behind is not waited for."""
@@ -142,12 +142,14 @@ class Links:
         except BlockingIOError:
             return
 
-    def _lose(self, link: Link, text: str, code: int = EXIT_LOST, *, with_host: bool = False) -> Lost:
+    def _lose(
+        self, link: Link, text: str, code: int = EXIT_LOST, *, with_host: bool = False, died: bool = False
+    ) -> Lost:
         link.done = True
         for fd in (link.fd, link.error_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
-        return Lost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host)
+        return Lost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
 
     def _silent(self, now: float) -> Iterator[tuple[Link, Lost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""

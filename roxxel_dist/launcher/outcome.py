@@ -46,6 +46,8 @@ class Lost:
     """When it said something last, by the launcher's clock."""
     with_host: bool = False
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
+    died: bool = False
+    """The agent ended before its ranks: that is no consequence of what a rank does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,8 @@ def first_failure(outcome: Outcome) -> Exit | None:
     """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not.
 
     The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
-    crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a host that
-    was silent already by then, and is lost.
+    crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a lost host
+    that was silent already by then, or whose agent died: what it had said before may be read after the failure.
     """
     failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled]
     if not failures:
@@ -85,7 +87,8 @@ def first_failure(outcome: Outcome) -> Exit | None:
         return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
     if first.code == EXIT_USAGE:
         return first
-    if outcome.lost is not None and first.code > 0 and outcome.lost.heard <= outcome.failed:
+    lost = outcome.lost
+    if lost is not None and first.code > 0 and (lost.died or lost.heard <= outcome.failed):
         return None
     return next((end for end in failures if end.code < 0 and -end.code not in FOLLOWING), first)
 
