@@ -33,8 +33,6 @@ def report(words: list[str]) -> int:
     """Compare runs, or the trials of a study: losses, speed, goodput, configs, what matters."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
-        if not args.runs:
-            raise ValueError("report needs run directories, or a study: name one or more")
         from roxxel_dist.sweep.study import is_study
 
         studies = [folder for folder in args.runs if is_study(folder)]

@@ -71,18 +71,20 @@ def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command:
         for before, word in pairs
         if not word.startswith("-") and not (before.startswith("--") and before[2:].replace("-", "_") in with_value)
     ]
-    missing = []
+    missing = {}
     for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING:
             continue
         kinds = get_args(hints[field.name])
         if POSITIONAL in kinds[1:]:
-            missing += [] if bare else [field.name.upper()]
+            missing |= {} if bare else {field.name: field.name.upper()}
         elif field.name not in flags:
             value = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
-            missing.append(f"--{field.name} {value or field.name.upper()}")
+            missing[field.name] = f"--{field.name} {value or field.name.upper()}"
     if missing:
-        raise UsageError(f"`{command}` needs {', '.join(missing)}: `roxxel-dist {command} --help` tells all")
+        docs = field_docs(kind)
+        needs = "; ".join(f"{shown} ({docs[name].rstrip('.')})" for name, shown in missing.items())
+        raise UsageError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` tells all")
 
 
 def plain_switches(words: list[str], kind: type) -> list[str]:

@@ -151,7 +151,8 @@ def complaint(words: list[str], *, inline: bool) -> str:
         return ""  # the command and some of its options are named
     if inline and path[0] == "launch" and "--" not in words:
         words = [*words, "--", "true"]
-    return problem(words)
+    found = problem(words)
+    return "" if inline and "` needs " in found else found
 
 
 def command_lines(text: str, *, prose: bool) -> Iterator[tuple[int, list[str], bool]]:

@@ -181,7 +181,7 @@ def test_runs_of_one_name_and_fields_that_one_lacks(here):
         (["runs/one", "runs/one/data"], "runs/one/data is not a run directory: it has no config.yaml"),
         (["runs/xyzxyz"], "there is no runs/xyzxyz: runs has one, two"),
         (["nowhere/at/all"], "there is no nowhere/at/all: name the folder of a run"),
-        ([], "report needs run directories"),
+        ([], "`report` needs RUNS (Run directories, or one study)"),
     ],
 )
 def test_what_is_no_run_is_one_message_and_exit_2(here, words, message, capsys):
