@@ -115,9 +115,13 @@ class Training:
         return 0
 
     def agents(self, host: str) -> list[int]:
-        """The agent of a host; its guard, which looks like it, is its child."""
-        found = {process.pid: process for process in self._that_run(host, "roxxel_dist.launcher.agent")}
-        return [pid for pid, process in found.items() if process.ppid() not in found]
+        """The agent of a host, once it has a guard, which is its parent; its keepers look like it."""
+        found = []
+        for process in self._that_run(host, "roxxel_dist.launcher.agent"):
+            with suppress(psutil.Error):  # it has ended, or its guard has
+                if any("process_tree" in word for word in psutil.Process(process.ppid()).cmdline()):
+                    found.append(process.pid)
+        return found
 
     def ranks(self, host: str) -> list[int]:
         """The ranks of a host."""
