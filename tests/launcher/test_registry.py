@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist import cli_jobs
+from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.config import UsageError
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends.local import LocalBackend

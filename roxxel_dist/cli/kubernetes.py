@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from roxxel_dist.cli_launch import launch_words
+from roxxel_dist.cli.launch import launch_words
 from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse_train
 

@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import ExitStack
 
-from roxxel_dist.cli_launch import JobArgs, job_of, launch_words, start
+from roxxel_dist.cli.launch import JobArgs, job_of, launch_words, start
 from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch

@@ -13,21 +13,21 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from roxxel_dist.cli_data import data_build, data_info, data_verify
-from roxxel_dist.cli_doctor import doctor
-from roxxel_dist.cli_eval import evaluate
-from roxxel_dist.cli_export import export
-from roxxel_dist.cli_generate import generate
-from roxxel_dist.cli_jobs import attach, logs, ps, stop
-from roxxel_dist.cli_k8s import launch_k8s
-from roxxel_dist.cli_launch import command_of
-from roxxel_dist.cli_member import launch_member
-from roxxel_dist.cli_plan import plan
-from roxxel_dist.cli_ray import launch_ray
-from roxxel_dist.cli_report import report
-from roxxel_dist.cli_runs import find_lr
-from roxxel_dist.cli_slurm import launch_slurm
-from roxxel_dist.cli_sweep import sweep
+from roxxel_dist.cli.data import data_build, data_info, data_verify
+from roxxel_dist.cli.doctor import doctor
+from roxxel_dist.cli.eval import evaluate
+from roxxel_dist.cli.export import export
+from roxxel_dist.cli.find_lr import find_lr
+from roxxel_dist.cli.generate import generate
+from roxxel_dist.cli.jobs import attach, logs, ps, stop
+from roxxel_dist.cli.kubernetes import launch_k8s
+from roxxel_dist.cli.launch import command_of
+from roxxel_dist.cli.member import launch_member
+from roxxel_dist.cli.plan import plan
+from roxxel_dist.cli.ray import launch_ray
+from roxxel_dist.cli.report import report
+from roxxel_dist.cli.slurm import launch_slurm
+from roxxel_dist.cli.sweep import sweep
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.config import UsageError, usage_errors
