@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import roxxel_dist
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
-from roxxel_dist.cluster.process import barrier, is_primary
+from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.sharding import make_mesh
 from roxxel_dist.stream import Stream
 

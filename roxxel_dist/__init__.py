@@ -21,13 +21,13 @@ _WHERE = {
     "Experiment": "experiment",
     "Generator": "generator",
     "Transformer": "model.transformer",
-    "initialize": "cluster.process",
+    "initialize": "cluster.distributed",
 }
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from roxxel_dist.cluster.process import initialize as initialize
+    from roxxel_dist.cluster.distributed import initialize as initialize
     from roxxel_dist.config import Config as Config
     from roxxel_dist.curriculum.phases import Curriculum as Curriculum
     from roxxel_dist.curriculum.phases import Phase as Phase

@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.distributed import agree, is_primary, process_count, process_index
 from roxxel_dist.cluster.mesh import make_mesh, row_pieces
-from roxxel_dist.cluster.process import agree, is_primary, process_count, process_index
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
 
-from roxxel_dist.cluster.contract import FileSystemError, attempt_number
+from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.config_fields import PARTS, AllFields, field_types
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.model.config import ModelConfig

@@ -11,8 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.assemble import Recipe, check_vocabularies, recipe
-from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.process import (
+from roxxel_dist.cluster.distributed import (
     differences,
     enable_compilation_cache,
     initialize,
@@ -20,6 +19,7 @@ from roxxel_dist.cluster.process import (
     pin_threads,
     what_decides_bits,
 )
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from roxxel_dist.cluster.contract import attempt_number
+from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, nearest, yaml_problem
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir

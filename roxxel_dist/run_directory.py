@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from roxxel_dist.cluster import mailbox
-from roxxel_dist.cluster.contract import REACHED_ENV
+from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.data import file_lock
 from roxxel_dist.data.commit import make_folder
 from roxxel_dist.train.run_lock import HELD, LOCK

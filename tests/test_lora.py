@@ -13,7 +13,7 @@ from flax import nnx
 
 from roxxel_dist import Config, Experiment, Trainer, assemble
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
+from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.lineage import saved_config, with_base
 from roxxel_dist.load import load_run

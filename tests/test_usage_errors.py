@@ -10,7 +10,7 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.contract import FileSystemError
+from roxxel_dist.cluster.exit_codes import FileSystemError
 from roxxel_dist.config import PACKAGE, UsageError, usage_errors
 
 TEXT = "".join(f"{i} plus {i} is {2 * i}.\n" for i in range(300))

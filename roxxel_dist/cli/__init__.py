@@ -29,7 +29,7 @@ from roxxel_dist.cli.report import report
 from roxxel_dist.cli.slurm import launch_slurm
 from roxxel_dist.cli.sweep import sweep
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, as_flags, parse, parse_train, steps_to_skip
 

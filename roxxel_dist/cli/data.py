@@ -5,7 +5,7 @@ from typing import Any
 
 import tyro
 
-from roxxel_dist.cluster.contract import EXIT_FAILED
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse
 

@@ -5,7 +5,7 @@ import json as json_text
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from roxxel_dist.cluster.contract import EXIT_FAILED
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import usage_errors, yaml_problem
 from roxxel_dist.flags import Switch, parse
 
@@ -37,7 +37,7 @@ def evaluate(words: list[str]) -> int:
     args = parse(EvalArgs, words, "eval")
     with usage_errors():
         validation = _named_sets(args.validation)
-    from roxxel_dist.cluster.process import agree, is_primary
+    from roxxel_dist.cluster.distributed import agree, is_primary
     from roxxel_dist.evaluation import Asked, evaluate
 
     asked = Asked(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)

@@ -34,7 +34,7 @@ def find_lr(words: list[str]) -> int:
         args, config = parse_config(FindLrArgs, words, "find-lr")
         if args.plot and importlib.util.find_spec("matplotlib") is None:  # known before the sweep, not after it
             raise ValueError("--plot needs matplotlib: pip install 'roxxel-dist[plot]'")
-    from roxxel_dist.cluster.process import is_primary
+    from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.train.lr_finder import plot_sweep, smooth
 

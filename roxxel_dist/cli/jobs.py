@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from roxxel_dist.cluster.contract import EXIT_FAILED, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, ORDERLY
 from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse
 

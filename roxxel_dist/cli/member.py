@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.launch import JobArgs, job_of, launch_words, start
-from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
 
 if TYPE_CHECKING:

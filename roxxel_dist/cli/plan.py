@@ -47,7 +47,7 @@ def plan(words: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from pathlib import Path
 
-    from roxxel_dist.cluster.process import is_primary
+    from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.outlook.look import Asked, outlook
     from roxxel_dist.outlook.table import table
 

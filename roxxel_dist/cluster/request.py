@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.cluster.distributed import is_primary, key_value_store, once, process_count, unanswered
 from roxxel_dist.cluster.mailbox import post_answer, take_requests
-from roxxel_dist.cluster.process import is_primary, key_value_store, once, process_count, unanswered
 
 LIMIT_S = 3600.0
 """Seconds that the other ranks wait for rank 0, which may have to validate or to write for long."""

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.channel import Decoder, Message, Outbox
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.logs import take_failure, take_status

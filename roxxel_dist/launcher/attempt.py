@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_USAGE, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.channel import Message
 from roxxel_dist.launcher.dump import AFTER_DUMP_S, DUMP_S, Dump

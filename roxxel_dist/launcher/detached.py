@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.ssh import SshBackend

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roxxel_dist.cluster.contract import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV
 
 CONTRACT = (
     "ROXXEL_COORDINATOR",

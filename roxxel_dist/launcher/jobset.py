@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
 from roxxel_dist.launcher.job import flag
 from roxxel_dist.launcher.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
 from roxxel_dist.launcher.variables import NAME, is_secret, masked_words

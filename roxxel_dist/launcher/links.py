@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 
-from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.launcher.channel import Message
 from roxxel_dist.launcher.hang import STILL_S
 from roxxel_dist.launcher.job import JobSpec, Placement

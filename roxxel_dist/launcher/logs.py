@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from roxxel_dist.cluster.contract import FAILED_MARK, STATUS_MARK
+from roxxel_dist.cluster.exit_codes import FAILED_MARK, STATUS_MARK
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.variables import masked_words
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
 from roxxel_dist.launcher.hang import hang_report
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.logs import Logs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG
 from roxxel_dist.launcher.backends.slurm import SlurmBackend
 from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.cluster.contract import STACK_SIGNAL
+from roxxel_dist.cluster.exit_codes import STACK_SIGNAL
 
 QUESTION = STACK_SIGNAL
 """The worker answers it with faulthandler, into the rank's log. A process that does not catch it would die of it."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher.attempt import Attempt
 from roxxel_dist.launcher.job import JobSpec, placements, working_hosts
 from roxxel_dist.launcher.link import Backend

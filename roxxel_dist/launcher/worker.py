@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from roxxel_dist.cluster.contract import (
+from roxxel_dist.cluster.exit_codes import (
     EXIT_FILES,
     EXIT_HANG,
     EXIT_LOST_RANK,
@@ -135,7 +135,7 @@ def _initialize(then: str = "") -> None:
     """Join the others, and tell so. What comes `then` has no limit by default: perhaps it never tells its steps."""
     progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
     progress.say("start")
-    from roxxel_dist.cluster.process import PortTakenError, initialize
+    from roxxel_dist.cluster.distributed import PortTakenError, initialize
 
     progress.say("join")
     try:

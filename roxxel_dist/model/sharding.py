@@ -9,7 +9,7 @@ memory alone (Rajbhandari et al., "ZeRO", 2020): the other dimension is cut, and
 import re
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
-from roxxel_dist.cluster.sharding import Axes
+from roxxel_dist.cluster.parameter_sharding import Axes
 
 WHOLE: Axes = ()
 INTO: Axes = (FSDP, TENSOR)
@@ -38,7 +38,7 @@ ADAPTER = re.compile(r"(_adapter)?\.lora_([ab])$")
 
 
 def transformer_axes(name: str) -> Axes:
-    """The axis that each dimension of a parameter is meant for (see `cluster.sharding.table_spec`).
+    """The axis that each dimension of a parameter is meant for (see `cluster.parameter_sharding.table_spec`).
 
     An adapter's `lora_a`, [in, rank], lies as the matrix beside it does along in, and `lora_b`, [rank, out], along out.
     """

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.sharding import on_their_rows
+from roxxel_dist.cluster.parameter_sharding import on_their_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig

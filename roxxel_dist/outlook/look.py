@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.assemble import Recipe, folder_for_now, open_corpus, recipe
+from roxxel_dist.cluster.distributed import enable_compilation_cache, initialize, make_deterministic, pin_threads
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
-from roxxel_dist.cluster.process import enable_compilation_cache, initialize, make_deterministic, pin_threads
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.locate import is_tokens

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.contract import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import SECTIONS, UsageError, load_yaml, unknown, usage_errors
 from roxxel_dist.config_fields import field_types
 from roxxel_dist.reading import absolute_paths, primary_path

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roxxel_dist.cluster.contract import EXIT_USAGE
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE
 from roxxel_dist.config import load_yaml, usage_errors
 from roxxel_dist.run_directory import default_run_dir
 from roxxel_dist.sweep.ranks import ROXXEL, with_ranks

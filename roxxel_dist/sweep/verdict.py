@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from roxxel_dist.cluster.contract import EXIT_DRAINED, EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_PREFLIGHT
 
 NAN = re.compile(r"went wrong: its loss is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")

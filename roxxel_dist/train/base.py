@@ -19,7 +19,7 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.process import agree, is_primary
+from roxxel_dist.cluster.distributed import agree, is_primary
 from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train import restack

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from roxxel_dist.cluster.process import agree, collect, is_primary, process_index
+from roxxel_dist.cluster.distributed import agree, collect, is_primary, process_index
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.standing import META

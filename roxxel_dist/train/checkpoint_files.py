@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from roxxel_dist.cluster.process import agree, collect, process_index
+from roxxel_dist.cluster.distributed import agree, collect, process_index
 from roxxel_dist.data.commit import sync_folder, write_file
 from roxxel_dist.train.standing import META
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from roxxel_dist.cluster.process import is_primary
+from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.badstep import BadStep

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from roxxel_dist.cluster.process import barrier, is_primary
+from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.request import SaveRequests
 from roxxel_dist.train.checkpoint import CheckpointStore, SaveError
 from roxxel_dist.train.cursor import write_cursor

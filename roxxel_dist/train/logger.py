@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from roxxel_dist.cluster.process import is_primary
+from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.train.log_queue import LogQueue, Tracker
 from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.trackers.table import CsvTracker

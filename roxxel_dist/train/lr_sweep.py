@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from roxxel_dist.cluster.distributed import enable_compilation_cache
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
-from roxxel_dist.cluster.process import enable_compilation_cache
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.config import LoopOptions

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.process import agree, collect, process_index
+from roxxel_dist.cluster.distributed import agree, collect, process_index
 from roxxel_dist.train.hardware import free_device_bytes
 from roxxel_dist.train.state import ModelParts, TrainState
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.sharding import Axes
+from roxxel_dist.cluster.parameter_sharding import Axes
 from roxxel_dist.model.lora import LoRAParam, scales_of
 from roxxel_dist.model.setting import FULL_PRECISION, Setting
 

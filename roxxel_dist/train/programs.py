@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.process import barrier
+from roxxel_dist.cluster.distributed import barrier
 from roxxel_dist.train.one_compilation import one_compilation
 
 COMPILE_LIMIT_S = 3600.0

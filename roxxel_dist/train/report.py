@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.mesh import fit_sharding
-from roxxel_dist.cluster.process import process_count, process_index
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.follow import Start
 from roxxel_dist.train.hardware import Device, mfu, peak_memory_gb

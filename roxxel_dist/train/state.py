@@ -18,8 +18,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.process import agree, collect, is_primary
-from roxxel_dist.cluster.sharding import parameter_sharding
+from roxxel_dist.cluster.distributed import agree, collect, is_primary
+from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.train.hardware import device_bytes, free_device_bytes
 from roxxel_dist.train.health import Health, healthy
 from roxxel_dist.train.parts import Leaves, ModelParts, named_leaves, take_apart

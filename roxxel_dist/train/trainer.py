@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
-from roxxel_dist.cluster.process import (
+from roxxel_dist.cluster.distributed import (
     agree,
     enable_compilation_cache,
     is_primary,
@@ -25,6 +24,7 @@ from roxxel_dist.cluster.process import (
     stop_requested,
     watching_for_stop,
 )
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan

@@ -5,7 +5,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.sharding import fsdp_spec, parameter_sharding
+from roxxel_dist.cluster.parameter_sharding import fsdp_spec, parameter_sharding
 
 
 @pytest.mark.parametrize(

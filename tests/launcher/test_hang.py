@@ -182,7 +182,7 @@ def test_a_process_that_catches_a_signal_for_its_own_ends_is_not_asked() -> None
 RANKS = """
 import faulthandler, os, signal, time
 from pathlib import Path
-from roxxel_dist.cluster.contract import STACK_SIGNAL
+from roxxel_dist.cluster.exit_codes import STACK_SIGNAL
 from roxxel_dist.cluster.progress import Progress
 faulthandler.register(STACK_SIGNAL, all_threads=True)
 rank, size = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_NUM_PROCESSES"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cluster.contract import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
+from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
 from roxxel_dist.launcher.hang import Hang
 from roxxel_dist.launcher.outcome import Exit, Lost, Outcome
 from roxxel_dist.launcher.restart import Cause, Ended, classify, decide, ended

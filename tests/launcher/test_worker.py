@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.contract import EXIT_HANG, WAITED
+from roxxel_dist.cluster.exit_codes import EXIT_HANG, WAITED
 
 pytestmark = pytest.mark.xdist_group("launch")
 # Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.
@@ -26,7 +26,7 @@ SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 # A rank for each line of its stdin, by a fork: jax, which takes longer to import than all else, is imported once.
 FORKS = """
 import json, os, sys, warnings
-import roxxel_dist.cluster.process
+import roxxel_dist.cluster.distributed
 from roxxel_dist.launcher.worker import main
 for line in sys.stdin:
     command, cwd, environ, *streams = json.loads(line)
@@ -85,7 +85,7 @@ def test_a_module_with_options_of_the_interpreter(tmp_path: Path, worker: Worker
 
 
 def test_every_path_of_this_python_is_this_python(tmp_path: Path, worker: Worker) -> None:
-    (tmp_path / "show.py").write_text("import sys; print(__name__, 'roxxel_dist.cluster.process' in sys.modules)")
+    (tmp_path / "show.py").write_text("import sys; print(__name__, 'roxxel_dist.cluster.distributed' in sys.modules)")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3.99").symlink_to(sys.executable)
     own = os.path.realpath(sys.executable)
@@ -97,7 +97,7 @@ def test_every_path_of_this_python_is_this_python(tmp_path: Path, worker: Worker
 
 def test_another_python_is_run_as_it_is_and_told(tmp_path: Path, worker: Worker) -> None:
     """A virtual environment of the same interpreter has other packages."""
-    (tmp_path / "show.py").write_text("import sys; print(sys.prefix, 'roxxel_dist.cluster.process' in sys.modules)")
+    (tmp_path / "show.py").write_text("import sys; print(sys.prefix, 'roxxel_dist.cluster.distributed' in sys.modules)")
     venv.create(tmp_path / "v", symlinks=True)
     done = worker("v/bin/python", "show.py", cwd=tmp_path)
     assert done.stdout == f"{tmp_path / 'v'} False\n"

@@ -4,9 +4,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster import sharding
+from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
-from roxxel_dist.cluster.sharding import table_spec
+from roxxel_dist.cluster.parameter_sharding import table_spec
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.sharding import transformer_axes
@@ -119,7 +119,7 @@ def pairs():
 
 @pytest.mark.parametrize(("fields", "axes"), list(pairs()))
 def test_the_same_numbers_as_on_one_device(fields, axes, monkeypatch):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
+    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 1)
     total, rows, gradients, _ = losses_and_gradients(fields, make_mesh(1), fsdp=False)
     found = losses_and_gradients(fields, make_mesh(**axes), fsdp="fsdp" in axes)
     assert found[0] == pytest.approx(total, rel=1e-5)

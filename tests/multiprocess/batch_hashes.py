@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist import Curriculum, Phase, Roxxel
+from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.process import barrier, is_primary
 from roxxel_dist.stream import Stream
 
 data = Roxxel(sys.argv[1])

@@ -10,8 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
-from roxxel_dist.cluster.process import barrier, is_primary
 from roxxel_dist.model.dropout import Dropout
 from roxxel_dist.train.optimizer import as_optimizer
 from roxxel_dist.train.state import init_state

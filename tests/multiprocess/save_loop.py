@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.distributed import barrier, initialize, is_primary, process_index
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.process import barrier, initialize, is_primary, process_index
 from roxxel_dist.cluster.request import SaveRequests
 from roxxel_dist.run_directory import RunDirectory
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist import initialize
+from roxxel_dist.cluster.distributed import barrier, process_index
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.process import barrier, process_index
 from roxxel_dist.train.checkpoint import CheckpointStore, SaveError
 
 SPECS = {"cut": P("data"), "half": P(None, "data"), "whole": P()}

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
-from roxxel_dist.cluster.process import barrier, initialize, process_index
+from roxxel_dist.cluster.distributed import barrier, initialize, process_index
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer

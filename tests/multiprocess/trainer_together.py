@@ -19,8 +19,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist.cluster.distributed import barrier, initialize, is_primary, process_index
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.process import barrier, initialize, is_primary, process_index
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from roxxel_dist.cluster import sharding
+from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.stack import stacked
@@ -22,7 +22,7 @@ def state(mesh, scan, *, seed=0, **fields):
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.long), True])
 def test_restored_in_the_other_form(scan, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
+    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 1)
     saved, mesh = state(make_mesh(1), scan), make_mesh(fsdp=4, tensor=2)
     store = CheckpointStore(tmp_path / "c")
     store.save(1, saved, {})

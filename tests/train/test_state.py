@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from runs import model
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
-from roxxel_dist.cluster.sharding import FSDP_MIN_SIZE
+from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.setting import Setting

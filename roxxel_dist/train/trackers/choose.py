@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 
-from roxxel_dist.cluster.contract import STATUS_ENV
-from roxxel_dist.cluster.process import is_primary, process_index
+from roxxel_dist.cluster.distributed import is_primary, process_index
+from roxxel_dist.cluster.exit_codes import STATUS_ENV
 from roxxel_dist.train.log_queue import Tracker
 from roxxel_dist.train.logger import Logger
 from roxxel_dist.train.trackers.console import ConsoleTracker, TextTracker

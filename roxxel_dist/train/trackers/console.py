@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.contract import STATUS_ENV, STATUS_MARK
+from roxxel_dist.cluster.exit_codes import STATUS_ENV, STATUS_MARK
 from roxxel_dist.train.bar import Bar
 
 STATUS_EVERY_S = 0.2

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.contract import LostRankError
+from roxxel_dist.cluster.exit_codes import LostRankError
 from roxxel_dist.cluster.jax_private import backends_are_initialized, coordinator_client
 
 INIT_TIMEOUT_S = 300
