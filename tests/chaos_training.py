@@ -117,7 +117,7 @@ class Training:
     def agents(self, host: str) -> list[int]:
         """The agent of a host, once it has a guard, which is its parent; its keepers look like it."""
         found = []
-        for process in self._that_run(host, "roxxel_dist.launcher.agent"):
+        for process in self._that_run(host, "roxxel_dist.launcher.host.agent"):
             with suppress(psutil.Error):  # it has ended, or its guard has
                 if any("process_tree" in word for word in psutil.Process(process.ppid()).cmdline()):
                     found.append(process.pid)
@@ -125,7 +125,7 @@ class Training:
 
     def ranks(self, host: str) -> list[int]:
         """The ranks of a host."""
-        return [process.pid for process in self._that_run(host, "roxxel_dist.launcher.worker")]
+        return [process.pid for process in self._that_run(host, "roxxel_dist.launcher.host.worker")]
 
     def _that_run(self, host: str, module: str) -> Iterator[psutil.Process]:
         for pid in self._hosts.processes(host):

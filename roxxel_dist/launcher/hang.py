@@ -19,8 +19,8 @@ LIMITS_S: Mapping[str, float] = {
     "eval": 3600,
     "save": 1800,
 }
-"""Seconds that each activity may take that is no step. Of "join" less than `cluster.distributed.INIT_TIMEOUT_S`: then jax
-aborts the ranks that wait, and they would be blamed."""
+"""Seconds that each activity may take that is no step. Of "join" less than `cluster.distributed.INIT_TIMEOUT_S`: then
+jax aborts the ranks that wait, and they would be blamed."""
 UNKNOWN_S = 3600.0
 """A step's limit while the usual time of a step of this phase is not known: the first one may compile."""
 LEAST_S = 60.0

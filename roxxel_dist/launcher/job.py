@@ -249,7 +249,7 @@ def placements(
 
 def worker_argv(command: Sequence[str], python: str = sys.executable) -> list[str]:
     """The words that start one rank."""
-    return [python, "-u", "-m", "roxxel_dist.launcher.worker", *command]
+    return [python, "-u", "-m", "roxxel_dist.launcher.host.worker", *command]
 
 
 def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from roxxel_dist.launcher.job import log_dir_for
 
-WORKER = "roxxel_dist.launcher.worker"
-AGENT = "roxxel_dist.launcher.agent"
+WORKER = "roxxel_dist.launcher.host.worker"
+AGENT = "roxxel_dist.launcher.host.agent"
 RUN_ID = "ROXXEL_RUN_ID"
 LIMIT_S = 2.0
 """How long all processes together may take to be looked at."""

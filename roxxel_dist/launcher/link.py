@@ -94,7 +94,7 @@ class Backend(Protocol):
 def agent_words(backend: Backend) -> tuple[str, ...]:
     """The module of the agent and its arguments, for `Backend.start`."""
     leash = () if backend.leash_s is None else (f"{backend.leash_s:g}",)
-    return ("roxxel_dist.launcher.agent", *leash)
+    return ("roxxel_dist.launcher.host.agent", *leash)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -80,7 +80,7 @@ def test_a_request_to_stop_lasts_as_long_as_the_loop():
 
 def test_a_home_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    code = "from roxxel_dist.cluster import distributed as p; p.enable_compilation_cache(); p.enable_compilation_cache()"
+    code = "from roxxel_dist.cluster.distributed import enable_compilation_cache as enable; enable(); enable()"
     code += "; import jax; print(jax.jit(lambda x: x + 1)(1))"
     others = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(

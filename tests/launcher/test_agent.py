@@ -221,7 +221,7 @@ def test_a_script_that_knows_nothing_of_us_computes_together_and_its_exception_i
 
 def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
     """Its orders stay open, as behind a cut link, and nobody gives any."""
-    words = [sys.executable, "-m", "roxxel_dist.launcher.agent", "1"]
+    words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent", "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
         assert agent.wait(60) == 1

@@ -203,8 +203,8 @@ def test_a_port_that_somebody_listens_on() -> None:
 def test_the_launcher_imports_nothing_heavy() -> None:
     code = (
         "import sys; from roxxel_dist.launcher import JobSpec, LocalBackend, log_dir_for, new_run_id, run;"
-        "import roxxel_dist.launcher.agent,"
-        "roxxel_dist.launcher.worker, roxxel_dist.train.bar;"
+        "import roxxel_dist.launcher.host.agent,"
+        "roxxel_dist.launcher.host.worker, roxxel_dist.train.bar;"
         "print(sorted({'jax', 'numpy', 'yaml', 'rich', 'flax'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

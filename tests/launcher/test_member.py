@@ -63,7 +63,7 @@ class Members:
     def rank(self, index: int) -> int:
         """The first rank of a host: the child of a keeper, which is a fork of the agent."""
         processes = [psutil.Process(pid) for pid in self.hosts.processes(self.hosts.names[index])]
-        agent = next(one for one in processes if one.cmdline()[-1:] == ["roxxel_dist.launcher.agent"])
+        agent = next(one for one in processes if one.cmdline()[-1:] == ["roxxel_dist.launcher.host.agent"])
         return min(child.pid for keeper in agent.children() for child in keeper.children())
 
 

@@ -238,7 +238,7 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     hosts.set_env("h3", OMPI_COMM_WORLD_SIZE="7")
     hosts.run(["ip", "route", "add", "blackhole", hosts.address("h1")], on="h2")
     leftover = hosts.popen(
-        [sys.executable, "-c", "input()", "roxxel_dist.launcher.worker", "train", "--run_dir", "runs/x"],
+        [sys.executable, "-c", "input()", "roxxel_dist.launcher.host.worker", "train", "--run_dir", "runs/x"],
         on="h1",
         cwd=tmp_path,
         stdin=subprocess.PIPE,

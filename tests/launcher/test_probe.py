@@ -203,7 +203,7 @@ def rank(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Callable[.
     return begin
 
 
-WORKER = "roxxel_dist.launcher.worker"
+AGENT, WORKER = "roxxel_dist.launcher.host.agent", "roxxel_dist.launcher.host.worker"
 
 
 def test_leftover_ranks(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
@@ -233,7 +233,17 @@ def test_leftover_ranks(start: Start, rank: Callable[..., int], tmp_path: Path) 
 def test_a_rank_whose_agent_lives_is_no_orphan(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
     script = "import subprocess, sys; process = subprocess.Popen(sys.argv[2:]); print(process.pid); input()"
     watched = subprocess.Popen(
-        [sys.executable, "-uc", script, "roxxel_dist.launcher.agent", sys.executable, "-c", "input()", WORKER, "x"],
+        [
+            sys.executable,
+            "-uc",
+            script,
+            "roxxel_dist.launcher.host.agent",
+            sys.executable,
+            "-c",
+            "input()",
+            WORKER,
+            "x",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -135,7 +135,7 @@ def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Pa
 )
 def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: Path, until: Until) -> None:
     job = begin(nodes, tmp_path, "--max-restarts", 0, "--", "bash", "-c", STAY)
-    parts = {"agent": "launcher.agent", "rank": "bash -c touch", "worker": "RayNode"}
+    parts = {"agent": "launcher.host.agent", "rank": "bash -c touch", "worker": "RayNode"}
     os.kill(job.pid if victim == "launcher" else nodes.pid("h2", parts[victim]), signal.SIGKILL)
     _, err = job.communicate(timeout=60)
     assert job.returncode == (-9 if victim == "launcher" else 137)

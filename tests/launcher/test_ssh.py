@@ -131,7 +131,7 @@ def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callabl
 def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
-    pids = {"launcher": launch.pid, "agent": two.pid("h2", "launcher.agent"), "rank": two.pid("h2", "bash -c")}
+    pids = {"launcher": launch.pid, "agent": two.pid("h2", "launcher.host.agent"), "rank": two.pid("h2", "bash -c")}
     os.kill(pids[victim], signal.SIGKILL)
     _, err = launch.communicate(timeout=60)
     until(lambda: not two.left(), "everything to be gone")
@@ -149,7 +149,7 @@ def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callab
     two = ssh(2)
     launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
     if how == "the agent is stopped":
-        os.kill(two.pid("h2", "launcher.agent"), signal.SIGSTOP)
+        os.kill(two.pid("h2", "launcher.host.agent"), signal.SIGSTOP)
     else:
         two.hosts.drop("h2")
     if how == "the launcher is killed too":

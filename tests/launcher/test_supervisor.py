@@ -252,9 +252,9 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victims = {
         "launcher": [job.process.pid],
         "agent": family["agent"],
-        "agent by its name": named(family["all"], "roxxel_dist.launcher.agent"),
+        "agent by its name": named(family["all"], "roxxel_dist.launcher.host.agent"),
     }
-    assert set(family["agent"]) <= set(named(family["all"], "roxxel_dist.launcher.agent"))
+    assert set(family["agent"]) <= set(named(family["all"], "roxxel_dist.launcher.host.agent"))
     for pid in victims[victim]:
         os.kill(pid, signal.SIGKILL)
     code, _, err = job.wait()

@@ -18,7 +18,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_HANG, WAITED
 
 pytestmark = pytest.mark.xdist_group("launch")
 # Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.
-WORKER = [sys.executable, "-c", "import sys; from roxxel_dist.launcher.worker import main; main(sys.argv[1:])"]
+WORKER = [sys.executable, "-c", "import sys; from roxxel_dist.launcher.host.worker import main; main(sys.argv[1:])"]
 WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", "*", "-m"]
 SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 
@@ -27,7 +27,7 @@ SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 FORKS = """
 import json, os, sys, warnings
 import roxxel_dist.cluster.distributed
-from roxxel_dist.launcher.worker import main
+from roxxel_dist.launcher.host.worker import main
 for line in sys.stdin:
     command, cwd, environ, *streams = json.loads(line)
     with warnings.catch_warnings(action="ignore"):  # of jax, whose threads do not run yet

@@ -121,7 +121,7 @@ def ranks_of(launcher):
             words = process.cmdline()
         except psutil.Error:
             continue
-        if rank is not None and "roxxel_dist.launcher.worker" in words:
+        if rank is not None and "roxxel_dist.launcher.host.worker" in words:
             found[int(rank)] = process.pid
     return found
 

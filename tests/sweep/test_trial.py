@@ -249,7 +249,7 @@ def _ranks(folder):
             words = Path(f"/proc/{name}/cmdline").read_bytes() if environ else b""
         except OSError:
             continue
-        if b"ROXXEL_PROCESS_ID=" in environ and str(folder).encode() in words and b"launcher.worker" in words:
+        if b"ROXXEL_PROCESS_ID=" in environ and str(folder).encode() in words and b"launcher.host.worker" in words:
             found[environ.split(b"ROXXEL_PROCESS_ID=")[1].split(b"\0")[0]] = name
     return [found[rank] for rank in sorted(found)]
 

@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from roxxel_dist.launcher.process_tree import die_with_parent
+from roxxel_dist.launcher.host.process_tree import die_with_parent
 
 LEASH_S = 10.0
 """For agents that a cut link can part from their launcher."""

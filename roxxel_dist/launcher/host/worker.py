@@ -1,4 +1,4 @@
-"""What runs in a rank before the user's program: `python -u -m roxxel_dist.launcher.worker CMD…`.
+"""What runs in a rank before the user's program: `python -u -m roxxel_dist.launcher.host.worker CMD…`.
 
 `train …` and Python scripts run inside this process, with jax.distributed up and an end that cannot hang. Any other
 program replaces this process and finds the contract in its environment.
@@ -85,7 +85,7 @@ def _python(words: list[str]) -> None:
     if not target or target[0] in ("-", "-c") or (target[0] == "-m" and len(target) == 1):
         _replace([sys.executable, *words])
     elif others:  # only a new interpreter can follow them; it comes back here without
-        _replace([sys.executable, "-u", *others, "-m", "roxxel_dist.launcher.worker", "python", *target])
+        _replace([sys.executable, "-u", *others, "-m", "roxxel_dist.launcher.host.worker", "python", *target])
     elif target[0] == "-m":
         _run(lambda: _module(target[1], target[2:]))
     else:

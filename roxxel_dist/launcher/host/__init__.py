@@ -1,0 +1,1 @@
+"""What runs on each host: the agent, the processes that kill what it leaves, and the start of a rank."""
