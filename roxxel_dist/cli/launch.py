@@ -13,7 +13,7 @@ from roxxel_dist.flags import Switch, parse
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.job import JobSpec
-    from roxxel_dist.launcher.link import Backend
+    from roxxel_dist.launcher.transport.connection import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.registry import Entry, Register
 from roxxel_dist.launcher.supervisor import run
+from roxxel_dist.launcher.transport.connection import Backend
 
 START_S = 300.0
 """For the connection and the preflight of all hosts."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.crew import Crew, crew
 from roxxel_dist.launcher.job import JobSpec, working_hosts
-from roxxel_dist.launcher.link import Backend
 from roxxel_dist.launcher.preflight import Interrupted, Ready, look
 from roxxel_dist.launcher.screen import Screen
 from roxxel_dist.launcher.signals import Signals
+from roxxel_dist.launcher.transport.connection import Backend
 
 AGAIN_S = 2.0
 

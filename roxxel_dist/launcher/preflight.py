@@ -15,8 +15,8 @@ from roxxel_dist.launcher.backends.member import MemberBackend
 from roxxel_dist.launcher.checks import are_one_machine, findings, named, own_name, speak_alike
 from roxxel_dist.launcher.findings import Finding, Hosts, finding
 from roxxel_dist.launcher.job import JobSpec, coordinator_port
-from roxxel_dist.launcher.link import Backend
-from roxxel_dist.launcher.panel import Interrupted, Message, Panel
+from roxxel_dist.launcher.transport.connection import Backend
+from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
 from roxxel_dist.launcher.wanted import Wanted, wanted_by
 
 __all__ = ["Interrupted", "Ready", "look", "survey"]

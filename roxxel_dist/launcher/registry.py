@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.transport.connection import Backend
 from roxxel_dist.launcher.variables import masked_words
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]

@@ -18,8 +18,8 @@ import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job import JobSpec, log_dir_for
-from roxxel_dist.launcher.panel import Panel
 from roxxel_dist.launcher.preflight import Interrupted, Ready, look
+from roxxel_dist.launcher.transport.panel import Panel
 
 NAMES = ("a", "b", "c")
 SILENT = "import sys; sys.stdin.read()"

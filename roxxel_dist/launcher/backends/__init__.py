@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.link import Backend
+    from roxxel_dist.launcher.transport.connection import Backend
 
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Protocol
 
-from roxxel_dist.launcher.link import Backend
+from roxxel_dist.launcher.transport.connection import Backend
 
 
 class Options(Protocol):

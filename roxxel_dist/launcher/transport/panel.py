@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from roxxel_dist.launcher.channel import encode
-from roxxel_dist.launcher.link import Backend, Process
+from roxxel_dist.launcher.transport.connection import Backend, Process
+from roxxel_dist.launcher.transport.protocol import encode
 
 PROBE = "roxxel_dist.launcher.probe"
 LIMIT_S = 60.0
