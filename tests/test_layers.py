@@ -41,7 +41,7 @@ LIGHT = [
     "roxxel_dist",
     "roxxel_dist.cli",
     "roxxel_dist.config",
-    "roxxel_dist.launcher.supervisor",
+    "roxxel_dist.launcher.control.supervisor",
     "roxxel_dist.sweep.engine",
     "roxxel_dist.sweep.wandb_agent",
 ]

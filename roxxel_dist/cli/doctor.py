@@ -89,7 +89,7 @@ def _backend(args: DoctorArgs) -> "Backend":
 
 def _as_text(ready: "Ready", hosts: int) -> str:
     """A line a finding; then the count."""
-    from roxxel_dist.launcher.report import count
+    from roxxel_dist.launcher.control.report import count
 
     rows = [(one.level, one.check, one.text) for one in ready.findings]
     rows += [("error", "host", f"{host}: {why}") for host, why in ready.unreachable.items()]

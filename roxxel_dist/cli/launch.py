@@ -88,7 +88,7 @@ def start(args: JobArgs, job: "JobSpec", backend: "Backend") -> int:
     if args.detach:
         with usage_errors():
             return _detach(job, backend)
-    from roxxel_dist.launcher.supervisor import run
+    from roxxel_dist.launcher.control.supervisor import run
 
     return run(job, backend)
 

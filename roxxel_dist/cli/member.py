@@ -101,8 +101,8 @@ def _job(args: MemberArgs, member: "Member", command: list[str], backend: Any) -
 
 def _find(member: "Member", limit_s: float) -> str | int:
     """Where rank 0 is; or the exit code, where that was not found out."""
+    from roxxel_dist.launcher.control.signals import Signals
     from roxxel_dist.launcher.member import NoFirstHostError, find_first
-    from roxxel_dist.launcher.signals import Signals
 
     asked: list[int] = []
     with Signals(_say) as signals:  # the first process of a container would not even end without a handler

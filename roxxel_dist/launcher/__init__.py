@@ -10,16 +10,16 @@ _WHERE = {
     "JobSpec": "job",
     "log_dir_for": "job",
     "new_run_id": "job",
-    "run": "supervisor",
+    "run": "control.supervisor",
     "LocalBackend": "backends.local",
 }
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.local import LocalBackend as LocalBackend
+    from roxxel_dist.launcher.control.supervisor import run as run
     from roxxel_dist.launcher.job import JobSpec as JobSpec
     from roxxel_dist.launcher.job import log_dir_for as log_dir_for
     from roxxel_dist.launcher.job import new_run_id as new_run_id
-    from roxxel_dist.launcher.supervisor import run as run
 
 __all__ = ["JobSpec", "LocalBackend", "log_dir_for", "new_run_id", "run"]
 

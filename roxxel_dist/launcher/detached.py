@@ -18,10 +18,10 @@ from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USA
 from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.registry import Entry, Register
-from roxxel_dist.launcher.supervisor import run
 from roxxel_dist.launcher.transport.connection import Backend
 
 START_S = 300.0

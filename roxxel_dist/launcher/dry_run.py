@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from roxxel_dist.cluster.progress import ENV
+from roxxel_dist.launcher.control.report import count
 from roxxel_dist.launcher.job import JobSpec, coordinator_port, placements, worker_argv, working_hosts
-from roxxel_dist.launcher.report import count
 from roxxel_dist.launcher.transport.connection import Backend, agent_words
 from roxxel_dist.launcher.variables import masked, masked_words, shell_line
 

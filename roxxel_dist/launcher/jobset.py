@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
 from roxxel_dist.launcher.job import flag
-from roxxel_dist.launcher.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
 from roxxel_dist.launcher.variables import NAME, is_secret, masked_words
 
 Plain = dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
-from roxxel_dist.launcher.signals import Signals
+from roxxel_dist.launcher.control.signals import Signals
 from roxxel_dist.sweep.early import bands, poor
 from roxxel_dist.sweep.engine import Engine, UsedUp
 from roxxel_dist.sweep.history import VERSION, History

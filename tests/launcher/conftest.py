@@ -27,7 +27,7 @@ from pathlib import Path
 from roxxel_dist.launcher import links
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.supervisor import run
+from roxxel_dist.launcher.control.supervisor import run
 job = json.loads(sys.argv[1])
 hosts = job.pop("hosts", None)
 links.SILENT_S = job.pop("silent_s", links.SILENT_S)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job import (
     CONTRACT,
     JobSpec,
@@ -21,7 +22,6 @@ from roxxel_dist.launcher.job import (
     rank_environment,
     visible_gpus,
 )
-from roxxel_dist.launcher.supervisor import run
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 

@@ -8,13 +8,13 @@ import pytest
 
 from roxxel_dist.launcher import muster as muster_file
 from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.control.signals import Signals
 from roxxel_dist.launcher.crew import micro_batches
 from roxxel_dist.launcher.findings import finding
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.muster import Muster, NotReadyError
 from roxxel_dist.launcher.preflight import Ready
 from roxxel_dist.launcher.screen import Screen
-from roxxel_dist.launcher.signals import Signals
 
 Asked = list[tuple[str, ...]]
 

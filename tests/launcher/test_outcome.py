@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.outcome import (
+from roxxel_dist.launcher.control.outcome import (
     Exit,
     Lost,
     Outcome,

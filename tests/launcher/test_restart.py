@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
-from roxxel_dist.launcher.hang import Hang
-from roxxel_dist.launcher.outcome import Exit, Lost, Outcome
-from roxxel_dist.launcher.restart import Cause, Ended, classify, decide, ended
+from roxxel_dist.launcher.control.hang import Hang
+from roxxel_dist.launcher.control.outcome import Exit, Lost, Outcome
+from roxxel_dist.launcher.control.restart import Cause, Ended, classify, decide, ended
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]

@@ -12,9 +12,9 @@ import pytest
 
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.slurm import SlurmBackend, step_environment
+from roxxel_dist.launcher.control.supervisor import Result
 from roxxel_dist.launcher.sbatch import Request, hide_secrets, script, take_options
 from roxxel_dist.launcher.slurm_job import Allocation, allocation, requeue
-from roxxel_dist.launcher.supervisor import Result
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "launch" / "train.sbatch"

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from roxxel_dist.launcher.signals import Signals
+from roxxel_dist.launcher.control.signals import Signals
 
 
 def test_a_signal_of_the_program_is_no_request_to_stop() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.launcher.hang import Hang
+from roxxel_dist.launcher.control.hang import Hang
 
 DUMP_S = 1.25
 """How long ranks have to answer with their stacks before one is taken for dead."""

@@ -11,14 +11,14 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
-from roxxel_dist.launcher.dump import AFTER_DUMP_S, DUMP_S, Dump
-from roxxel_dist.launcher.hang import Hang, Watch
+from roxxel_dist.launcher.control.dump import AFTER_DUMP_S, DUMP_S, Dump
+from roxxel_dist.launcher.control.hang import Hang, Watch
+from roxxel_dist.launcher.control.outcome import USAGE_S, Exit, Lost, Outcome
+from roxxel_dist.launcher.control.signals import Signals
 from roxxel_dist.launcher.job import JobSpec, Placement
 from roxxel_dist.launcher.logs import Logs
-from roxxel_dist.launcher.outcome import USAGE_S, Exit, Lost, Outcome
 from roxxel_dist.launcher.registry import Register
 from roxxel_dist.launcher.screen import Screen
-from roxxel_dist.launcher.signals import Signals
 from roxxel_dist.launcher.transport.connection import Backend, Link
 from roxxel_dist.launcher.transport.pool import Links
 from roxxel_dist.launcher.transport.protocol import Message

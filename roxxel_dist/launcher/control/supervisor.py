@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
-from roxxel_dist.launcher.attempt import Attempt
+from roxxel_dist.launcher.control.attempt import Attempt
+from roxxel_dist.launcher.control.report import report_of
+from roxxel_dist.launcher.control.restart import Cause, Ended, decide, ended
+from roxxel_dist.launcher.control.signals import Signals
 from roxxel_dist.launcher.job import JobSpec, placements, working_hosts
 from roxxel_dist.launcher.logs import Logs
 from roxxel_dist.launcher.muster import Muster, Mustered, NotReadyError, StoppedError
 from roxxel_dist.launcher.registry import Register
-from roxxel_dist.launcher.report import report_of
-from roxxel_dist.launcher.restart import Cause, Ended, decide, ended
 from roxxel_dist.launcher.screen import Screen
-from roxxel_dist.launcher.signals import Signals
 from roxxel_dist.launcher.transport.connection import Backend
 
 

@@ -3,10 +3,18 @@
 from collections.abc import Sequence
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
-from roxxel_dist.launcher.hang import hang_report
+from roxxel_dist.launcher.control.hang import hang_report
+from roxxel_dist.launcher.control.outcome import (
+    Exit,
+    Outcome,
+    exit_code,
+    failure_report,
+    first_failure,
+    how,
+    late_report,
+)
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.logs import Logs
-from roxxel_dist.launcher.outcome import Exit, Outcome, exit_code, failure_report, first_failure, how, late_report
 
 STACK_LINES = 60
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
-from roxxel_dist.launcher.outcome import Outcome, as_code, exit_code, first_failure
+from roxxel_dist.launcher.control.outcome import Outcome, as_code, exit_code, first_failure
 
 EXIT_GIVEN_UP = 75
 """Restarts were made and used up."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
-from roxxel_dist.launcher.hang import Hang
+from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.logs import CHATTER
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)

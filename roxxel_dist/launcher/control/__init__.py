@@ -1,0 +1,1 @@
+"""What the controller decides: attempts, hangs, outcomes, restarts, and what it reports."""
