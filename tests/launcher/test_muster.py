@@ -13,8 +13,8 @@ from roxxel_dist.launcher.crew import micro_batches
 from roxxel_dist.launcher.findings import finding
 from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.muster import Muster, NotReadyError
+from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.preflight import Ready
-from roxxel_dist.launcher.screen import Screen
 
 Asked = list[tuple[str, ...]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.logs import CHATTER
+from roxxel_dist.launcher.output.logs import CHATTER
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""

@@ -14,7 +14,7 @@ from roxxel_dist.launcher.control.outcome import (
     late_report,
 )
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.logs import Logs
+from roxxel_dist.launcher.output.logs import Logs
 
 STACK_LINES = 60
 

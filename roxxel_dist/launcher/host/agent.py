@@ -26,7 +26,7 @@ from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_e
 from roxxel_dist.launcher.host.rank import Rank, start_rank
 from roxxel_dist.launcher.host.stacks import ask_for_stack
 from roxxel_dist.launcher.job import CONTRACT, worker_argv
-from roxxel_dist.launcher.logs import take_failure, take_status
+from roxxel_dist.launcher.output.logs import take_failure, take_status
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 from roxxel_dist.launcher.variables import misleads
 

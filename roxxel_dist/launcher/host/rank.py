@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.host.process_tree import Tree, die_with_parent
-from roxxel_dist.launcher.logs import Lines
+from roxxel_dist.launcher.output.logs import Lines
 
 
 @dataclass(eq=False, kw_only=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
-from roxxel_dist.launcher.logs import Lines
+from roxxel_dist.launcher.output.logs import Lines
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 
 AGENT_END_S = 10.0

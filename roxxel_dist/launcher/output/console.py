@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from roxxel_dist.launcher.logs import CHATTER
+from roxxel_dist.launcher.output.logs import CHATTER
 
 if TYPE_CHECKING:
     from roxxel_dist.train.bar import Bar

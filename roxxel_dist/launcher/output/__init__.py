@@ -1,0 +1,1 @@
+"""What ranks print: a log file each, and the console."""
