@@ -10,7 +10,7 @@ from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.preflight import Ready
+    from roxxel_dist.launcher.preflight.run import Ready
     from roxxel_dist.launcher.transport.connection import Backend
 
 
@@ -56,8 +56,8 @@ def doctor(words: list[str]) -> int:
 
 def examine(args: DoctorArgs, command: Sequence[str], backend: "Backend") -> int:
     """Check the hosts of a backend, print what was found, and return the exit code."""
-    from roxxel_dist.launcher.preflight import survey
-    from roxxel_dist.launcher.wanted import wanted_by_hand
+    from roxxel_dist.launcher.preflight.requirements import wanted_by_hand
+    from roxxel_dist.launcher.preflight.run import survey
 
     wanted = wanted_by_hand(command, run_dir=args.run_dir, data_path=args.data_path, gpus=args.gpus_per_host)
     ready = survey(wanted, backend, backend.hosts, port=args.port)

@@ -111,8 +111,8 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
 def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher import registry
-    from roxxel_dist.launcher.crew import micro_batches
     from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements, working_hosts
+    from roxxel_dist.launcher.preflight.assignment import micro_batches
     from roxxel_dist.launcher.variables import assignments, read_env_file
 
     if args.json and not args.dry_run:

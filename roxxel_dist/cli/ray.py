@@ -56,7 +56,7 @@ def launch_ray(words: list[str]) -> int:
         )
     with usage_errors():
         from roxxel_dist.launcher.backends.ray import RayBackend
-        from roxxel_dist.launcher.crew import count_working
+        from roxxel_dist.launcher.preflight.assignment import count_working
         from roxxel_dist.launcher.ray_cluster import ClusterError
 
         if args.procs_per_host < 1:

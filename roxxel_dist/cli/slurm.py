@@ -103,7 +103,7 @@ def _check(args: SlurmArgs) -> None:
 def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], command: list[str]) -> int:
     """Hand the job to sbatch, or print what it would be handed."""
     from roxxel_dist.launcher.backends.slurm import SlurmBackend
-    from roxxel_dist.launcher.crew import count_working
+    from roxxel_dist.launcher.preflight.assignment import count_working
     from roxxel_dist.launcher.sbatch import JOB_RUN_ID, NotSubmittedError, hide_secrets, output_for, script, submit
     from roxxel_dist.launcher.variables import masked_words
 
@@ -172,7 +172,7 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
     """Run on the nodes that this job has."""
     with usage_errors():
         from roxxel_dist.launcher.backends.slurm import SlurmBackend
-        from roxxel_dist.launcher.crew import count_working
+        from roxxel_dist.launcher.preflight.assignment import count_working
 
         if shutil.which("srun") is None:
             raise ValueError(f"this is SLURM job {inside.job_id}, and there is no `srun`: add SLURM's commands to PATH")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from roxxel_dist.launcher.facts import is_loopback, resolved
+from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
     "hosts": ("ROXXEL_HOSTS",),

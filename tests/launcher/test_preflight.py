@@ -18,7 +18,7 @@ import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job import JobSpec, log_dir_for
-from roxxel_dist.launcher.preflight import Interrupted, Ready, look
+from roxxel_dist.launcher.preflight.run import Interrupted, Ready, look
 from roxxel_dist.launcher.transport.panel import Panel
 
 NAMES = ("a", "b", "c")
@@ -274,7 +274,7 @@ def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: P
 
 def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:
     program = (
-        "import resource, sys; from roxxel_dist.launcher.preflight import allow_open_files; "
+        "import resource, sys; from roxxel_dist.launcher.preflight.run import allow_open_files; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024)); "
         "print(allow_open_files(2), allow_open_files(40), resource.getrlimit(resource.RLIMIT_NOFILE), "
         "allow_open_files(400), sep='|')"

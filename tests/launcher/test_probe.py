@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.facts import hash_of_code
+from roxxel_dist.launcher.preflight.host_info import hash_of_code
 
 LIMIT_S = 60
 FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "script": None, "data_path": None, "resume": False}
@@ -77,7 +77,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 def start(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Start:
     def begin(cwd: Path = tmp_path, **env: str) -> Asked:
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        words = [sys.executable, "-m", "roxxel_dist.launcher.probe"]
+        words = [sys.executable, "-m", "roxxel_dist.launcher.preflight.probe"]
         process = subprocess.Popen(words, cwd=cwd, env={**outer, **env}, stdin=-1, stdout=-1)
         processes.append(process)
         return Asked(process)

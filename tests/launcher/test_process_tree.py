@@ -196,7 +196,7 @@ libc.mmap(page, 4096, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED, -
 """
 LOOK = f"""
 import subprocess, sys, time
-from roxxel_dist.launcher.leftovers import leftovers
+from roxxel_dist.launcher.preflight.stale_ranks import leftovers
 victim = subprocess.Popen([sys.executable, "-c", {VICTIM!r}, sys.argv[1]], stdin=-1, stdout=-1)
 victim.stdout.readline()
 while open(f"/proc/{{victim.pid}}/stat").read().rpartition(")")[2].split()[0] not in "DS":

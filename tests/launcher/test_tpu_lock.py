@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.checks_tpu import tpu_locks
-from roxxel_dist.launcher.findings import Finding
-from roxxel_dist.launcher.preflight import survey
-from roxxel_dist.launcher.tpu_lock import tpu_lock
-from roxxel_dist.launcher.wanted import Wanted
+from roxxel_dist.launcher.preflight import host_info
+from roxxel_dist.launcher.preflight.checks_tpu import tpu_locks
+from roxxel_dist.launcher.preflight.findings import Finding
+from roxxel_dist.launcher.preflight.requirements import Wanted
+from roxxel_dist.launcher.preflight.run import survey
+from roxxel_dist.launcher.preflight.tpu_lock import tpu_lock
 
 # As libtpu does it.
 HOLD = """
@@ -82,7 +82,7 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
 AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
-from roxxel_dist.launcher.tpu_lock import tpu_lock
+from roxxel_dist.launcher.preflight.tpu_lock import tpu_lock
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresuid(65534, 65534, 65534)
@@ -100,7 +100,7 @@ def test_a_lock_of_another_user() -> None:
 
 
 def test_doctor_looks_at_it(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(host_info, "LOCK", tmp_path / "lock")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     seen = survey(Wanted(run_dir=str(tmp_path)), LocalBackend(), ["here"])
     (found,) = [one for one in seen.findings if one.check == "tpu lock"]

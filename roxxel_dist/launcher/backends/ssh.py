@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.near import LEASH_S, start_near
-from roxxel_dist.launcher.crew import count_working
+from roxxel_dist.launcher.preflight.assignment import count_working
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question

@@ -14,7 +14,7 @@ from typing import Any
 from roxxel_dist.launcher.transport.connection import Backend, Process
 from roxxel_dist.launcher.transport.protocol import encode
 
-PROBE = "roxxel_dist.launcher.probe"
+PROBE = "roxxel_dist.launcher.preflight.probe"
 LIMIT_S = 60.0
 END_S = 2.0
 CHUNK = 1 << 16

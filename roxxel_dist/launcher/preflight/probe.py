@@ -1,4 +1,4 @@
-"""What preflight starts on a host: `python -m roxxel_dist.launcher.probe`. It answers questions, and leaves nothing.
+"""What preflight starts on a host, `python -m roxxel_dist.launcher.preflight.probe`: it answers, and leaves nothing.
 
 A question is a JSON object a line on stdin, the answer one on stdout. What a question asks cannot be done is an answer
 too: {"why": …}. It ends at the end of its stdin, or by itself after a while.
@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher import facts
-from roxxel_dist.launcher.facts import is_loopback, resolved
+from roxxel_dist.launcher.preflight import host_info
+from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
 
 LIFE_S = 180
 """From one question to the next: longer than the other hosts may take to answer. A probe behind a cut link ends too."""
@@ -35,12 +35,12 @@ class Probe:
     def answer(self, question: Message) -> Message:
         """The answer to a question: what was asked for, or `why` it cannot be had."""
         answers = {
-            "facts": facts.gather,
+            "facts": host_info.gather,
             "address": lambda asked: {"address": local_address(asked["towards"])},
             "listen": self._listen,
             "reach": lambda asked: {"ms": reach(asked["address"], asked["port"], asked["nonce"])},
             "touch": self._touch,
-            "see": lambda asked: {"seen": (facts.existing(asked["run_dir"]) / asked["name"]).exists()},
+            "see": lambda asked: {"seen": (host_info.existing(asked["run_dir"]) / asked["name"]).exists()},
         }
         if question["ask"] not in answers:
             return {"why": f"it does not know {question['ask']!r}: install the same roxxel-dist on all hosts"}
@@ -51,7 +51,7 @@ class Probe:
 
     def _touch(self, question: Message) -> Message:
         """Make a file in the run directory, for others to see."""
-        self._files.append(facts.touch(question["run_dir"]))
+        self._files.append(host_info.touch(question["run_dir"]))
         return {"name": self._files[-1].name}
 
     def _listen(self, question: Message) -> Message:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.leftovers import leftovers
-from roxxel_dist.launcher.tpu_lock import LOCK, tpu_lock
+from roxxel_dist.launcher.preflight.stale_ranks import leftovers
+from roxxel_dist.launcher.preflight.tpu_lock import LOCK, tpu_lock
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("MEGASCALE_", "OMPI_")
@@ -163,7 +163,7 @@ def _versions() -> dict[str, str]:
 
 def hash_of_code() -> str:
     """Of this package's own files: an editable install has one version for ever."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

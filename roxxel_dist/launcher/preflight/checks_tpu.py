@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from roxxel_dist.launcher.findings import Finding, Hosts, finding
-from roxxel_dist.launcher.wanted import Wanted
+from roxxel_dist.launcher.preflight.findings import Finding, Hosts, finding
+from roxxel_dist.launcher.preflight.requirements import Wanted
 
 
 def tpu_locks(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:

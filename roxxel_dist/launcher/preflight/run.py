@@ -9,15 +9,15 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from roxxel_dist.launcher import facts
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.backends.member import MemberBackend
-from roxxel_dist.launcher.checks import are_one_machine, findings, named, own_name, speak_alike
-from roxxel_dist.launcher.findings import Finding, Hosts, finding
 from roxxel_dist.launcher.job import JobSpec, coordinator_port
+from roxxel_dist.launcher.preflight import host_info
+from roxxel_dist.launcher.preflight.checks import are_one_machine, findings, named, own_name, speak_alike
+from roxxel_dist.launcher.preflight.findings import Finding, Hosts, finding
+from roxxel_dist.launcher.preflight.requirements import Wanted, wanted_by
 from roxxel_dist.launcher.transport.connection import Backend
 from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
-from roxxel_dist.launcher.wanted import Wanted, wanted_by
 
 __all__ = ["Interrupted", "Ready", "look", "survey"]
 
@@ -96,11 +96,11 @@ def _question(wanted: Wanted, *, compare: bool) -> Message:
 
 def _here(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, *, compare: bool) -> Ready:
     """What is known of this machine, without a probe: nothing is as fast."""
-    told = facts.gather(_question(wanted, compare=compare))
+    told = host_info.gather(_question(wanted, compare=compare))
     found = findings(wanted, {hosts[0]: told})
     address, free = backend.address or LOOPBACK, 0
     if isinstance(backend, MemberBackend) and address != LOOPBACK:
-        found += own_name(wanted, hosts[0], told | facts.own_name())
+        found += own_name(wanted, hosts[0], told | host_info.own_name())
     if isinstance(backend, MemberBackend) and not backend.leads:
         return Ready(address=address, port=port or 0, findings=tuple(found), unreachable={})
     try:
@@ -118,7 +118,7 @@ def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | N
         )  # fmt: skip
     with Panel(backend, hosts, wake) as panel:
         told = _facts(panel, hosts, _question(wanted, compare=True))
-        found = [*findings(wanted, told), *speak_alike(told, facts.hash_of_code())] if told else []
+        found = [*findings(wanted, told), *speak_alike(told, host_info.hash_of_code())] if told else []
         address = _address(panel, told) if told else ""
         free = 0
         if address:
@@ -128,8 +128,8 @@ def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | N
             found.append(_no_address(list(told)))
         if wanted.shared and len(told) > 1:
             found += _shared(panel, list(told), wanted.run_dir)
-        visible = {host: facts["visible"] for host, facts in told.items() if facts["visible"] is not None}
-        cores = max((facts["cores"] for facts in told.values()), default=None)
+        visible = {host: host_info["visible"] for host, host_info in told.items() if host_info["visible"] is not None}
+        cores = max((host_info["cores"] for host_info in told.values()), default=None)
         gone = dict(panel.gone)
         return Ready(
             address=address, port=free, findings=tuple(found), unreachable=gone, visible=visible, cores=cores

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from roxxel_dist.launcher.facts import Facts
+from roxxel_dist.launcher.preflight.host_info import Facts
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, Facts]

@@ -6,10 +6,10 @@ docs/howto/launching.md has a table of them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from roxxel_dist.launcher.checks_tpu import tpu_locks
-from roxxel_dist.launcher.facts import Facts, is_loopback, usable_gpus
-from roxxel_dist.launcher.findings import Finding, Hosts, Level, finding
-from roxxel_dist.launcher.wanted import Wanted
+from roxxel_dist.launcher.preflight.checks_tpu import tpu_locks
+from roxxel_dist.launcher.preflight.findings import Finding, Hosts, Level, finding
+from roxxel_dist.launcher.preflight.host_info import Facts, is_loopback, usable_gpus
+from roxxel_dist.launcher.preflight.requirements import Wanted
 
 ROOM, ENOUGH = 1 << 18, 2 << 30
 """Bytes that must be free, and that should be."""
