@@ -35,7 +35,7 @@ class Desk:
     def controller(self) -> subprocess.Popen[str]:
         """Start what `--detach` starts; it waits for a job on its stdin."""
         env = environment(XDG_STATE_HOME=str(self.folder / "state"))
-        words = [sys.executable, "-m", "roxxel_dist.launcher.detached"]
+        words = [sys.executable, "-m", "roxxel_dist.launcher.jobs.detach"]
         process = subprocess.Popen(
             words, cwd=self.folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

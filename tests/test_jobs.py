@@ -64,7 +64,7 @@ def test_a_detached_job_is_of_nobody_and_tells_no_secret(running: Desk) -> None:
     assert job["controller"]["host"] == socket.gethostname()
     assert (desk.folder / "length").read_text() == "16\n", "the ranks have the variable"
     words = words_of_all_processes()
-    assert "roxxel_dist.launcher.detached" in words
+    assert "roxxel_dist.launcher.jobs.detach" in words
     assert "s3cr3t-of-a-test" not in words
     for path in (*desk.folder.glob("state/**/*.json"), *desk.folder.glob("runs/**/*.log")):
         assert "s3cr3t-of-a-test" not in path.read_text()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roxxel_dist.launcher.registry import Entry
+    from roxxel_dist.launcher.jobs.record import Entry
 
 LINES = 40
 SLACK_S = 60.0
@@ -47,13 +47,13 @@ def ps(words: list[str]) -> int:
     """List running jobs."""
     args = parse(PsArgs, words, "ps")
     with usage_errors():
-        from roxxel_dist.launcher import registry
+        from roxxel_dist.launcher.jobs import record
 
         if args.prune:
-            gone = registry.forget(time.time())
+            gone = record.forget(time.time())
             _say(f"{len(gone)} jobs forgotten" + (f": {', '.join(entry.run_id for entry in gone)}" if gone else ""))
-        found = registry.entries()
-    recent = time.time() - registry.FORGOTTEN_S
+        found = record.entries()
+    recent = time.time() - record.FORGOTTEN_S
     shown = [
         entry for entry in found
         if args.all or not entry.is_over or (entry.state == "lost" and entry.updated > recent)
@@ -150,16 +150,16 @@ def _no_log(entry: "Entry", log: "Path") -> str:
 
 def _show(entry: "Entry", log: "Path", lines: int, *, follow: bool) -> "Entry":
     """Show the last lines of a log, and those that come; the entry as it is then."""
-    from roxxel_dist.launcher import registry
-    from roxxel_dist.launcher.follow import RunLines, show
-    from roxxel_dist.launcher.follow import follow as go_on
+    from roxxel_dist.launcher.jobs import record
+    from roxxel_dist.launcher.jobs.tail import RunLines, show
+    from roxxel_dist.launcher.jobs.tail import follow as go_on
 
-    path, source = registry.path_of(entry), RunLines(log, entry.run_id)
+    path, source = record.path_of(entry), RunLines(log, entry.run_id)
     if follow and not entry.is_known:
         where = f"the launcher of run {entry.run_id} runs on {entry.controller.host}"
         _say(f"{where}: its end is seen from here, but not that it was killed; Ctrl-C ends this command alone")
     show(source.last(lines))
-    return (go_on(source, lambda: registry.read(path)) if follow else registry.read(path)) or entry
+    return (go_on(source, lambda: record.read(path)) if follow else record.read(path)) or entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ def stop(words: list[str]) -> int:
     args = parse(StopArgs, words, "stop")
     with usage_errors():
         entry = _find(args.run, "stop")
-        from roxxel_dist.launcher.stop import stop as ask
+        from roxxel_dist.launcher.jobs.stop import stop as ask
 
         limit = entry.grace + SLACK_S if args.timeout is None else args.timeout
         try:
@@ -216,8 +216,8 @@ def stop(words: list[str]) -> int:
 
 def _find(name: str, command: str) -> "Entry":
     """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
-    from roxxel_dist.launcher.find import find
-    from roxxel_dist.launcher.registry import entries
+    from roxxel_dist.launcher.jobs.record import entries
+    from roxxel_dist.launcher.jobs.resolve import find
 
     entry = find(name, entries())
     if entry.is_known or (command != "stop" and not entry.copied):  # its files are here: machines share them

@@ -95,7 +95,7 @@ def start(args: JobArgs, job: "JobSpec", backend: "Backend") -> int:
 
 def _detach(job: "JobSpec", backend: "Backend") -> int:
     """Leave the job to a controller of its own; the run id alone on stdout, for scripts."""
-    from roxxel_dist.launcher.detached import NotStarted, detach
+    from roxxel_dist.launcher.jobs.detach import NotStarted, detach
 
     try:
         entry = detach(job, backend)
@@ -110,8 +110,8 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
 
 def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
-    from roxxel_dist.launcher import registry
     from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements, working_hosts
+    from roxxel_dist.launcher.jobs import record
     from roxxel_dist.launcher.preflight.assignment import micro_batches
     from roxxel_dist.launcher.variables import assignments, read_env_file
 
@@ -119,7 +119,7 @@ def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -
         raise ValueError("--json tells what would run: give it with --dry-run")
     batches = micro_batches(tuple(command))
     fields = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
-    run_id = args.run_id or new_run_id(registry.knows)
+    run_id = args.run_id or new_run_id(record.knows)
     job = JobSpec(
         command=tuple(command),
         nprocs=nprocs,

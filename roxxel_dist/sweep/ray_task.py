@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
-from roxxel_dist.launcher.registry import Process, is_alive, this_process
+from roxxel_dist.launcher.jobs.record import Process, is_alive, this_process
 from roxxel_dist.sweep.verdict import disk_full
 
 Item = dict[str, Any]

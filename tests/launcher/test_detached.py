@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hosts import Cluster
 
-from roxxel_dist.launcher.detached import NotStarted, _answer_in, detach
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.registry import Entry, Process
+from roxxel_dist.launcher.jobs.detach import NotStarted, _answer_in, detach
+from roxxel_dist.launcher.jobs.record import Entry, Process
 
 Until = Callable[[Callable[[], Any], str], None]
 SCRIPT = """
@@ -65,7 +65,7 @@ def test_a_job_on_hosts_is_left_to_the_first_one(
     run = launched.stdout.strip()
     assert hosts.processes("controller") == [], "nothing stays where the user sits"
     until(lambda: len(list(tmp_path.glob("up.*"))) == 2, "the ranks")
-    assert sum("roxxel_dist.launcher.detached" in words for words in words_on(hosts, "h1")) == 1
+    assert sum("roxxel_dist.launcher.jobs.detach" in words for words in words_on(hosts, "h1")) == 1
     assert not any("s3cr3t" in words for name in ("h1", "h2") for words in words_on(hosts, name))
     entries = [*tmp_path.glob("state/**/*.json"), *hosts.home("h1").glob(".local/state/**/*.json")]
     assert len(entries) == 2

@@ -13,11 +13,11 @@ import pytest
 
 from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.config import UsageError
-from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.find import find
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.registry import Entry, Register
+from roxxel_dist.launcher.jobs import record
+from roxxel_dist.launcher.jobs.record import Entry, Register
+from roxxel_dist.launcher.jobs.resolve import find
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def spec(run_id: str = "20260102_030405", folder: str = "runs/one", **more: obje
 
 
 def only() -> Entry:
-    (entry,) = registry.entries()
+    (entry,) = record.entries()
     return entry
 
 
@@ -56,18 +56,18 @@ def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path, monkeypatch: 
         assert register.end(42) == 42
     assert (only().state, only().step, only().code) == ("ended", 9, 42)
     assert only().ended is not None
-    assert registry.folder().stat().st_mode & 0o777 == 0o700
-    assert [path.suffix for path in registry.folder().iterdir()] == [".json"]
+    assert record.folder().stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in record.folder().iterdir()] == [".json"]
 
 
 def test_steps_are_not_written_each(state: Path) -> None:
     with Register(spec(), LocalBackend()) as register:
         register.update(state="running")
-        (path,) = registry.paths()
+        (path,) = record.paths()
         before = path.stat().st_mtime_ns
         register.update(step=1)
         assert path.stat().st_mtime_ns == before
-        register._wrote -= registry.WRITE_S
+        register._wrote -= record.WRITE_S
         register.update(step=1)
         assert only().step == 1
 
@@ -87,7 +87,7 @@ def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(state: Path
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("roxxel-dist: cannot write ")
     assert line.endswith("`ps` does not show how this job goes")
-    assert registry.entries() == []
+    assert record.entries() == []
 
 
 def test_one_without_a_home_as_well(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
@@ -103,7 +103,7 @@ import sys, time
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.registry import Register
+from roxxel_dist.launcher.jobs.record import Register
 job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
 with Register(job, LocalBackend()) as register:
     register.update(state="running")
@@ -122,21 +122,21 @@ def test_a_controller_that_was_killed_is_lost(tmp_path: Path) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert only().state == "lost", "a process that waits to be reaped is gone"
     assert only().state == "lost"
-    assert json.loads(registry.paths()[0].read_text())["state"] == "running"
+    assert json.loads(record.paths()[0].read_text())["state"] == "running"
 
 
 def test_another_process_of_that_number_is_not_the_controller() -> None:
-    me = registry.this_process()
-    assert registry.is_alive(me)
-    assert not registry.is_alive(dataclasses.replace(me, start=me.start - 1))
-    assert not registry.is_alive(dataclasses.replace(me, boot="before the last boot"))
+    me = record.this_process()
+    assert record.is_alive(me)
+    assert not record.is_alive(dataclasses.replace(me, start=me.start - 1))
+    assert not record.is_alive(dataclasses.replace(me, boot="before the last boot"))
 
 
 def enter(run_id: str, folder: str, **changes: object) -> Entry:
     """Write the entry of a job that is over."""
     register = Register(spec(run_id, folder), LocalBackend())
     entry = dataclasses.replace(register.entry, **{"state": "ended", "code": 0, **changes})  # pyright: ignore[reportArgumentType]
-    registry.write(entry)
+    record.write(entry)
     return entry
 
 
@@ -162,8 +162,8 @@ def test_a_machine_without_a_boot_id_and_a_folder_that_is_gone_end_no_launch(
 
 def elsewhere(run_id: str, **changes: object) -> Entry:
     """Write the entry of a job that runs on a machine of another name."""
-    there = dataclasses.replace(registry.this_process(), host="h9")
-    registry.path_of(enter(run_id, f"runs/{run_id}")).unlink()
+    there = dataclasses.replace(record.this_process(), host="h9")
+    record.path_of(enter(run_id, f"runs/{run_id}")).unlink()
     return enter(run_id, f"runs/{run_id}", **{"controller": there, "state": "running", "code": None, **changes})
 
 
@@ -221,24 +221,24 @@ def test_what_is_over_for_a_week_is_taken_away() -> None:
     now = time.time()
     ages = {"fresh": 0, "old": 8, "running": 8, "elsewhere": 8, "unheard": 61}
     for number, (name, days) in enumerate(ages.items()):
-        there = dataclasses.replace(registry.this_process(), host="h9", pid=number)
-        controller = there if name in ("elsewhere", "unheard") else registry.this_process()
+        there = dataclasses.replace(record.this_process(), host="h9", pid=number)
+        controller = there if name in ("elsewhere", "unheard") else record.this_process()
         changes = {"controller": controller} | ({} if name in ("fresh", "old") else {"state": "running", "code": None})
         entry = dataclasses.replace(enter(name, "runs/x"), **changes)  # pyright: ignore[reportArgumentType]
-        registry.path_of(enter(name, "runs/x")).unlink()
-        registry.write(entry)
-        os.utime(registry.path_of(entry), (now - days * 86400,) * 2)
-    (registry.folder() / "left.tmp").write_text("")
-    os.utime(registry.folder() / "left.tmp", (0, 0))
-    registry.sweep(now)
-    assert {entry.run_id for entry in registry.entries()} == {"fresh", "running", "elsewhere"}
-    assert not (registry.folder() / "left.tmp").exists()
+        record.path_of(enter(name, "runs/x")).unlink()
+        record.write(entry)
+        os.utime(record.path_of(entry), (now - days * 86400,) * 2)
+    (record.folder() / "left.tmp").write_text("")
+    os.utime(record.folder() / "left.tmp", (0, 0))
+    record.sweep(now)
+    assert {entry.run_id for entry in record.entries()} == {"fresh", "running", "elsewhere"}
+    assert not (record.folder() / "left.tmp").exists()
 
 
 def test_what_is_no_entry_is_no_job() -> None:
     enter("a", "runs/a")
     for name, text in {"empty": "", "list": "[]", "half": '{"run_id": "x", "hosts": []}'}.items():
-        (registry.folder() / f"{name}.json").write_text(text)
+        (record.folder() / f"{name}.json").write_text(text)
     assert only().run_id == "a"
 
 
@@ -247,13 +247,13 @@ def test_a_run_is_found_by_id_beginning_and_directory(tmp_path: Path, monkeypatc
     first = enter("20260101_000000", "runs/one", begun=1.0)
     again = enter("20260102_000000", "runs/one", begun=2.0)
     other = enter("20260102_000000_2", "runs/two", begun=3.0)
-    jobs = registry.entries()
+    jobs = record.entries()
     assert jobs == [first, again, other]
     assert find("20260102_000000", jobs) == again, "an id is meant before a beginning"
     assert find("20260101", jobs) == first
     assert find("runs/one/", jobs) == again
     assert find(str(tmp_path / "runs" / "two"), jobs) == other
-    assert find(registry.path_of(first).stem, jobs) == first
+    assert find(record.path_of(first).stem, jobs) == first
 
 
 @pytest.mark.parametrize(
@@ -269,19 +269,19 @@ def test_a_run_that_is_not_there(name: str, words: list[str]) -> None:
     enter("20260101_000000", "runs/one")
     enter("20260102_000000", "runs/two")
     with pytest.raises(ValueError, match="run") as problem:
-        find(name, registry.entries())
+        find(name, record.entries())
     assert all(word in str(problem.value) for word in words)
 
 
 def test_no_run_at_all() -> None:
     with pytest.raises(ValueError, match="no job of this user is known here"):
-        find("x", registry.entries())
+        find("x", record.entries())
 
 
 def test_a_copy_does_not_replace_what_is_there() -> None:
     entry = enter("a", "runs/a")
-    registry.write(dataclasses.replace(entry, step=5), new_only=True)
+    record.write(dataclasses.replace(entry, step=5), new_only=True)
     assert only() == entry
-    registry.path_of(entry).unlink()
-    registry.write(dataclasses.replace(entry, step=5), new_only=True)
+    record.path_of(entry).unlink()
+    record.write(dataclasses.replace(entry, step=5), new_only=True)
     assert only().step == 5

@@ -8,8 +8,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-from roxxel_dist.launcher import registry
-from roxxel_dist.launcher.registry import Entry
+from roxxel_dist.launcher.jobs import record
+from roxxel_dist.launcher.jobs.record import Entry
 
 ASK_S = 5.0
 """How long a controller may take to note that it was asked."""
@@ -22,25 +22,25 @@ def stop(entry: Entry, *, kill: bool, timeout_s: float, say: Callable[[str], Non
     A job that was asked before is not asked again: a second request would kill its ranks. After `timeout_s` the entry
     is returned as it is.
     """
-    path = registry.path_of(entry)
+    path = record.path_of(entry)
     try:
         controller = os.pidfd_open(entry.controller.pid)
     except ProcessLookupError:
-        return registry.read(path) or entry
+        return record.read(path) or entry
     try:
-        if registry.is_alive(entry.controller):  # after the open: from here on the descriptor is this very process
+        if record.is_alive(entry.controller):  # after the open: from here on the descriptor is this very process
             end = time.monotonic() + timeout_s
             _ask(entry, controller, kill=kill, say=say)
             _wait(entry, controller, end, say)
     finally:
         os.close(controller)
-    return registry.read(path) or entry
+    return record.read(path) or entry
 
 
 def _ask(entry: Entry, controller: int, *, kill: bool, say: Callable[[str], None]) -> None:
-    path = registry.path_of(entry)
+    path = record.path_of(entry)
     with _alone():
-        now = registry.read(path)
+        now = record.read(path)
         if now is not None and now.is_over:
             return
         if now is not None and now.state == "stopping":
@@ -63,7 +63,7 @@ def _until_noted(entry: Entry, controller: int) -> None:
     """Wait until the job says that it stops: two signals at once would be one, and two requests a kill."""
     end = time.monotonic() + ASK_S
     while time.monotonic() < end and not _has_ended(controller, 0.02):
-        now = registry.read(registry.path_of(entry))
+        now = record.read(record.path_of(entry))
         if now is not None and (now.state == "stopping" or now.is_over):
             return
 
@@ -71,7 +71,7 @@ def _until_noted(entry: Entry, controller: int) -> None:
 def _wait(entry: Entry, controller: int, end: float, say: Callable[[str], None]) -> None:
     begun = time.monotonic()
     while (left := end - time.monotonic()) > 0 and not _has_ended(controller, min(TELL_S, left)):
-        now = registry.read(registry.path_of(entry)) or entry
+        now = record.read(record.path_of(entry)) or entry
         step = f", in step {now.step}" if now.step else ""
         say(f"run {entry.run_id} is still {now.state}{step}, {time.monotonic() - begun:.0f} s after the request")
 
@@ -85,7 +85,7 @@ def _has_ended(controller: int, wait_s: float) -> bool:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """One request at a time, of whoever asks on this machine."""
-    lock = os.open(registry.folder(), os.O_RDONLY)
+    lock = os.open(record.folder(), os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Callable, Sequence
 
-from roxxel_dist.launcher.registry import Entry, path_of
+from roxxel_dist.launcher.jobs.record import Entry, path_of
 
 MOST = 10
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from roxxel_dist.launcher.registry import Entry
+from roxxel_dist.launcher.jobs.record import Entry
 
 CHUNK = 1 << 20
 PAUSE_MS = 100

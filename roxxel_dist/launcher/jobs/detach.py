@@ -1,6 +1,6 @@
 """A controller that nobody has to stay for: in a session of its own, with `launcher.log` for its screen.
 
-`python -m roxxel_dist.launcher.detached` reads a job from stdin, so that no secret is in its words. Until the job has
+`python -m roxxel_dist.launcher.jobs.detach` reads a job from stdin: no secret is in its words. Until the job has
 started, its messages are those of the command that asked for it; then it answers on stdout and lets go of its caller.
 """
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
-from roxxel_dist.launcher import registry
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.follow import header
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.registry import Entry, Register
+from roxxel_dist.launcher.jobs import record
+from roxxel_dist.launcher.jobs.record import Entry, Register
+from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.transport.connection import Backend
 
 START_S = 300.0
 """For the connection and the preflight of all hosts."""
-MODULE = "roxxel_dist.launcher.detached"
+MODULE = "roxxel_dist.launcher.jobs.detach"
 
 
 class NotStarted(Exception):
@@ -71,12 +71,12 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
         raise NotStarted(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
     if said:
         print(said, file=sys.stderr, flush=True)
-    entry = registry.from_values(answer["entry"])
+    entry = record.from_values(answer["entry"])
     if entry.run_id != job.run_id or "/" in entry.controller.host:  # they become the name of a file
         wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"
         raise NotStarted(EXIT_FAILED, f"roxxel-dist: {wrong}: look there, with `ps`, for what runs")
     with contextlib.suppress(OSError):  # the job runs; it is only not listed here
-        registry.write(dataclasses.replace(entry, copied=True), new_only=True)
+        record.write(dataclasses.replace(entry, copied=True), new_only=True)
     return entry
 
 

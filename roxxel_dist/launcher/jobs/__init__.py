@@ -1,0 +1,1 @@
+"""Jobs that run already: the record of each, and the commands about them."""
