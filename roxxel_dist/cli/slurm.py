@@ -16,8 +16,8 @@ from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, plain_switches
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.sbatch import Request
-    from roxxel_dist.launcher.slurm_job import Allocation
+    from roxxel_dist.launcher.backends.slurm.allocation import Allocation
+    from roxxel_dist.launcher.backends.slurm.script import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class SlurmArgs(JobArgs, NodeArgs):
 
 def launch_slurm(words: list[str]) -> int:
     """Submit a SLURM job, or start ranks on the nodes of the one this is in."""
-    from roxxel_dist.launcher.sbatch import take_options
-    from roxxel_dist.launcher.slurm_job import allocation
+    from roxxel_dist.launcher.backends.slurm.allocation import allocation
+    from roxxel_dist.launcher.backends.slurm.script import take_options
 
     cut = words.index("--") if "--" in words else len(words)
     with usage_errors():
@@ -86,7 +86,7 @@ def launch_slurm(words: list[str]) -> int:
 
 
 def _check(args: SlurmArgs) -> None:
-    from roxxel_dist.launcher.backends.slurm import check_container
+    from roxxel_dist.launcher.backends.slurm.backend import check_container
 
     for flag, value, least in (
         ("--nodes", args.nodes, 1),
@@ -102,9 +102,16 @@ def _check(args: SlurmArgs) -> None:
 
 def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], command: list[str]) -> int:
     """Hand the job to sbatch, or print what it would be handed."""
-    from roxxel_dist.launcher.backends.slurm import SlurmBackend
+    from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
+    from roxxel_dist.launcher.backends.slurm.script import (
+        JOB_RUN_ID,
+        NotSubmittedError,
+        hide_secrets,
+        output_for,
+        script,
+        submit,
+    )
     from roxxel_dist.launcher.preflight.assignment import count_working
-    from roxxel_dist.launcher.sbatch import JOB_RUN_ID, NotSubmittedError, hide_secrets, output_for, script, submit
     from roxxel_dist.launcher.variables import masked_words
 
     with usage_errors():
@@ -153,7 +160,7 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
 
 
 def _request(args: SlurmArgs, nodes: int, options: dict[str, str | None], output: str) -> "Request":
-    from roxxel_dist.launcher.sbatch import Request
+    from roxxel_dist.launcher.backends.slurm.script import Request
 
     return Request(
         nodes=nodes,
@@ -171,12 +178,12 @@ def _request(args: SlurmArgs, nodes: int, options: dict[str, str | None], output
 def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
     """Run on the nodes that this job has."""
     with usage_errors():
-        from roxxel_dist.launcher.backends.slurm import SlurmBackend
+        from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
         from roxxel_dist.launcher.preflight.assignment import count_working
 
         if shutil.which("srun") is None:
             raise ValueError(f"this is SLURM job {inside.job_id}, and there is no `srun`: add SLURM's commands to PATH")
-        from roxxel_dist.launcher.slurm_job import binds_cpus, nodes, run_in_allocation
+        from roxxel_dist.launcher.backends.slurm.allocation import binds_cpus, nodes, run_in_allocation
 
         names = nodes(inside.nodelist)
         wanted = len(names) if args.nodes is None else args.nodes + args.spare_hosts

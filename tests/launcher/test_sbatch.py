@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.backends import make
-from roxxel_dist.launcher.backends.slurm import SlurmBackend, step_environment
+from roxxel_dist.launcher.backends.slurm.allocation import Allocation, allocation, requeue
+from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, step_environment
+from roxxel_dist.launcher.backends.slurm.script import Request, hide_secrets, script, take_options
 from roxxel_dist.launcher.control.supervisor import Result
-from roxxel_dist.launcher.sbatch import Request, hide_secrets, script, take_options
-from roxxel_dist.launcher.slurm_job import Allocation, allocation, requeue
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "launch" / "train.sbatch"

@@ -15,7 +15,7 @@ BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",
     "ssh": "roxxel_dist.launcher.backends.ssh:SshBackend",
     "member": "roxxel_dist.launcher.backends.member:MemberBackend",
-    "slurm": "roxxel_dist.launcher.backends.slurm:SlurmBackend",
+    "slurm": "roxxel_dist.launcher.backends.slurm.backend:SlurmBackend",
 }
 """By the `kind` of their descriptions: those that a controller in a process of its own can have."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from signal import SIGTERM
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG
-from roxxel_dist.launcher.backends.slurm import SlurmBackend
+from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.control.restart import INFRASTRUCTURE
 from roxxel_dist.launcher.control.supervisor import Result, supervise
 from roxxel_dist.launcher.job import JobSpec
