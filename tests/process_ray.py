@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from roxxel_dist.launcher.ray_cluster import ray_variables
+from roxxel_dist.launcher.backends.ray.cluster import ray_variables
 from roxxel_dist.sweep import ray_task
 
 ADDRESS = "processes:0"
@@ -116,7 +116,7 @@ class ProcessRay:
 
 @contextmanager
 def connected(address: str, *, insecure: bool) -> Iterator[ProcessRay]:
-    """For `roxxel_dist.launcher.ray_cluster.connected`."""
+    """For `roxxel_dist.launcher.backends.ray.cluster.connected`."""
     import_ray()
     ray = ProcessRay()
     try:

@@ -55,9 +55,9 @@ def launch_ray(words: list[str]) -> int:
             "ray --address auto …`; `ray job logs` and `ray job stop` go with it"
         )
     with usage_errors():
-        from roxxel_dist.launcher.backends.ray import RayBackend
+        from roxxel_dist.launcher.backends.ray.backend import RayBackend
+        from roxxel_dist.launcher.backends.ray.cluster import ClusterError
         from roxxel_dist.launcher.preflight.assignment import count_working
-        from roxxel_dist.launcher.ray_cluster import ClusterError
 
         if args.procs_per_host < 1:
             raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")

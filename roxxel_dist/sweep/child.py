@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
 from roxxel_dist.launcher.job import CONTRACT
-from roxxel_dist.launcher.ray_node import OF_WORKERS
 from roxxel_dist.sweep import leash
 
 STOP_LIMIT_S = 15.0

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import Signals
-from roxxel_dist.launcher.ray_cluster import ClusterError, connected
 from roxxel_dist.sweep.driver import Driver
 from roxxel_dist.sweep.early import bands
 from roxxel_dist.sweep.engine import Engine

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.ray_cluster import ClusterError, ray_variables
+from roxxel_dist.launcher.backends.ray.cluster import ClusterError, ray_variables
 
 PREFIX = "roxxel-ray-"
 HELD = "held"

@@ -175,7 +175,7 @@ class Session:
         Raises:
             UsageError: something cannot be, or the study is held; nothing was started then.
         """
-        from roxxel_dist.launcher.ray_cluster import ClusterError
+        from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 
         wanted = self._wanted
         with Screen(self._count, wanted.workers, self._names) as screen:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roxxel_dist.launcher.ray_cluster import check_address
+from roxxel_dist.launcher.backends.ray.cluster import check_address
 
 FLAGS = {"hosts": "hosts_per_trial"}
 

@@ -18,9 +18,9 @@ from machines import missing
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
 from roxxel_dist.cli import main
-from roxxel_dist.launcher import ray_cluster
-from roxxel_dist.launcher.backends.ray import unique
-from roxxel_dist.launcher.ray_node import environment
+from roxxel_dist.launcher.backends.ray import cluster
+from roxxel_dist.launcher.backends.ray.actor import environment
+from roxxel_dist.launcher.backends.ray.backend import unique
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
 Until = Callable[[Callable[[], Any], str], None]
@@ -33,7 +33,7 @@ print("here", os.environ["ROXXEL_PROCESS_ID"])
 """
 CONNECTS = """
 import os, sys
-from roxxel_dist.launcher.ray_cluster import connected
+from roxxel_dist.launcher.backends.ray.cluster import connected
 before = dict(os.environ)
 with connected(sys.argv[1], insecure=False) as ray:
     assert ray.nodes()
@@ -196,10 +196,10 @@ def test_a_cluster_is_used_with_a_token(mode: str | None, said: str, tmp_path: P
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     with pytest.raises(ValueError, match=f"^--address auto: RAY_AUTH_MODE is {said}; it must be token.*--insecure"):
-        ray_cluster.check_token("auto")
+        cluster.check_token("auto")
     (tmp_path / "none").write_text("secret")
     if mode is None:
-        ray_cluster.check_token("auto")
+        cluster.check_token("auto")
 
 
 @pytest.mark.cluster
@@ -268,10 +268,10 @@ def test_a_wrong_address_leaves_nothing(ask: Ask, tmp_path: Path, monkeypatch: p
 
 
 def test_a_head_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "ASK_S", 0.5)
-    said = pytest.raises(ray_cluster.ClusterError, match=r"answers there \(it says nothing\)")
+    monkeypatch.setattr(cluster, "ASK_S", 0.5)
+    said = pytest.raises(cluster.ClusterError, match=r"answers there \(it says nothing\)")
     with socket.create_server(("127.0.0.1", 0)) as mute, said:
-        ray_cluster.check_head(f"127.0.0.1:{mute.getsockname()[1]}")
+        cluster.check_head(f"127.0.0.1:{mute.getsockname()[1]}")
 
 
 def test_dry_run_asks_nobody(ask: Ask) -> None:
@@ -292,28 +292,26 @@ def test_without_ray_it_says_what_to_install(ask: Ask, monkeypatch: pytest.Monke
 def test_what_is_told_where_there_is_no_room() -> None:
     alive = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 2.0, "GPU": 4.0}}
     gone = alive | {"Alive": False, "NodeManagerAddress": "10.0.0.2"}
-    said = ray_cluster.no_room(3, {"CPU": 1, "GPU": 8}, 2.0, [alive, gone], {"CPU": 1.5})
+    said = cluster.no_room(3, {"CPU": 1, "GPU": 8}, 2.0, [alive, gone], {"CPU": 1.5})
     assert said.startswith(
         "Ray found no room within 2 s (--place-timeout). Asked: 1 CPU and 8 GPU on each of 3 different nodes (--hosts, "
         "--cpus-per-host, --gpus-per-host). Alive: 1: 10.0.0.1 (2 CPU and 4 GPU); free now, together: 1.5 CPU and 0 GPU"
     )
-    assert "10.0.0.1 (2 CPU) and 2 more; free" in ray_cluster.no_room(11, {"CPU": 1}, 2.0, [alive] * 10, {})
+    assert "10.0.0.1 (2 CPU) and 2 more; free" in cluster.no_room(11, {"CPU": 1}, 2.0, [alive] * 10, {})
 
 
 def test_what_is_told_where_a_cluster_cannot_be_joined() -> None:
-    said = ray_cluster.no_answer(RuntimeError("Failed to connect. See the logs\nand more"))
+    said = cluster.no_answer(RuntimeError("Failed to connect. See the logs\nand more"))
     assert said.startswith("this process could not join the Ray cluster (Failed to connect): is it up")
     assert "is the token here that of the cluster" in said
-    assert ray_cluster.no_answer(TimeoutError()).startswith(
-        "this process could not join the Ray cluster (TimeoutError)"
-    )
+    assert cluster.no_answer(TimeoutError()).startswith("this process could not join the Ray cluster (TimeoutError)")
 
 
 def test_variables_of_ray_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     before = dict(os.environ)
-    with ray_cluster.ray_variables({"RAY_AUTH_MODE": "token"}):
+    with cluster.ray_variables({"RAY_AUTH_MODE": "token"}):
         assert os.environ["RAY_AUTH_MODE"] == "token"
         os.environ.update(RAY_OF_ITS_OWN="1", PYTHONBREAKPOINT="ray.util.rpdb.set_trace")
     assert dict(os.environ) == before

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from process_ray import import_ray
 
-from roxxel_dist.launcher.ray_link import LOST, NoNodeError, RayProcess, gone
-from roxxel_dist.launcher.ray_node import RayNode
+from roxxel_dist.launcher.backends.ray.actor import RayNode
+from roxxel_dist.launcher.backends.ray.process import LOST, NoNodeError, RayProcess, gone
 
 Until = Callable[[Callable[[], Any], str], None]
 ECHO = "import sys; print(sys.stdin.read().upper()); print('oh', file=sys.stderr); sys.exit(7)"
 NODE = """
 import sys, time
-from roxxel_dist.launcher.ray_node import RayNode
+from roxxel_dist.launcher.backends.ray.actor import RayNode
 node = RayNode()
 node.start(0, ["sh", "-c", "touch up; cat; touch ended"], None)
 time.sleep(1000)

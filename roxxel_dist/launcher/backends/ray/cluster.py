@@ -190,10 +190,10 @@ def actor(ray: Any, group: Any, index: int, bundle: Mapping[str, float], threads
     """A new actor on the node of a bundle; returns before it is up."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from roxxel_dist.launcher import ray_node
+    from roxxel_dist.launcher.backends.ray import actor
 
     # By value: Ray's workers may be of a Python that has no roxxel_dist.
-    ray.cloudpickle.register_pickle_by_value(ray_node)
+    ray.cloudpickle.register_pickle_by_value(actor)
     given = list((ray.get_runtime_context().runtime_env or {}).get("env_vars") or {})
     options = {
         "num_cpus": bundle["CPU"],
@@ -204,4 +204,4 @@ def actor(ray: Any, group: Any, index: int, bundle: Mapping[str, float], threads
             placement_group=group, placement_group_bundle_index=index
         ),
     }
-    return ray.remote(ray_node.RayNode).options(**options).remote(given)
+    return ray.remote(actor.RayNode).options(**options).remote(given)

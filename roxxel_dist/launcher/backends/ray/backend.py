@@ -9,9 +9,9 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
-from roxxel_dist.launcher import ray_cluster
 from roxxel_dist.launcher.backends.near import LEASH_S
-from roxxel_dist.launcher.ray_link import NoNodeError, RayProcess, gone
+from roxxel_dist.launcher.backends.ray import cluster
+from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, gone
 
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
@@ -60,7 +60,7 @@ class RayBackend:
         place_s: float = 60.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        ray_cluster.check_address(address)
+        cluster.check_address(address)
         for flag, value in (("--hosts", count), ("--cpus-per-host", cpus), ("--gpus-per-host", gpus)):
             if value is not None and not 1 <= value < float("inf"):
                 raise ValueError(f"{flag} {value}: must be at least 1")
@@ -109,15 +109,15 @@ class RayBackend:
             ClusterError: it does not answer, or has no room.
         """
         with ExitStack() as stack:
-            self._ray = stack.enter_context(ray_cluster.connected(self._cluster, insecure=self._insecure))
+            self._ray = stack.enter_context(cluster.connected(self._cluster, insecure=self._insecure))
             environment = self._ray.get_runtime_context().runtime_env or {}
             self._in_worker = self._chosen is None and bool(environment.get("working_dir"))
             end = time.monotonic() + self._place_s
-            placing = ray_cluster.placed(self._ray, len(self._homes), self._bundle, self._place_s)
+            placing = cluster.placed(self._ray, len(self._homes), self._bundle, self._place_s)
             self._group = stack.enter_context(placing)
             self._actors = [self._make(index) for index in range(len(self._homes))]
             self._await_actors(max(ACTOR_S, end - time.monotonic()))
-            now = unique(ray_cluster.addresses(self._ray, self._group))
+            now = unique(cluster.addresses(self._ray, self._group))
             self._homes = [self._name(index, address) for index, address in enumerate(now)]
             self._open = stack.pop_all()
         return self
@@ -158,18 +158,18 @@ class RayBackend:
         return {"kind": "ray", "directory": self._directory}
 
     def _make(self, index: int) -> Any:
-        return ray_cluster.actor(self._ray, self._group, index, self._bundle, THREADS)
+        return cluster.actor(self._ray, self._group, index, self._bundle, THREADS)
 
     def _await_actors(self, limit_s: float) -> None:
         waiting = [actor.ready.remote() for actor in self._actors]
         try:
             self._ray.get(waiting, timeout=limit_s)
         except self._ray.exceptions.GetTimeoutError as error:
-            raise ray_cluster.ClusterError(
+            raise cluster.ClusterError(
                 f"Ray gave the nodes, but its workers there did not start within {limit_s:.0f} s: see `ray logs`"
             ) from error
         except self._ray.exceptions.RayError as error:
-            raise ray_cluster.ClusterError(f"Ray's workers on the nodes did not start: {gone(error)}") from error
+            raise cluster.ClusterError(f"Ray's workers on the nodes did not start: {gone(error)}") from error
 
     def _reach(self, index: int, host: str) -> Any:
         """The actor of a bundle, a new one where the last is dead. Raises NoNodeError."""
@@ -197,8 +197,8 @@ class RayBackend:
         """Raises NoNodeError where the head is gone: Ray would wait for it, for minutes, in calls that cannot end."""
         head = self._ray.get_runtime_context().gcs_address
         try:
-            ray_cluster.check_head(head)
-        except ray_cluster.ClusterError:
+            cluster.check_head(head)
+        except cluster.ClusterError:
             raise NoNodeError(
                 f"the head of the Ray cluster is gone, or stuck ({head} does not answer): a Ray that has lost its head "
                 "must be started again, on all nodes"
@@ -212,7 +212,7 @@ class RayBackend:
         return f"{address}#{index}"
 
     def _note_move(self, index: int, host: str) -> None:
-        now = self._name(index, unique(ray_cluster.addresses(self._ray, self._group))[index])
+        now = self._name(index, unique(cluster.addresses(self._ray, self._group))[index])
         if now != self._homes[index]:
             self._say(f"Ray has moved the part of {self._homes[index]} to {now}; this attempt still calls it {host}")
             self._homes[index] = now
