@@ -14,7 +14,7 @@ from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse_train
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.jobset import Pods
+    from roxxel_dist.launcher.backends.kubernetes.jobset import Pods
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def launch_k8s(words: list[str]) -> int:
     with usage_errors():
         import yaml
 
-        from roxxel_dist.launcher.jobset import manifest
+        from roxxel_dist.launcher.backends.kubernetes.jobset import manifest
 
         text = yaml.safe_dump(manifest(_pods(args, command)), sort_keys=False, allow_unicode=True, width=120)
     sys.stdout.write(text)
@@ -85,7 +85,7 @@ def launch_k8s(words: list[str]) -> int:
 
 
 def _pods(args: K8sArgs, command: list[str]) -> "Pods":
-    from roxxel_dist.launcher.jobset import Pods, first_host
+    from roxxel_dist.launcher.backends.kubernetes.jobset import Pods, first_host
 
     name = time.strftime("roxxel-%Y%m%d-%H%M%S") if args.name is None else args.name
     env, of_secret = _variables(args)

@@ -10,8 +10,8 @@ from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
 
 if TYPE_CHECKING:
+    from roxxel_dist.launcher.backends.kubernetes.node import Member
     from roxxel_dist.launcher.job import JobSpec
-    from roxxel_dist.launcher.member import Member
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def launch_member(words: list[str]) -> int:
 
 def _complete(args: MemberArgs) -> tuple[MemberArgs, "Member"]:
     """The arguments with what the environment says. Raises ValueError."""
-    from roxxel_dist.launcher.member import PORT, VARIABLES, Member, told
+    from roxxel_dist.launcher.backends.kubernetes.node import PORT, VARIABLES, Member, told
 
     if args.detach:
         raise ValueError("--detach: a container ends with its first process, so a member stays; leave it out")
@@ -101,8 +101,8 @@ def _job(args: MemberArgs, member: "Member", command: list[str], backend: Any) -
 
 def _find(member: "Member", limit_s: float) -> str | int:
     """Where rank 0 is; or the exit code, where that was not found out."""
+    from roxxel_dist.launcher.backends.kubernetes.node import NoFirstHostError, find_first
     from roxxel_dist.launcher.control.signals import Signals
-    from roxxel_dist.launcher.member import NoFirstHostError, find_first
 
     asked: list[int] = []
     with Signals(_say) as signals:  # the first process of a container would not even end without a handler

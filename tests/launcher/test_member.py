@@ -18,9 +18,9 @@ from commands import FAST, command, environment, losses, rows, run
 from hosts import Cluster
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher import member as member_file
+from roxxel_dist.launcher.backends.kubernetes import node as member_file
+from roxxel_dist.launcher.backends.kubernetes.node import Member, NoFirstHostError, find_first, told
 from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.member import Member, NoFirstHostError, find_first, told
 
 Until = Callable[[Callable[[], Any], str], None]
 STEPS = 30
