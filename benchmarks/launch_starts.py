@@ -18,7 +18,7 @@ from launch_table import Row, Setting, repeated
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.job import JobSpec, coordinator_port, rank_environment
+from roxxel_dist.launcher.spec import JobSpec, coordinator_port, rank_environment
 
 MOST_S, MOST_SHARE = 0.3, 0.03
 RESTART_S = 2.0

@@ -117,7 +117,7 @@ def _pods(args: K8sArgs, command: list[str]) -> "Pods":
 
 def _variables(args: K8sArgs) -> tuple[dict[str, str], tuple[str, ...]]:
     """(variables with values, those that a Secret has). Nothing comes from the environment of this process."""
-    from roxxel_dist.launcher.variables import assignments, read_env_file
+    from roxxel_dist.launcher.environment import assignments, read_env_file
 
     alone = tuple(dict.fromkeys(word for word in args.env if "=" not in word))
     given = assignments([word for word in args.env if "=" in word], {})
@@ -127,7 +127,7 @@ def _variables(args: K8sArgs) -> tuple[dict[str, str], tuple[str, ...]]:
 
 def _check(args: K8sArgs, name: str, command: list[str], env: dict[str, str]) -> None:
     """What a launch here would check too. Raises ValueError."""
-    from roxxel_dist.launcher.job import JobSpec, flag, log_dir_for, placements
+    from roxxel_dist.launcher.spec import JobSpec, flag, log_dir_for, placements
 
     if args.procs_per_host < 1:
         raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")

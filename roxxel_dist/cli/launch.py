@@ -12,7 +12,7 @@ from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.job import JobSpec
+    from roxxel_dist.launcher.spec import JobSpec
     from roxxel_dist.launcher.transport.connection import Backend
 
 
@@ -110,10 +110,10 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
 
 def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
-    from roxxel_dist.launcher.job import JobSpec, log_dir_for, new_run_id, placements, working_hosts
+    from roxxel_dist.launcher.environment import assignments, read_env_file
     from roxxel_dist.launcher.jobs import record
     from roxxel_dist.launcher.preflight.assignment import micro_batches
-    from roxxel_dist.launcher.variables import assignments, read_env_file
+    from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id, placements, working_hosts
 
     if args.json and not args.dry_run:
         raise ValueError("--json tells what would run: give it with --dry-run")

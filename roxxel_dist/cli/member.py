@@ -11,7 +11,7 @@ from roxxel_dist.config import usage_errors
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.kubernetes.node import Member
-    from roxxel_dist.launcher.job import JobSpec
+    from roxxel_dist.launcher.spec import JobSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,8 +111,8 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
         script,
         submit,
     )
+    from roxxel_dist.launcher.environment import masked_words
     from roxxel_dist.launcher.preflight.assignment import count_working
-    from roxxel_dist.launcher.variables import masked_words
 
     with usage_errors():
         if args.dry_run:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
-from roxxel_dist.launcher.job import CONTRACT
+from roxxel_dist.launcher.spec import CONTRACT
 from roxxel_dist.sweep import leash
 
 STOP_LIMIT_S = 15.0

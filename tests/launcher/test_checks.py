@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.job import JobSpec, log_dir_for
 from roxxel_dist.launcher.preflight.checks import ENOUGH, ROOM, findings, named, size, speak_alike
 from roxxel_dist.launcher.preflight.findings import Finding
 from roxxel_dist.launcher.preflight.requirements import Wanted, flag, script_of, wanted_by, wanted_by_hand
+from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 
 VERSIONS = {"python": "3.11.7", "roxxel-dist": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
 Hosts = dict[str, dict[str, Any]]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hosts import Cluster
 
-from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.jobs.detach import NotStarted, _answer_in, detach
 from roxxel_dist.launcher.jobs.record import Entry, Process
+from roxxel_dist.launcher.spec import JobSpec
 
 Until = Callable[[Callable[[], Any], str], None]
 SCRIPT = """

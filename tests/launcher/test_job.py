@@ -12,7 +12,7 @@ import pytest
 
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.job import (
+from roxxel_dist.launcher.spec import (
     CONTRACT,
     JobSpec,
     coordinator_port,
@@ -170,7 +170,7 @@ def test_run_ids_differ_within_a_second_and_between_processes(tmp_path: Path, mo
     ids = [new_run_id() for _ in range(5)]
     assert all(re.fullmatch(r"\d{8}_\d{6}(_\d+)?", run_id) for run_id in ids)
     (tmp_path / "runs" / f"run_{ids[-1]}").mkdir(parents=True)
-    code = "from roxxel_dist.launcher.job import new_run_id as n; print(n(), n(), flush=True); input()"
+    code = "from roxxel_dist.launcher.spec import new_run_id as n; print(n(), n(), flush=True); input()"
     others = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.output import logs
 from roxxel_dist.launcher.output.logs import LONGEST, Lines, Logs, take_failure, take_status
+from roxxel_dist.launcher.spec import JobSpec
 
 
 def cut(data: bytes, sizes: list[int]) -> list[str]:

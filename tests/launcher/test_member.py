@@ -20,7 +20,7 @@ from hosts import Cluster
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.kubernetes import node as member_file
 from roxxel_dist.launcher.backends.kubernetes.node import Member, NoFirstHostError, find_first, told
-from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.spec import JobSpec
 
 Until = Callable[[Callable[[], Any], str], None]
 STEPS = 30

@@ -17,8 +17,8 @@ from hosts import Cluster
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.job import JobSpec, log_dir_for
 from roxxel_dist.launcher.preflight.run import Interrupted, Ready, look
+from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 from roxxel_dist.launcher.transport.panel import Panel
 
 NAMES = ("a", "b", "c")

@@ -14,10 +14,10 @@ import pytest
 from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.config import UsageError
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import Entry, Register
 from roxxel_dist.launcher.jobs.resolve import find
+from roxxel_dist.launcher.spec import JobSpec
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ CONTROLLER = """
 import sys, time
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.job import JobSpec
+from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.jobs.record import Register
 job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
 with Register(job, LocalBackend()) as register:

@@ -15,10 +15,10 @@ from roxxel_dist.launcher.control.dump import AFTER_DUMP_S, DUMP_S, Dump
 from roxxel_dist.launcher.control.hang import Hang, Watch
 from roxxel_dist.launcher.control.outcome import USAGE_S, Exit, Lost, Outcome
 from roxxel_dist.launcher.control.signals import Signals
-from roxxel_dist.launcher.job import JobSpec, Placement
 from roxxel_dist.launcher.jobs.record import Register
 from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.spec import JobSpec, Placement
 from roxxel_dist.launcher.transport.connection import Backend, Link
 from roxxel_dist.launcher.transport.pool import Links
 from roxxel_dist.launcher.transport.protocol import Message

@@ -13,8 +13,8 @@ from roxxel_dist.launcher.control.outcome import (
     how,
     late_report,
 )
-from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.spec import JobSpec
 
 STACK_LINES = 60
 

@@ -10,11 +10,11 @@ from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import Cause, Ended, decide, ended
 from roxxel_dist.launcher.control.signals import Signals
-from roxxel_dist.launcher.job import JobSpec, placements, working_hosts
 from roxxel_dist.launcher.jobs.record import Register
 from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.preflight.select_hosts import Muster, Mustered, NotReadyError, StoppedError
+from roxxel_dist.launcher.spec import JobSpec, placements, working_hosts
 from roxxel_dist.launcher.transport.connection import Backend
 
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.control.outcome import USAGE_S
+from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_ending
 from roxxel_dist.launcher.host.rank import Rank, start_rank
 from roxxel_dist.launcher.host.stacks import ask_for_stack
-from roxxel_dist.launcher.job import CONTRACT, worker_argv
 from roxxel_dist.launcher.output.logs import take_failure, take_status
+from roxxel_dist.launcher.spec import CONTRACT, worker_argv
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
-from roxxel_dist.launcher.variables import misleads
 
 CHUNK = 1 << 16
 FULL = 1 << 20

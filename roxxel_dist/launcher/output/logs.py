@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from roxxel_dist.cluster.exit_codes import FAILED_MARK, STATUS_MARK
-from roxxel_dist.launcher.job import JobSpec
-from roxxel_dist.launcher.variables import masked_words
+from roxxel_dist.launcher.environment import masked_words
+from roxxel_dist.launcher.spec import JobSpec
 
 T = TypeVar("T")
 LONGEST = 8 << 20

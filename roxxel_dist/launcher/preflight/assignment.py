@@ -6,7 +6,7 @@ The global batch and the data stay the same; only how many devices share them ch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from roxxel_dist.launcher.job import JobSpec, working_hosts
+from roxxel_dist.launcher.spec import JobSpec, working_hosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.launcher.host.worker import PYTHON, _options
-from roxxel_dist.launcher.job import JobSpec, flag, log_dir_for
+from roxxel_dist.launcher.spec import JobSpec, flag, log_dir_for
 
 
 @dataclass(frozen=True, kw_only=True)

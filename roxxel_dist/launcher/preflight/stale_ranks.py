@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.job import log_dir_for
+from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
 AGENT = "roxxel_dist.launcher.host.agent"

@@ -12,8 +12,8 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
 from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
-from roxxel_dist.launcher.job import flag
-from roxxel_dist.launcher.variables import NAME, is_secret, masked_words
+from roxxel_dist.launcher.environment import NAME, is_secret, masked_words
+from roxxel_dist.launcher.spec import flag
 
 Plain = dict[str, Any]
 

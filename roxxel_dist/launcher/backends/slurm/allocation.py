@@ -14,9 +14,9 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.control.restart import INFRASTRUCTURE
 from roxxel_dist.launcher.control.supervisor import Result, supervise
-from roxxel_dist.launcher.job import JobSpec
 from roxxel_dist.launcher.jobs.record import Register
 from roxxel_dist.launcher.jobs.tail import header
+from roxxel_dist.launcher.spec import JobSpec
 
 KILLED_IN_S = 120.0
 """How long SLURM may take to end a job that it will queue again."""

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.launcher.variables import is_secret
+from roxxel_dist.launcher.environment import is_secret
 
 PREFIX = "--slurm-"
 SLACK_S = 15
