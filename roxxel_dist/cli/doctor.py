@@ -10,8 +10,8 @@ from roxxel_dist.config import usage_errors
 from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
+    from roxxel_dist.launcher.backends.base import Backend
     from roxxel_dist.launcher.preflight.run import Ready
-    from roxxel_dist.launcher.transport.connection import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

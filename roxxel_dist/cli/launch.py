@@ -12,8 +12,8 @@ from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.flags import Switch, parse
 
 if TYPE_CHECKING:
+    from roxxel_dist.launcher.backends.base import Backend
     from roxxel_dist.launcher.spec import JobSpec
-    from roxxel_dist.launcher.transport.connection import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

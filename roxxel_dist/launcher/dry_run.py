@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from roxxel_dist.cluster.progress import ENV
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.report import count
 from roxxel_dist.launcher.environment import masked, masked_words, shell_line
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port, placements, worker_argv, working_hosts
-from roxxel_dist.launcher.transport.connection import Backend, agent_words
+from roxxel_dist.launcher.transport.connection import agent_words
 
 
 def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Where ranks can run, a file each.
 
-A backend is a class with what `link.Backend` says, and a line in BACKENDS. Where its file has a class `Options` too
-(`options.Options` says what of), `roxxel-dist launch NAME` is made of it; the others have commands of their own.
+A backend is a class with what `base.Backend` says, and a line in BACKENDS. Where its file has a class `Options` too
+(`base.Options` says what of), `roxxel-dist launch NAME` is made of it; the others have commands of their own.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.transport.connection import Backend
+    from roxxel_dist.launcher.backends.base import Backend
 
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",

@@ -11,6 +11,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.dump import AFTER_DUMP_S, DUMP_S, Dump
 from roxxel_dist.launcher.control.hang import Hang, Watch
 from roxxel_dist.launcher.control.outcome import USAGE_S, Exit, Lost, Outcome
@@ -19,7 +20,7 @@ from roxxel_dist.launcher.jobs.record import Register
 from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import Backend, Link
+from roxxel_dist.launcher.transport.connection import Link
 from roxxel_dist.launcher.transport.pool import Links
 from roxxel_dist.launcher.transport.protocol import Message
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import Cause, Ended, decide, ended
@@ -15,7 +16,6 @@ from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.preflight.select_hosts import Muster, Mustered, NotReadyError, StoppedError
 from roxxel_dist.launcher.spec import JobSpec, placements, working_hosts
-from roxxel_dist.launcher.transport.connection import Backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher.backends import make
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import Entry, Register
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.spec import JobSpec
-from roxxel_dist.launcher.transport.connection import Backend
 
 START_S = 300.0
 """For the connection and the preflight of all hosts."""

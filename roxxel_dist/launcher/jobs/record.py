@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.spec import JobSpec
-from roxxel_dist.launcher.transport.connection import Backend
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
 """`lost`: a controller that is gone without having said `ended`. It never says so itself."""

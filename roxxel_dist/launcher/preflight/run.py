@@ -9,6 +9,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.backends.member import MemberBackend
 from roxxel_dist.launcher.preflight import host_info
@@ -16,7 +17,6 @@ from roxxel_dist.launcher.preflight.checks import are_one_machine, findings, nam
 from roxxel_dist.launcher.preflight.findings import Finding, Hosts, finding
 from roxxel_dist.launcher.preflight.requirements import Wanted, wanted_by
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port
-from roxxel_dist.launcher.transport.connection import Backend
 from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
 
 __all__ = ["Interrupted", "Ready", "look", "survey"]

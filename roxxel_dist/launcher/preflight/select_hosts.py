@@ -4,12 +4,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import Signals
 from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.preflight.assignment import Crew, crew
 from roxxel_dist.launcher.preflight.run import Interrupted, Ready, look
 from roxxel_dist.launcher.spec import JobSpec, working_hosts
-from roxxel_dist.launcher.transport.connection import Backend
 
 AGAIN_S = 2.0
 

@@ -1,14 +1,14 @@
-"""The controller's end of an agent, and what a place for ranks must offer."""
+"""The controller's end of one agent."""
 
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
 
+from roxxel_dist.launcher.backends.base import Backend, RemoteProcess
 from roxxel_dist.launcher.output.logs import Lines
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 
@@ -17,78 +17,6 @@ BEAT_S = 0.5
 """How often a controller and its agents let each other hear that they live."""
 WORDS = 20
 """Lines of an agent's stderr that are kept, to tell why it ended."""
-
-
-class Process(Protocol):
-    """The near end of a program on a host: as much of `subprocess.Popen` as the launcher needs."""
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Where orders go."""
-        ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Where messages come from."""
-        ...
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """What is said beside them."""
-        ...
-
-    def poll(self) -> int | None:
-        """How it ended; None while it runs."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """How it ended, when it has. Raises subprocess.TimeoutExpired."""
-        ...
-
-    def kill(self) -> None:
-        """End it now."""
-        ...
-
-
-class Backend(Protocol):
-    """Where the ranks run."""
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """One agent each; ranks are dealt to them in blocks."""
-        ...
-
-    @property
-    def address(self) -> str | None:
-        """Where rank 0 is for all ranks, if that is known before anybody has looked."""
-        ...
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """What is known of the variables that a host gives to its ranks, beside those of the job."""
-        ...
-
-    @property
-    def leash_s(self) -> float | None:
-        """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
-        ...
-
-    @property
-    def python(self) -> str:
-        """The interpreter on the hosts."""
-        ...
-
-    def argv(self, host: str, module: str, *words: str) -> list[str]:
-        """What `start` runs on this machine."""
-        ...
-
-    def start(self, host: str, module: str, *words: str) -> Process:
-        """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
-        ...
-
-    def describe(self) -> Mapping[str, Any]:
-        """Plain values, from which `backends.make` makes an equal one."""
-        ...
 
 
 def agent_words(backend: Backend) -> tuple[str, ...]:
@@ -103,7 +31,7 @@ class Link:
 
     host: str
     ranks: list[int]
-    process: Process
+    process: RemoteProcess
     heard: float = field(default_factory=time.monotonic)
     """When the agent said something last, by the launcher's clock."""
     ready: bool = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from roxxel_dist.launcher.transport.connection import Backend, Process
+from roxxel_dist.launcher.backends.base import Backend, RemoteProcess
 from roxxel_dist.launcher.transport.protocol import encode
 
 PROBE = "roxxel_dist.launcher.preflight.probe"
@@ -33,7 +33,7 @@ class _Probe:
     """A probe that runs on a host."""
 
     host: str
-    process: Process
+    process: RemoteProcess
     out: int
     err: int
     said: bytes = b""
@@ -55,7 +55,7 @@ class Panel:
         """Hosts that do not answer, and why."""
         self._select = selectors.DefaultSelector()
         self._probes: dict[str, _Probe] = {}
-        self._started: list[Process] = []
+        self._started: list[RemoteProcess] = []
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ, None)
         try:
@@ -163,7 +163,7 @@ class Panel:
         self.close()
 
 
-def _write(process: Process, data: bytes) -> None:
+def _write(process: RemoteProcess, data: bytes) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # the end of its stdout tells, and its stderr says why
         process.stdin.write(data)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
 from roxxel_dist.launcher.control.outcome import Lost, how
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, Backend, Beat, Link, agent_words
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, Beat, Link, agent_words
 from roxxel_dist.launcher.transport.protocol import Message
 
 CHUNK = 1 << 20
