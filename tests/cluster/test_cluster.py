@@ -118,7 +118,7 @@ def test_xla_knows_the_flag_of_determinism():
     """XLA ends a process that has a flag which it does not know; and a jaxlib without GPU support must know it, too."""
     code = (
         "import jax; from roxxel_dist.cluster import distributed; distributed.make_deterministic(); "
-        "print(jax.jit(lambda x: x + 1)(1), process.what_decides_bits()['xla_flags'])"
+        "print(jax.jit(lambda x: x + 1)(1), distributed.what_decides_bits()['xla_flags'])"
     )
     for given, said in (("", "2 --xla_gpu_deterministic_ops=true\n"), ("--xla_unheard_of=1", "")):
         environment = os.environ | {"XLA_FLAGS": given}

@@ -24,13 +24,13 @@ from roxxel_dist.cli import main
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from roxxel_dist.launcher import links
+from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.control.supervisor import run
 job = json.loads(sys.argv[1])
 hosts = job.pop("hosts", None)
-links.SILENT_S = job.pop("silent_s", links.SILENT_S)
+pool.SILENT_S = job.pop("silent_s", pool.SILENT_S)
 class Backend(LocalBackend):  # several agents on this machine stand for several hosts
     hosts = hosts or LocalBackend().hosts
 job["log_dir"] = Path(job["log_dir"])

@@ -50,7 +50,7 @@ Start = Callable[..., Asked]
 def test_each_question_gives_it_a_new_life() -> None:
     """Rounds of questions may last longer than one life: a host that only has to wait must not go meanwhile."""
     program = (
-        "import signal, sys; from roxxel_dist.launcher import probe; arm = signal.alarm; "
+        "import signal, sys; from roxxel_dist.launcher.preflight import probe; arm = signal.alarm; "
         "signal.alarm = lambda seconds: print(seconds, file=sys.stderr) or arm(seconds); probe.main()"
     )
     question = json.dumps({"ask": "address", "towards": []}) + "\n"
@@ -118,7 +118,7 @@ def test_facts_of_this_machine(start: Start, tmp_path: Path) -> None:
 
 def test_it_is_light() -> None:
     code = (
-        "import sys; from roxxel_dist.launcher import probe; "
+        "import sys; from roxxel_dist.launcher.preflight import probe; "
         f"probe.Probe().answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }); "
         "print(*{'jax', 'numpy', 'yaml', 'tyro', 'rich'} & set(sys.modules))"
     )
