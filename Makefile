@@ -20,7 +20,7 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-test: $(VENV)/dev-installed lint ## the linters and every part of the package: about 17 minutes on two cores
+test: $(VENV)/dev-installed lint ## the linters and every part of the package: about eleven minutes on two cores
 	$(PYTEST) -m "not docs and not cluster and not long"
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
