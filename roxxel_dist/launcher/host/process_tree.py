@@ -33,7 +33,7 @@ PF_EXITING = 0x4
 PARENT, SESSION, FLAGS, STARTED = 1, 3, 6, 19
 """Fields of /proc/PID/stat, counted from the one after the name."""
 KILL_S = 8.0
-"""How long killed processes are waited for, less than `link.AGENT_END_S`; those in a disk or a driver die later."""
+"""How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 STOP, KILL = b"stop", b"kill"
 

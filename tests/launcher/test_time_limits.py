@@ -1,0 +1,58 @@
+"""The order of the launcher's time limits, which its README has as a table."""
+
+import re
+from pathlib import Path
+
+from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
+from roxxel_dist.launcher.backends.near import LEASH_S
+from roxxel_dist.launcher.control.attempt import QUIET_S
+from roxxel_dist.launcher.control.dump import DUMP_S
+from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
+from roxxel_dist.launcher.control.outcome import USAGE_S
+from roxxel_dist.launcher.host import agent, process_tree
+from roxxel_dist.launcher.jobs import detach
+from roxxel_dist.launcher.preflight.probe import LIFE_S
+from roxxel_dist.launcher.transport import panel, pool
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, BEAT_S
+
+README = Path(pool.__file__).parents[1] / "README.md"
+
+
+def test_their_order() -> None:
+    assert BEAT_S < QUIET_S < STILL_S < pool.SILENT_S, "several messages may be late before a host is lost"
+    assert agent.REPORT_S < QUIET_S
+    assert DUMP_S < QUIET_S, "the answers come while the host still counts as heard"
+    assert process_tree.KILL_S < AGENT_END_S, "a guard ends before the controller gives it up"
+    assert process_tree.KILL_S < pool.KILL_S
+    assert pool.SILENT_S == LEASH_S, "ranks of a host that is cut off end when the controller takes them for ended"
+    assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
+    assert USAGE_S < pool.SILENT_S
+    assert panel.LIMIT_S < LIFE_S, "a probe outlives the slowest answer of another host"
+    assert pool.START_S < detach.START_S
+    assert LIMITS_S["join"] < INIT_TIMEOUT_S, "a rank that has not come is named before jax aborts those that wait"
+
+
+def test_the_table_has_their_values() -> None:
+    values = {
+        "connection.BEAT_S": BEAT_S,
+        "agent.REPORT_S": agent.REPORT_S,
+        "dump.DUMP_S": DUMP_S,
+        "attempt.QUIET_S": QUIET_S,
+        "hang.STILL_S": STILL_S,
+        "outcome.USAGE_S": USAGE_S,
+        "process_tree.KILL_S": process_tree.KILL_S,
+        "pool.KILL_S": pool.KILL_S,
+        "connection.AGENT_END_S": AGENT_END_S,
+        "pool.SILENT_S": pool.SILENT_S,
+        "Backend.leash_s": LEASH_S,
+        "leash_s + agent.SLACK_S": LEASH_S + agent.SLACK_S,
+        "pool.START_S": pool.START_S,
+        "panel.LIMIT_S": panel.LIMIT_S,
+        "probe.LIFE_S": LIFE_S,
+        'hang.LIMITS_S["join"]': LIMITS_S["join"],
+        "distributed.INIT_TIMEOUT_S": INIT_TIMEOUT_S,
+        "detach.START_S": detach.START_S,
+    }
+    rows = re.findall(r"^\| ([\d.]+) \| (.*?) \|", README.read_text(), re.MULTILINE)
+    table = {name: float(seconds) for seconds, names in rows for name in re.findall(r"`(.*?)`", names)}
+    assert table == values
