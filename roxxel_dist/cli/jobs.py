@@ -216,8 +216,7 @@ def stop(words: list[str]) -> int:
 
 def _find(name: str, command: str) -> "Entry":
     """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
-    from roxxel_dist.launcher.jobs.record import entries
-    from roxxel_dist.launcher.jobs.resolve import find
+    from roxxel_dist.launcher.jobs.record import entries, find
 
     entry = find(name, entries())
     if entry.is_known or (command != "stop" and not entry.copied):  # its files are here: machines share them

@@ -3,13 +3,13 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, parse
+from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend
@@ -108,11 +108,28 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
     return 0
 
 
+def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
+    """Rows of each phase's micro-batch, by the words of a `train` command; none for another program.
+
+    Asked once, at the launch: the file of the config may be another one an hour later.
+
+    Raises:
+        ValueError: the words, or the config that they name, cannot be used.
+    """
+    if command[:1] != ("train",):
+        return ()
+    from roxxel_dist.curriculum.phases import Phase
+
+    _, config = parse_train(list(command[1:]))
+    if not config.phases:
+        return (config.batch_size,)
+    return tuple(Phase.of(phase).batch_size // config.grad_accum for phase in config.phases)
+
+
 def job_of(args: JobArgs, nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher.environment import assignments, read_env_file
     from roxxel_dist.launcher.jobs import record
-    from roxxel_dist.launcher.preflight.assignment import micro_batches
     from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id, placements, working_hosts
 
     if args.json and not args.dry_run:

@@ -52,7 +52,7 @@ def launch_member(words: list[str]) -> int:
     """Start this host's ranks of a job that pods or containers make up."""
     args, command = launch_words(MemberArgs, words, "member", "--hosts 2 --index 0 --first NAME")
     with usage_errors():
-        from roxxel_dist.launcher.backends.member import MemberBackend
+        from roxxel_dist.launcher.backends.local import MemberBackend
 
         args, member = _complete(args)
         job = _job(args, member, command, MemberBackend(member.first, leads=member.leads))

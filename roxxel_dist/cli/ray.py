@@ -57,7 +57,7 @@ def launch_ray(words: list[str]) -> int:
     with usage_errors():
         from roxxel_dist.launcher.backends.ray.backend import RayBackend
         from roxxel_dist.launcher.backends.ray.cluster import ClusterError
-        from roxxel_dist.launcher.preflight.assignment import count_working
+        from roxxel_dist.launcher.spec import count_working
 
         if args.procs_per_host < 1:
             raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")

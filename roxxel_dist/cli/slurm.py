@@ -112,7 +112,7 @@ def _submit(args: SlurmArgs, options: dict[str, str | None], own: list[str], com
         submit,
     )
     from roxxel_dist.launcher.environment import masked_words
-    from roxxel_dist.launcher.preflight.assignment import count_working
+    from roxxel_dist.launcher.spec import count_working
 
     with usage_errors():
         if args.dry_run:
@@ -179,7 +179,7 @@ def _run(args: SlurmArgs, command: list[str], inside: "Allocation") -> int:
     """Run on the nodes that this job has."""
     with usage_errors():
         from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
-        from roxxel_dist.launcher.preflight.assignment import count_working
+        from roxxel_dist.launcher.spec import count_working
 
         if shutil.which("srun") is None:
             raise ValueError(f"this is SLURM job {inside.job_id}, and there is no `srun`: add SLURM's commands to PATH")

@@ -206,6 +206,15 @@ class Placement:
     ranks: Mapping[int, Mapping[str, str]]
 
 
+def count_working(hosts: int, spare: int, least: int | None) -> int:
+    """How many hosts have ranks at a time. Raises ValueError where the numbers do not fit together."""
+    if not 0 <= spare < hosts:
+        raise ValueError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
+    if least is not None and least > hosts - spare:
+        raise ValueError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
+    return hosts - spare
+
+
 def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
     """The hosts that start, where all are there: those before the spare ones."""
     return hosts[: len(hosts) - job.spare_hosts]

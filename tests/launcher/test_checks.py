@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.preflight.checks import ENOUGH, ROOM, findings, named, size, speak_alike
-from roxxel_dist.launcher.preflight.findings import Finding
+from roxxel_dist.launcher.preflight.checks import ENOUGH, ROOM, Finding, findings, named, size, speak_alike
 from roxxel_dist.launcher.preflight.requirements import Wanted, flag, script_of, wanted_by, wanted_by_hand
 from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 

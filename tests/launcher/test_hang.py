@@ -15,7 +15,7 @@ import pytest
 
 from roxxel_dist.cluster.progress import ACTIVITIES, Record
 from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, Watch, hang_report
-from roxxel_dist.launcher.host.stacks import ask_for_stack
+from roxxel_dist.launcher.host.agent import ask_for_stack
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from roxxel_dist.cli.launch import micro_batches
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.signals import Signals
 from roxxel_dist.launcher.output.console import Screen
 from roxxel_dist.launcher.preflight import select_hosts as muster_file
-from roxxel_dist.launcher.preflight.assignment import micro_batches
-from roxxel_dist.launcher.preflight.findings import finding
+from roxxel_dist.launcher.preflight.checks import finding
 from roxxel_dist.launcher.preflight.run import Ready
 from roxxel_dist.launcher.preflight.select_hosts import Muster, NotReadyError
 from roxxel_dist.launcher.spec import JobSpec

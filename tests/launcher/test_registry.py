@@ -15,8 +15,7 @@ from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.config import UsageError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs import record
-from roxxel_dist.launcher.jobs.record import Entry, Register
-from roxxel_dist.launcher.jobs.resolve import find
+from roxxel_dist.launcher.jobs.record import Entry, Register, find
 from roxxel_dist.launcher.spec import JobSpec
 
 

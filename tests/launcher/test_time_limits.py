@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
-from roxxel_dist.launcher.backends.near import LEASH_S
-from roxxel_dist.launcher.control.attempt import QUIET_S
-from roxxel_dist.launcher.control.dump import DUMP_S
+from roxxel_dist.launcher.control.attempt import DUMP_S, QUIET_S
 from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.control.outcome import USAGE_S
 from roxxel_dist.launcher.host import agent, process_tree
+from roxxel_dist.launcher.host.process_tree import LEASH_S
 from roxxel_dist.launcher.jobs import detach
 from roxxel_dist.launcher.preflight.probe import LIFE_S
 from roxxel_dist.launcher.transport import panel, pool

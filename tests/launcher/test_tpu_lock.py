@@ -12,11 +12,10 @@ import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.preflight import host_info
-from roxxel_dist.launcher.preflight.checks_tpu import tpu_locks
-from roxxel_dist.launcher.preflight.findings import Finding
+from roxxel_dist.launcher.preflight.checks import Finding, tpu_locks
+from roxxel_dist.launcher.preflight.host_info import tpu_lock
 from roxxel_dist.launcher.preflight.requirements import Wanted
 from roxxel_dist.launcher.preflight.run import survey
-from roxxel_dist.launcher.preflight.tpu_lock import tpu_lock
 
 # As libtpu does it.
 HOLD = """
@@ -82,7 +81,7 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
 AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
-from roxxel_dist.launcher.preflight.tpu_lock import tpu_lock
+from roxxel_dist.launcher.preflight.host_info import tpu_lock
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresuid(65534, 65534, 65534)

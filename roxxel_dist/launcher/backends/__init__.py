@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",
     "ssh": "roxxel_dist.launcher.backends.ssh:SshBackend",
-    "member": "roxxel_dist.launcher.backends.member:MemberBackend",
+    "member": "roxxel_dist.launcher.backends.local:MemberBackend",
     "slurm": "roxxel_dist.launcher.backends.slurm.backend:SlurmBackend",
 }
 """By the `kind` of their descriptions: those that a controller in a process of its own can have."""

@@ -60,3 +60,20 @@ class Options:
     def backend(self) -> tuple[LocalBackend, int]:
         """This machine, and how many processes."""
         return LocalBackend(), self.nprocs
+
+
+class MemberBackend(LocalBackend):
+    """As `LocalBackend`, with rank 0 on another machine or where another machine reaches it.
+
+    Args:
+        address: where rank 0 is for the ranks of this machine: an address of its own, or a name.
+        leads: whether rank 0 is one of them.
+    """
+
+    def __init__(self, address: str, *, leads: bool) -> None:
+        self.address: str | None = address
+        self.leads = leads
+
+    def describe(self) -> Mapping[str, Any]:
+        """What `backends.make` needs."""
+        return {"kind": "member", "address": self.address, "leads": self.leads}

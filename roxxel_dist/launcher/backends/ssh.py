@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from roxxel_dist.launcher.backends.near import LEASH_S, start_near
-from roxxel_dist.launcher.preflight.assignment import count_working
+from roxxel_dist.launcher.host.process_tree import LEASH_S, start_near
+from roxxel_dist.launcher.spec import count_working
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question

@@ -12,23 +12,92 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY, STACK_SIGNAL
 from roxxel_dist.launcher.control.outcome import USAGE_S
 from roxxel_dist.launcher.environment import misleads
-from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_ending
-from roxxel_dist.launcher.host.rank import Rank, start_rank
-from roxxel_dist.launcher.host.stacks import ask_for_stack
-from roxxel_dist.launcher.output.logs import take_failure, take_status
+from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
+from roxxel_dist.launcher.output.logs import Lines, take_failure, take_status
 from roxxel_dist.launcher.spec import CONTRACT, worker_argv
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
+
+QUESTION = STACK_SIGNAL
+"""The worker answers it with faulthandler, into the rank's log. A process that does not catch it would die of it."""
+
+
+def ask_for_stack(pid: int, session: int) -> tuple[str, bool]:
+    """Signal a process of a session, if it listens; (its state as in /proc, whether it was asked).
+
+    `pid` is what the rank has written in its record, perhaps nothing (0) or of a process that is gone: then the state
+    is that of the session's leader, and nobody is asked.
+    """
+    with suppress(OSError):
+        if pid > 0 and os.getsid(pid) == session:
+            fields = _status(pid)
+            listens = bool(int(fields["SigCgt"], 16) >> (QUESTION - 1) & 1)
+            if listens:
+                os.kill(pid, QUESTION)
+            return fields["State"][:1], listens
+    with suppress(OSError):
+        return _status(session)["State"][:1], False
+    return "X", False
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = Path("/proc", str(pid), "status").read_text(errors="replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+@dataclass(eq=False, kw_only=True)
+class Rank:
+    """One process of the job and all that it started (its tree)."""
+
+    number: int
+    tree: Tree
+    output: int
+    lines: Lines = field(default_factory=Lines)
+    code: int | None = None  # negative: a signal
+    culled: bool = False  # killed by this agent, and not on its way out before
+    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has ended, all its output was read, and nothing is left of it."""
+        return self.code is not None and self.output < 0 and self.tree.gone
+
+
+def start_rank(number: int, command: Sequence[str], env: Mapping[str, str]) -> Rank:
+    """Start a rank in a session of its own, with one pipe for all it says."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=writes,
+            stderr=writes,
+            env=env,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; its keeper has one thread
+        )
+
+    try:
+        tree = Tree(start, holds=(writes,))
+    finally:
+        os.close(writes)
+    return Rank(number=number, tree=tree, output=reads)
+
 
 CHUNK = 1 << 16
 FULL = 1 << 20

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,6 +34,8 @@ PARENT, SESSION, FLAGS, STARTED = 1, 3, 6, 19
 """Fields of /proc/PID/stat, counted from the one after the name."""
 KILL_S = 8.0
 """How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
+LEASH_S = 10.0
+"""For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 STOP, KILL = b"stop", b"kill"
 
@@ -41,6 +43,24 @@ STOP, KILL = b"stop", b"kill"
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent (the thread that started it) ends."""
     _prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """Start it, with pipes, in a session of its own. Call it from the main thread: it ends with the thread.
+
+    A launcher that is killed cannot close what is behind a cut link; the program would stay until TCP gives up.
+    """
+    import subprocess  # not for a guard: it starts in less time without
+
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
+    )
 
 
 def is_ending(pid: int) -> bool:

@@ -4,12 +4,31 @@ docs/howto/launching.md has a table of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from roxxel_dist.launcher.preflight.checks_tpu import tpu_locks
-from roxxel_dist.launcher.preflight.findings import Finding, Hosts, Level, finding
 from roxxel_dist.launcher.preflight.host_info import Facts, is_loopback, usable_gpus
 from roxxel_dist.launcher.preflight.requirements import Wanted
+
+Level = Literal["ok", "warning", "error"]
+Hosts = Mapping[str, Facts]
+"""What each host said, in the order of the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one check found."""
+
+    level: Level
+    check: str
+    hosts: tuple[str, ...]
+    text: str
+
+
+def finding(level: Level, check: str, hosts: Sequence[str], text: str) -> Finding:
+    """A finding about these hosts."""
+    return Finding(level=level, check=check, hosts=tuple(hosts), text=text)
+
 
 ROOM, ENOUGH = 1 << 18, 2 << 30
 """Bytes that must be free, and that should be."""
@@ -287,3 +306,20 @@ def _variables(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
             clean.append(host)
     if clean:
         yield finding("ok", "variables", clean, f"no variables of other launchers on {named(clean)}")
+
+
+def tpu_locks(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+    """What is wrong with the lock, for a job that may use TPUs."""
+    for host, facts in hosts.items():
+        lock, platforms = facts["tpu_lock"], wanted.platforms or facts["platforms"]
+        if lock is None or (platforms and "tpu" not in platforms.split(",")):
+            continue
+        where = f"{host}: {lock['path']}, libtpu's lock,"
+        if lock["holder"] is not None:
+            text = f"{where} is held by {lock['holder']}, which uses the TPU; end it, or JAX_PLATFORMS=cpu goes without"
+            yield finding("error", "tpu lock", [host], text)
+        elif lock["why"] is not None:
+            text = f"{where} cannot be opened ({lock['why']}), and nothing can use the TPU; sudo rm {lock['path']}"
+            yield finding("error", "tpu lock", [host], text)
+        else:
+            yield finding("ok", "tpu lock", [host], f"{where} is there, and nobody holds it")

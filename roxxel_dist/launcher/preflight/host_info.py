@@ -3,19 +3,21 @@
 Nothing here changes the host: the one file that is made (to learn whether that is possible) is gone at once.
 """
 
+import errno
+import fcntl
 import hashlib
 import ipaddress
 import os
 import platform
 import re
 import socket
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.preflight.stale_ranks import leftovers
-from roxxel_dist.launcher.preflight.tpu_lock import LOCK, tpu_lock
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("MEGASCALE_", "OMPI_")
@@ -214,3 +216,40 @@ def _data_path(data_path: str | None, run: Path, *, resume: bool) -> str | None:
 
         return load_yaml(run / CONFIG).get(RECORD, {}).get("data_path")
     return data_path
+
+
+LOCK = Path("/tmp/libtpu_lockfile")
+FLOCK = "hhqqi4x"
+"""struct flock of Linux with 64 bits: type, whence, start, length, pid."""
+
+
+def tpu_lock(path: Path) -> dict[str, Any] | None:
+    """The lock at a path: `path`, the `holder` (words; None: nobody), and `why` it cannot be opened; None: no file.
+
+    Nothing is locked here, not for a moment.
+    """
+    if not os.path.lexists(path):
+        return None
+    told = {"path": str(path), "holder": None, "why": None}
+    try:
+        file = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )  # as libtpu: in /tmp the kernel looks at that
+    except OSError as error:
+        reason = "it is another user's" if error.errno in (errno.EACCES, errno.EPERM) else str(error.strerror)
+        return told | {"why": reason}
+    try:
+        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    finally:
+        os.close(file)
+    return told if kind == fcntl.F_UNLCK else told | {"holder": _who(pid)}
+
+
+def _who(pid: int) -> str:
+    """A process for people; one of another container has no number here."""
+    if pid <= 0:
+        return "a process of another container"
+    with suppress(OSError):
+        return f"process {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    return f"process {pid}"

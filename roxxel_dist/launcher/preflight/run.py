@@ -10,11 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.backends.member import MemberBackend
+from roxxel_dist.launcher.backends.local import LocalBackend, MemberBackend
 from roxxel_dist.launcher.preflight import host_info
-from roxxel_dist.launcher.preflight.checks import are_one_machine, findings, named, own_name, speak_alike
-from roxxel_dist.launcher.preflight.findings import Finding, Hosts, finding
+from roxxel_dist.launcher.preflight.checks import (
+    Finding,
+    Hosts,
+    are_one_machine,
+    finding,
+    findings,
+    named,
+    own_name,
+    speak_alike,
+)
 from roxxel_dist.launcher.preflight.requirements import Wanted, wanted_by
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port
 from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel

@@ -9,9 +9,9 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
-from roxxel_dist.launcher.backends.near import LEASH_S
 from roxxel_dist.launcher.backends.ray import cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, gone
+from roxxel_dist.launcher.host.process_tree import LEASH_S
 
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from roxxel_dist.launcher.backends.near import LEASH_S, start_near
+from roxxel_dist.launcher.host.process_tree import LEASH_S, start_near
 
 RUNTIMES = ("pyxis", "apptainer")
 Runtime = Literal["pyxis", "apptainer"]
