@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roxxel_dist import Trainer
+from roxxel_dist.cli.arguments import flags_in, parse_train
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import flags_in, parse_train
 
 DEFAULT = Path("configs/default_config.yaml")
 

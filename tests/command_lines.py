@@ -13,8 +13,8 @@ import tyro
 import yaml
 
 from roxxel_dist.cli import COMMANDS, main
+from roxxel_dist.cli.arguments import Switch
 from roxxel_dist.config import Config
-from roxxel_dist.flags import Switch
 from roxxel_dist.launcher.backends import options
 
 GROUPS = {

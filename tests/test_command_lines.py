@@ -6,7 +6,7 @@ import pytest
 from command_lines import OPTION, SPAN, command_lines, complaint, is_option, listed_commands, problem
 from reader import ROOT
 
-from roxxel_dist.flags import as_flags
+from roxxel_dist.cli.arguments import as_flags
 
 FOLDERS = ("docs", "examples", "launch", "docker", "sweeps", "configs")
 TEXTS = [

@@ -4,8 +4,8 @@ import pytest
 from config_stub import STUB, stub
 
 from roxxel_dist import Config
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
-from roxxel_dist.flags import parse_train
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.config import LoopConfig
 

@@ -20,7 +20,7 @@ LAYERS = [
     ["beginning", "export", "load"],
     ["evaluation", "find_lr", "outlook"],
     ["assemble"],
-    ["flags", "report"],
+    ["report"],
     ["lineage", "reading", "save", "weights"],
     ["record", "run_directory"],
     ["config"],
@@ -129,7 +129,7 @@ def test_no_module_waits_for_itself():
                 names = [node.module, *(f"{node.module}.{one}" for one in names)]
             found.update(names)
         graph[name] = (found & modules.keys()) - {name}
-    assert graph["roxxel_dist.cli"] > {"roxxel_dist.cli.sweep", "roxxel_dist.flags"}
+    assert graph["roxxel_dist.cli"] > {"roxxel_dist.cli.sweep", "roxxel_dist.cli.arguments"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

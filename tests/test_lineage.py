@@ -7,8 +7,8 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main
+from roxxel_dist.cli.arguments import parse_train, steps_to_skip
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.flags import parse_train, steps_to_skip
 
 SMALL = {
     "dim": 16,

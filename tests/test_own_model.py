@@ -13,8 +13,8 @@ from flax import nnx
 from roxxel_dist import Config, Experiment
 from roxxel_dist.assemble import model_builder, recipe
 from roxxel_dist.cli import main
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.flags import parse_train
 from roxxel_dist.load import check_continues
 from roxxel_dist.model.own import find_function
 

@@ -9,7 +9,7 @@ from hosts import ROOT
 from howto import prepare
 
 from roxxel_dist.cli import main
-from roxxel_dist.flags import as_flags
+from roxxel_dist.cli.arguments import as_flags
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 THEIRS = "Messages of other programs"

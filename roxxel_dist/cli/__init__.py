@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, as_flags, parse, parse_train, steps_to_skip
 from roxxel_dist.cli.data import data_build, data_info, data_verify
 from roxxel_dist.cli.doctor import doctor
 from roxxel_dist.cli.eval import evaluate
@@ -31,7 +32,6 @@ from roxxel_dist.cli.sweep import sweep
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, as_flags, parse, parse_train, steps_to_skip
 
 Command = Callable[[list[str]], int]
 

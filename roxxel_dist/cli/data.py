@@ -5,9 +5,9 @@ from typing import Any
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import usage_errors
-from roxxel_dist.flags import Switch, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

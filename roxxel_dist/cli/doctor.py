@@ -5,9 +5,9 @@ import json as json_text
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from roxxel_dist.cli.arguments import Switch, parse, parse_train
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
-from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend

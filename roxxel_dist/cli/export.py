@@ -5,8 +5,8 @@ from typing import Literal
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, parse
 from roxxel_dist.config import usage_errors
-from roxxel_dist.flags import Switch, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

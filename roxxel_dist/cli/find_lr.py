@@ -4,8 +4,8 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
+from roxxel_dist.cli.arguments import Switch, parse_config
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, parse_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, ORDERLY
 from roxxel_dist.config import usage_errors
-from roxxel_dist.flags import Switch, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, parse_train
 from roxxel_dist.cli.launch import launch_words
 from roxxel_dist.config import usage_errors
-from roxxel_dist.flags import Switch, parse_train
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.kubernetes.jobset import Pods

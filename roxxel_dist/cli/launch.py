@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, parse, parse_train
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, parse, parse_train
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend

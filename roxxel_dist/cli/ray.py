@@ -5,10 +5,10 @@ import os
 import sys
 from contextlib import ExitStack
 
+from roxxel_dist.cli.arguments import Switch
 from roxxel_dist.cli.launch import JobArgs, job_of, launch_words, start
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

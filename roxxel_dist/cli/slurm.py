@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from roxxel_dist.cli.arguments import Switch, plain_switches
 from roxxel_dist.cli.launch import JobArgs, job_of, launch_words, start
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT
 from roxxel_dist.config import UsageError, usage_errors
-from roxxel_dist.flags import Switch, plain_switches
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.slurm.allocation import Allocation

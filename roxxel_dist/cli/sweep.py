@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from roxxel_dist.cli.arguments import Switch, flags_in, parse_config
 from roxxel_dist.config import usage_errors
-from roxxel_dist.flags import Switch, flags_in, parse_config
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
