@@ -11,7 +11,7 @@ from roxxel_dist.config import usage_errors
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend
-    from roxxel_dist.launcher.preflight.run import Ready
+    from roxxel_dist.launcher.preflight.run import PreflightReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ def doctor(words: list[str]) -> int:
 
 def examine(args: DoctorArgs, command: Sequence[str], backend: "Backend") -> int:
     """Check the hosts of a backend, print what was found, and return the exit code."""
-    from roxxel_dist.launcher.preflight.requirements import wanted_by_hand
+    from roxxel_dist.launcher.preflight.requirements import requirements_by_hand
     from roxxel_dist.launcher.preflight.run import survey
 
-    wanted = wanted_by_hand(command, run_dir=args.run_dir, data_path=args.data_path, gpus=args.gpus_per_host)
+    wanted = requirements_by_hand(command, run_dir=args.run_dir, data_path=args.data_path, gpus=args.gpus_per_host)
     ready = survey(wanted, backend, backend.hosts, port=args.port)
     print(_as_json(ready) if args.json else _as_text(ready, len(backend.hosts)))
     return 0 if ready.fit else EXIT_PREFLIGHT
@@ -87,7 +87,7 @@ def _backend(args: DoctorArgs) -> "Backend":
     return SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
 
 
-def _as_text(ready: "Ready", hosts: int) -> str:
+def _as_text(ready: "PreflightReport", hosts: int) -> str:
     """A line a finding; then the count."""
     from roxxel_dist.launcher.control.report import count
 
@@ -100,7 +100,7 @@ def _as_text(ready: "Ready", hosts: int) -> str:
     return "\n".join([*lines, f"{count(hosts, 'host')}: {total}"])
 
 
-def _as_json(ready: "Ready") -> str:
+def _as_json(ready: "PreflightReport") -> str:
     told = {
         "fit": ready.fit,
         "address": ready.address,

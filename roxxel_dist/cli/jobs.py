@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roxxel_dist.launcher.jobs.record import Entry
+    from roxxel_dist.launcher.jobs.record import JobRecord
 
 LINES = 40
 SLACK_S = 60.0
@@ -73,7 +73,7 @@ def ps(words: list[str]) -> int:
     return 0
 
 
-def _table(entries: "Sequence[Entry]") -> list[str]:
+def _table(entries: "Sequence[JobRecord]") -> list[str]:
     head = ("RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND")
     rows = [head, *map(_row, entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
@@ -82,7 +82,7 @@ def _table(entries: "Sequence[Entry]") -> list[str]:
     return [line[:columns] for line in lines]
 
 
-def _row(entry: "Entry") -> tuple[str, ...]:
+def _row(entry: "JobRecord") -> tuple[str, ...]:
     state = f"ended {entry.code}" if entry.state == "ended" else entry.state
     state += "" if entry.is_known else f" {_age(time.time() - entry.updated)} ago"
     step = str(entry.step) if entry.step else "-"
@@ -127,7 +127,7 @@ def logs(words: list[str]) -> int:
     return 0
 
 
-def _log(entry: "Entry", rank: int | None) -> "Path":
+def _log(entry: "JobRecord", rank: int | None) -> "Path":
     """The log of a rank, or (None) of the launcher."""
     from pathlib import Path
 
@@ -141,14 +141,14 @@ def _log(entry: "Entry", rank: int | None) -> "Path":
     return entry.launcher_log if rank is None else Path(entry.log_dir, f"rank-{rank}.log")
 
 
-def _no_log(entry: "Entry", log: "Path") -> str:
+def _no_log(entry: "JobRecord", log: "Path") -> str:
     there = sorted(path.name for path in log.parent.glob("*.log")) if log.parent.is_dir() else []
     others = f"; there are {', '.join(there)} in {log.parent}" if there else ""
     why = "nothing was printed, or the command was refused" if entry.is_over else "nothing was printed yet"
     return f"{log} is not there: {why}{others}"
 
 
-def _show(entry: "Entry", log: "Path", lines: int, *, follow: bool) -> "Entry":
+def _show(entry: "JobRecord", log: "Path", lines: int, *, follow: bool) -> "JobRecord":
     """Show the last lines of a log, and those that come; the entry as it is then."""
     from roxxel_dist.launcher.jobs import record
     from roxxel_dist.launcher.jobs.tail import RunLines, show
@@ -214,7 +214,7 @@ def stop(words: list[str]) -> int:
     return 0 if entry.code in ORDERLY else EXIT_FAILED
 
 
-def _find(name: str, command: str) -> "Entry":
+def _find(name: str, command: str) -> "JobRecord":
     """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
     from roxxel_dist.launcher.jobs.record import entries, find
 
@@ -237,7 +237,7 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def _say_over(entry: "Entry") -> None:
+def _say_over(entry: "JobRecord") -> None:
     if entry.state == "lost":
         _say(f"run {entry.run_id} is lost: its launcher (pid {entry.controller.pid}) was killed, and its ranks with it")
     elif entry.state == "ended":

@@ -95,11 +95,11 @@ def start(args: JobArgs, job: "JobSpec", backend: "Backend") -> int:
 
 def _detach(job: "JobSpec", backend: "Backend") -> int:
     """Leave the job to a controller of its own; the run id alone on stdout, for scripts."""
-    from roxxel_dist.launcher.jobs.detach import NotStarted, detach
+    from roxxel_dist.launcher.jobs.detach import StartError, detach
 
     try:
         entry = detach(job, backend)
-    except NotStarted as problem:
+    except StartError as problem:
         print(problem, file=sys.stderr, flush=True)
         return problem.code
     print(entry.run_id, flush=True)

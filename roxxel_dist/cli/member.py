@@ -102,10 +102,10 @@ def _job(args: MemberArgs, member: "Member", command: list[str], backend: Any) -
 def _find(member: "Member", limit_s: float) -> str | int:
     """Where rank 0 is; or the exit code, where that was not found out."""
     from roxxel_dist.launcher.backends.kubernetes.node import NoFirstHostError, find_first
-    from roxxel_dist.launcher.control.signals import Signals
+    from roxxel_dist.launcher.control.signals import SignalPipe
 
     asked: list[int] = []
-    with Signals(_say) as signals:  # the first process of a container would not even end without a handler
+    with SignalPipe(_say) as signals:  # the first process of a container would not even end without a handler
 
         def pause(seconds: float) -> bool:
             asked.extend(signals.wait(seconds))

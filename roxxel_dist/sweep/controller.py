@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
-from roxxel_dist.launcher.control.signals import Signals
+from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.driver import Driver
 from roxxel_dist.sweep.early import bands
 from roxxel_dist.sweep.engine import Engine
@@ -69,7 +69,7 @@ def run_sweep(
         bands(sweep.early_terminate, 0)
     with Journal(study, say) as journal:
         _check_same(study, sweep, journal.history)
-        with _ray(options, wanted) as ray, Signals(say) as signals:
+        with _ray(options, wanted) as ray, SignalPipe(say) as signals:
             check_room(ray.nodes(), wanted)
             with Pool(ray, run, wanted) as pool:
                 return Driver(journal, sweep, engine, task_of, options, pool, signals, on_change, say).run()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
-from roxxel_dist.launcher.control.signals import Signals
+from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.early import bands, poor
 from roxxel_dist.sweep.engine import Engine, UsedUp
 from roxxel_dist.sweep.history import VERSION, History
@@ -39,7 +39,7 @@ class Driver:
         task_of: Callable[[int, Params, int], Item],
         options: Options,
         pool: Pool,
-        signals: Signals,
+        signals: SignalPipe,
         on_change: Callable[[History], None],
         say: Callable[[str], None],
     ) -> None:

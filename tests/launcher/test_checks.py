@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.preflight.checks import ENOUGH, ROOM, Finding, findings, named, size, speak_alike
-from roxxel_dist.launcher.preflight.requirements import Wanted, flag, script_of, wanted_by, wanted_by_hand
+from roxxel_dist.launcher.preflight.checks import ENOUGH, ROOM, CheckResult, findings, named, size, speak_alike
+from roxxel_dist.launcher.preflight.requirements import (
+    Requirements,
+    flag,
+    requirements_by_hand,
+    requirements_of,
+    script_of,
+)
 from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 
 VERSIONS = {"python": "3.11.7", "roxxel-dist": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
@@ -43,15 +49,15 @@ def three_hosts() -> Hosts:
     return {f"h{number}": healthy(number) for number in (1, 2, 3)}
 
 
-def judge(change: Callable[[Hosts], Any], wanted: Wanted | None = None) -> list[Finding]:
+def judge(change: Callable[[Hosts], Any], wanted: Requirements | None = None) -> list[CheckResult]:
     """What is not ok with three hosts of which something is changed."""
     hosts = three_hosts()
     change(hosts)
-    return [found for found in findings(wanted or Wanted(), hosts) if found.level != "ok"]
+    return [found for found in findings(wanted or Requirements(), hosts) if found.level != "ok"]
 
 
 def test_nothing_is_wrong_with_healthy_hosts() -> None:
-    found = findings(Wanted(), three_hosts())
+    found = findings(Requirements(), three_hosts())
     assert {one.level for one in found} == {"ok"}
     checks = {"devices", "disk", "leftovers", "variables", "versions", "code", "name", "clock", "cpus"}
     assert {one.check for one in found} == checks
@@ -60,7 +66,7 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
 
 def test_of_one_host_less_is_said() -> None:
     only = {"h1": {name: value for name, value in healthy(1).items() if name not in ("versions", "code", "data")}}
-    assert {one.check for one in findings(Wanted(), only)} == {"devices", "disk", "leftovers", "variables"}
+    assert {one.check for one in findings(Requirements(), only)} == {"devices", "disk", "leftovers", "variables"}
 
 
 def put(host: str, **values: Any) -> Callable[[Hosts], None]:
@@ -141,13 +147,13 @@ def test_one_thing_is_wrong(check: str, level: str, change: Callable[[Hosts], No
 def test_gloo_needs_names_only_where_ranks_run_on_cpu() -> None:
     def name_of(**facts: Any) -> list[str]:
         bad = {"resolves": ["127.0.0.1"], **facts}
-        return [one.level for one in judge(put("h2", **bad), Wanted(platforms=None)) if one.check == "name"]
+        return [one.level for one in judge(put("h2", **bad), Requirements(platforms=None)) if one.check == "name"]
 
     assert name_of() == ["error"]
     assert name_of(gpus=8) == ["warning"]
     assert name_of(gpus=8, platforms="cpu") == ["error"]
     assert name_of(platforms="cuda,cpu") == ["warning"]
-    told = judge(put("h2", resolves=["127.0.0.1"], gpus=8), Wanted(platforms="cpu"))
+    told = judge(put("h2", resolves=["127.0.0.1"], gpus=8), Requirements(platforms="cpu"))
     assert [one.level for one in told if one.check == "name"] == ["error"]
 
 
@@ -166,14 +172,14 @@ def gpus(*counts: int | None) -> Callable[[Hosts], None]:
 
 
 def test_gpus_are_as_many_as_wanted() -> None:
-    need = Wanted(gpus_per_host=8)
+    need = Requirements(gpus_per_host=8)
     assert judge(gpus(8, 8, 8), need) == []
     few = judge(gpus(8, 4, 0), need)
     assert [(one.level, one.hosts) for one in few] == [("error", ("h2",)), ("error", ("h3",))]
     assert "use --gpus-per-host 4" in few[0].text
     assert "leave --gpus-per-host out" in few[1].text
     assert judge(gpus(None, None, None), need) == []
-    assert judge(gpus(1, 1, 1), Wanted(gpus_per_host=2, visible="MIG-a,MIG-b")) == []
+    assert judge(gpus(1, 1, 1), Requirements(gpus_per_host=2, visible="MIG-a,MIG-b")) == []
 
 
 def test_ranks_that_somebody_watches_over_are_no_leftovers() -> None:
@@ -187,7 +193,7 @@ def test_scripts_are_compared_where_there_is_one() -> None:
             facts["script"] = script
 
     assert judge(change) == []
-    told = judge(change, Wanted(script="a.py"))
+    told = judge(change, Requirements(script="a.py"))
     assert [(one.check, one.level) for one in told] == [("script", "error")]
     assert "s1 on h1, h2; absent on h3" in told[0].text
 
@@ -221,25 +227,27 @@ def job(*command: str, **more: Any) -> JobSpec:
 
 
 def test_what_a_job_wants() -> None:
-    wanted = wanted_by(job("train", "--run-dir=x", "--data-path", "a", "--data_path=b", "--resume"), {}, writes=False)
-    assert wanted == Wanted(run_id="r", run_dir="x", shared=True, data_path="b", resume=True)
-    assert not wanted_by(job("train", "--resume", "False"), {}, writes=False).resume
-    assert wanted_by(job("train"), {}, writes=False).run_dir == str(Path("runs/run_r"))
-    other = wanted_by(job("python", "a.py", "--data_path", "b", devices_per_proc=2), {}, writes=False)
-    assert other == Wanted(run_id="r", script="a.py", platforms="cpu")
-    assert wanted_by(job("true"), {}, writes=True).run_dir == str(Path("runs/run_r"))
+    wanted = requirements_of(
+        job("train", "--run-dir=x", "--data-path", "a", "--data_path=b", "--resume"), {}, writes=False
+    )
+    assert wanted == Requirements(run_id="r", run_dir="x", shared=True, data_path="b", resume=True)
+    assert not requirements_of(job("train", "--resume", "False"), {}, writes=False).resume
+    assert requirements_of(job("train"), {}, writes=False).run_dir == str(Path("runs/run_r"))
+    other = requirements_of(job("python", "a.py", "--data_path", "b", devices_per_proc=2), {}, writes=False)
+    assert other == Requirements(run_id="r", script="a.py", platforms="cpu")
+    assert requirements_of(job("true"), {}, writes=True).run_dir == str(Path("runs/run_r"))
     outer = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert wanted_by(job("true", gpus_per_host=2), outer, writes=False).visible == "0,1"
-    more = wanted_by(job("true", gpus_per_host=2, env={"CUDA_VISIBLE_DEVICES": "4,5"}), outer, writes=False)
+    assert requirements_of(job("true", gpus_per_host=2), outer, writes=False).visible == "0,1"
+    more = requirements_of(job("true", gpus_per_host=2, env={"CUDA_VISIBLE_DEVICES": "4,5"}), outer, writes=False)
     assert (more.gpus_per_host, more.visible) == (2, "4,5")
 
 
 def test_what_somebody_wants_by_hand() -> None:
-    assert wanted_by_hand([], run_dir=None, data_path=None, gpus=None) == Wanted(run_dir="runs")
-    told = wanted_by_hand(["train", "--data_path", "a"], run_dir="x", data_path=None, gpus=2)
-    assert told == Wanted(run_dir="x", shared=True, data_path="a", gpus_per_host=2)
-    told = wanted_by_hand(["train", "--run_dir", "y"], run_dir=None, data_path="b", gpus=None)
-    assert told == Wanted(run_dir="y", shared=True, data_path="b")
+    assert requirements_by_hand([], run_dir=None, data_path=None, gpus=None) == Requirements(run_dir="runs")
+    told = requirements_by_hand(["train", "--data_path", "a"], run_dir="x", data_path=None, gpus=2)
+    assert told == Requirements(run_dir="x", shared=True, data_path="a", gpus_per_host=2)
+    told = requirements_by_hand(["train", "--run_dir", "y"], run_dir=None, data_path="b", gpus=None)
+    assert told == Requirements(run_dir="y", shared=True, data_path="b")
 
 
 def test_words_of_a_command() -> None:

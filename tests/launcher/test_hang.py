@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cluster.progress import ACTIVITIES, Record
-from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, Watch, hang_report
+from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, hang_report
 from roxxel_dist.launcher.host.agent import ask_for_stack
 
 Launch = Callable[..., Any]
@@ -25,15 +25,15 @@ def at(entered: int, activity: str = "step", when: float = 0.0, phase: int = 0) 
     return Record(entered=entered, activity=activity, time=when, phase=phase, pid=1)
 
 
-def watch(*records: Record, step_timeout: float | None = 10.0) -> Watch:
+def watch(*records: Record, step_timeout: float | None = 10.0) -> HangDetector:
     """A watch that saw rank 0, 1, … at time 0."""
-    one = Watch(step_timeout)
+    one = HangDetector(step_timeout)
     for rank, record in enumerate(records):
         one.observe(rank, record, 0.0)
     return one
 
 
-def looked(one: Watch, until: float) -> Any:
+def looked(one: HangDetector, until: float) -> Any:
     """What it says at `until`, having been asked every second."""
     for now in range(int(until)):
         assert one.overdue(now) is None, f"too early, at {now}"

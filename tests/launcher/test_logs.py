@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.launcher.output import logs
-from roxxel_dist.launcher.output.logs import LONGEST, Lines, Logs, take_failure, take_status
+from roxxel_dist.launcher.output.logs import LONGEST, LineSplitter, Logs, take_failure, take_status
 from roxxel_dist.launcher.spec import JobSpec
 
 
 def cut(data: bytes, sizes: list[int]) -> list[str]:
-    lines = Lines()
+    lines = LineSplitter()
     out: list[str] = []
     for size in sizes:
         out += lines.feed(data[:size])
@@ -50,7 +50,7 @@ def test_random_pieces_make_the_same_lines() -> None:
 
 
 def test_a_long_line_stays_whole_and_an_endless_one_is_bounded() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     pieces = [lines.feed(b"x" * 65536) for _ in range(32)]
     assert not any(pieces)
     assert [len(line) for line in lines.feed(b"\n")] == [2 << 20]
@@ -60,7 +60,7 @@ def test_a_long_line_stays_whole_and_an_endless_one_is_bounded() -> None:
 
 
 def test_an_endless_progress_bar_needs_no_memory() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     for number in range(100_000):
         assert lines.feed(b"\rstep %d" % number) == []
     assert len(lines._rest) < 20

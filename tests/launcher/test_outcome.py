@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.control.outcome import (
-    Exit,
-    Lost,
+    HostLost,
     Outcome,
+    RankExit,
     exit_code,
     failure_report,
     first_failure,
@@ -19,14 +19,14 @@ from roxxel_dist.launcher.control.outcome import (
     late_report,
 )
 
-LOST = Lost(host="h", code=137, text="the agent is gone")
+LOST = HostLost(host="h", code=137, text="the agent is gone")
 TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
 
 
-def ends(*codes: int) -> list[Exit]:
+def ends(*codes: int) -> list[RankExit]:
     """Rank 0 ended first, then rank 1, …; a code of -9 is the launcher's doing unless it stands first."""
     return [
-        Exit(rank=n, host="h", pid=100 + n, code=code, culled=code == KILL and n > 0, step=n)
+        RankExit(rank=n, host="h", pid=100 + n, code=code, killed_by_us=code == KILL and n > 0, step=n)
         for n, code in enumerate(codes)
     ]
 
@@ -74,14 +74,14 @@ def test_the_code_of_a_job(codes: tuple[int, ...], more: dict[str, Any], code: i
 
 
 def test_the_report_names_everything() -> None:
-    failure = Exit(rank=3, host="node", pid=77, code=-11, culled=False, step=12)
+    failure = RankExit(rank=3, host="node", pid=77, code=-11, killed_by_us=False, step=12)
     first, *rest = failure_report(
         failure, ["noise", "Traceback (most recent call last):", "  x", "E: y"], Path("l/r.log")
     )
     for fact in ("rank 3", "node", "77", "SIGSEGV", "step 12", "l/r.log"):
         assert fact in first
     assert rest == ["Traceback (most recent call last):", "  x", "E: y"]
-    quiet = failure_report(Exit(rank=0, host="h", pid=1, code=9, culled=False, step=0), [], Path("l"))
+    quiet = failure_report(RankExit(rank=0, host="h", pid=1, code=9, killed_by_us=False, step=0), [], Path("l"))
     assert quiet == ["roxxel-dist: rank 0 failed first: exit code 9 (host h, pid 1); it printed nothing"]
 
 

@@ -17,7 +17,7 @@ from hosts import Cluster
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.preflight.run import Interrupted, Ready, look
+from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, look
 from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 from roxxel_dist.launcher.transport.panel import Panel
 
@@ -61,11 +61,13 @@ def job(*command: str, **more: Any) -> JobSpec:
     return JobSpec(command=command, nprocs=3, run_id="r", log_dir=log_dir_for(command, "r"), **more)
 
 
-def check(hosts: Mapping[str, Mapping[str, Any]], *command: str, port: int | None = None, **more: Any) -> Ready:
+def check(
+    hosts: Mapping[str, Mapping[str, Any]], *command: str, port: int | None = None, **more: Any
+) -> PreflightReport:
     return look(job(*command, **more), Children(hosts), tuple(hosts), port=port)
 
 
-def errors(ready: Ready) -> dict[str, tuple[str, ...]]:
+def errors(ready: PreflightReport) -> dict[str, tuple[str, ...]]:
     return {one.check: one.hosts for one in ready.findings if one.level == "error"}
 
 

@@ -196,13 +196,13 @@ libc.mmap(page, 4096, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED, -
 """
 LOOK = f"""
 import subprocess, sys, time
-from roxxel_dist.launcher.preflight.stale_ranks import leftovers
+from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 victim = subprocess.Popen([sys.executable, "-c", {VICTIM!r}, sys.argv[1]], stdin=-1, stdout=-1)
 victim.stdout.readline()
 while open(f"/proc/{{victim.pid}}/stat").read().rpartition(")")[2].split()[0] not in "DS":
     time.sleep(0.01)
 time.sleep(0.3)
-found = [one["pid"] == victim.pid for one in leftovers("some-id", None, 1.0) if one["stuck"]]
+found = [one["pid"] == victim.pid for one in stale_ranks("some-id", None, 1.0) if one["stuck"]]
 print(found)
 """
 

@@ -50,7 +50,7 @@ def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Pat
         with pytest.raises(subprocess.TimeoutExpired):
             job.wait(5)
         nodes.hosts.restore("h2")
-        with pytest.raises(subprocess.TimeoutExpired):  # longer than the leash, were it not heard again
+        with pytest.raises(subprocess.TimeoutExpired):  # longer than the heartbeat timeout, were it not heard again
             job.wait(11)
         nodes.hosts.drop("h2")
         _, err = job.communicate(timeout=60)

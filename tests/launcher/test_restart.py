@@ -12,22 +12,22 @@ import pytest
 
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import Exit, Lost, Outcome
+from roxxel_dist.launcher.control.outcome import HostLost, Outcome, RankExit
 from roxxel_dist.launcher.control.restart import Cause, Ended, classify, decide, ended
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
 
 
-def ends(*codes: int, step: int = 0) -> list[Exit]:
+def ends(*codes: int, step: int = 0) -> list[RankExit]:
     """Rank 0 ended first and by itself; a 9 after it is the launcher's doing."""
     return [
-        Exit(rank=n, host="h", pid=n + 1, code=code, culled=n > 0 and code == -9, step=step)
+        RankExit(rank=n, host="h", pid=n + 1, code=code, killed_by_us=n > 0 and code == -9, step=step)
         for n, code in enumerate(codes)
     ]
 
 
-LOST = Lost(host="h", code=137, text="the agent is gone")
+LOST = HostLost(host="h", code=137, text="the agent is gone")
 HANG = Hang(rank=2, step=7, phase=0, activity="step", seconds=61, limit=60)
 DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
 

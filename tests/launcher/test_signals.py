@@ -3,14 +3,14 @@
 import os
 import signal
 
-from roxxel_dist.launcher.control.signals import Signals
+from roxxel_dist.launcher.control.signals import SignalPipe
 
 
 def test_a_signal_of_the_program_is_no_request_to_stop() -> None:
     caught: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: caught.append(number))
     try:
-        with Signals(print) as signals:
+        with SignalPipe(print) as signals:
             for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
                 os.kill(os.getpid(), number)
             assert signals.take() == [signal.SIGTERM]

@@ -171,7 +171,7 @@ def test_a_short_silence_is_survived(ssh: Callable[[int], Ssh], until: Until) ->
     with pytest.raises(subprocess.TimeoutExpired):
         launch.wait(5)
     two.hosts.restore("h2")
-    with pytest.raises(subprocess.TimeoutExpired):  # longer than the leash, were it not heard again
+    with pytest.raises(subprocess.TimeoutExpired):  # longer than the heartbeat timeout, were it not heard again
         launch.wait(11)
     (two.folder / "go").touch()
     assert launch.wait(60) == 0

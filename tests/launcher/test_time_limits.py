@@ -8,22 +8,24 @@ from roxxel_dist.launcher.control.attempt import DUMP_S, QUIET_S
 from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.control.outcome import USAGE_S
 from roxxel_dist.launcher.host import agent, process_tree
-from roxxel_dist.launcher.host.process_tree import LEASH_S
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.jobs import detach
 from roxxel_dist.launcher.preflight.probe import LIFE_S
 from roxxel_dist.launcher.transport import panel, pool
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, BEAT_S
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, HEARTBEAT_S
 
 README = Path(pool.__file__).parents[1] / "README.md"
 
 
 def test_their_order() -> None:
-    assert BEAT_S < QUIET_S < STILL_S < pool.SILENT_S, "several messages may be late before a host is lost"
+    assert HEARTBEAT_S < QUIET_S < STILL_S < pool.SILENT_S, "several messages may be late before a host is lost"
     assert agent.REPORT_S < QUIET_S
     assert DUMP_S < QUIET_S, "the answers come while the host still counts as heard"
     assert process_tree.KILL_S < AGENT_END_S, "a guard ends before the controller gives it up"
     assert process_tree.KILL_S < pool.KILL_S
-    assert pool.SILENT_S == LEASH_S, "ranks of a host that is cut off end when the controller takes them for ended"
+    assert pool.SILENT_S == HEARTBEAT_TIMEOUT_S, (
+        "ranks of a host that is cut off end when the controller takes them for ended"
+    )
     assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
     assert USAGE_S < pool.SILENT_S
     assert panel.LIMIT_S < LIFE_S, "a probe outlives the slowest answer of another host"
@@ -33,7 +35,7 @@ def test_their_order() -> None:
 
 def test_the_table_has_their_values() -> None:
     values = {
-        "connection.BEAT_S": BEAT_S,
+        "connection.HEARTBEAT_S": HEARTBEAT_S,
         "agent.REPORT_S": agent.REPORT_S,
         "dump.DUMP_S": DUMP_S,
         "attempt.QUIET_S": QUIET_S,
@@ -43,8 +45,8 @@ def test_the_table_has_their_values() -> None:
         "pool.KILL_S": pool.KILL_S,
         "connection.AGENT_END_S": AGENT_END_S,
         "pool.SILENT_S": pool.SILENT_S,
-        "Backend.leash_s": LEASH_S,
-        "leash_s + agent.SLACK_S": LEASH_S + agent.SLACK_S,
+        "Backend.heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
+        "heartbeat_timeout_s + agent.SLACK_S": HEARTBEAT_TIMEOUT_S + agent.SLACK_S,
         "pool.START_S": pool.START_S,
         "panel.LIMIT_S": panel.LIMIT_S,
         "probe.LIFE_S": LIFE_S,

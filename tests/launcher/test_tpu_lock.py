@@ -12,9 +12,9 @@ import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.preflight import host_info
-from roxxel_dist.launcher.preflight.checks import Finding, tpu_locks
+from roxxel_dist.launcher.preflight.checks import CheckResult, tpu_locks
 from roxxel_dist.launcher.preflight.host_info import tpu_lock
-from roxxel_dist.launcher.preflight.requirements import Wanted
+from roxxel_dist.launcher.preflight.requirements import Requirements
 from roxxel_dist.launcher.preflight.run import survey
 
 # As libtpu does it.
@@ -37,8 +37,8 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def judged(path: Path, wanted: Wanted | None = None, platforms: str | None = None) -> list[Finding]:
-    return list(tpu_locks(wanted or Wanted(), {"h": {"tpu_lock": tpu_lock(path), "platforms": platforms}}))
+def judged(path: Path, wanted: Requirements | None = None, platforms: str | None = None) -> list[CheckResult]:
+    return list(tpu_locks(wanted or Requirements(), {"h": {"tpu_lock": tpu_lock(path), "platforms": platforms}}))
 
 
 def test_no_lock_is_no_matter(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_lock_that_is_held_names_its_process(tmp_path: Path, holder: subproces
     assert (found.level, found.check) == ("error", "tpu lock")
     assert f"is held by process {holder.pid} (python" in found.text
     assert judged(tmp_path / "lock", platforms="cpu") == []
-    assert judged(tmp_path / "lock", Wanted(platforms="cuda,cpu"), platforms="tpu") == []
+    assert judged(tmp_path / "lock", Requirements(platforms="cuda,cpu"), platforms="tpu") == []
     assert len(judged(tmp_path / "lock", platforms="tpu,cpu")) == 1
     holder.kill()
     holder.wait()
@@ -101,6 +101,6 @@ def test_a_lock_of_another_user() -> None:
 def test_doctor_looks_at_it(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_info, "LOCK", tmp_path / "lock")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    seen = survey(Wanted(run_dir=str(tmp_path)), LocalBackend(), ["here"])
+    seen = survey(Requirements(run_dir=str(tmp_path)), LocalBackend(), ["here"])
     (found,) = [one for one in seen.findings if one.check == "tpu lock"]
     assert (found.level, str(holder.pid) in found.text, seen.fit) == ("error", True, False)

@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def leash_s(self) -> float | None:
+    def heartbeat_timeout_s(self) -> float | None:
         """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
         ...
 

@@ -14,7 +14,7 @@ class LocalBackend:
 
     address: str | None = "127.0.0.1"
     """Loopback: nothing outside this machine can reach the job."""
-    leash_s: float | None = None
+    heartbeat_timeout_s: float | None = None
     python: str = sys.executable
 
     @property

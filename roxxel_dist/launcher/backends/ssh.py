@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from roxxel_dist.launcher.host.process_tree import LEASH_S, start_near
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
 from roxxel_dist.launcher.spec import count_working
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
     "ConnectTimeout=10",
-    "ServerAliveInterval=5",  # later than the leash of an agent, and soon enough for who reads a log
+    "ServerAliveInterval=5",  # later than the heartbeat timeout of an agent, and soon enough for who reads a log
     "ServerAliveCountMax=3",
     "ControlPath=none",  # a shared connection would outlive the job, or end it with somebody else's session
     "ClearAllForwardings=yes",
@@ -40,7 +40,7 @@ class SshBackend:
     """
 
     address: str | None = None
-    leash_s: float | None = LEASH_S
+    heartbeat_timeout_s: float | None = HEARTBEAT_TIMEOUT_S
 
     def __init__(
         self,

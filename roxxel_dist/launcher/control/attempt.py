@@ -13,15 +13,15 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.control.hang import Hang, Watch
-from roxxel_dist.launcher.control.outcome import USAGE_S, Exit, Lost, Outcome
-from roxxel_dist.launcher.control.signals import Signals
-from roxxel_dist.launcher.jobs.record import Register
-from roxxel_dist.launcher.output.console import Screen
+from roxxel_dist.launcher.control.hang import Hang, HangDetector
+from roxxel_dist.launcher.control.outcome import USAGE_S, HostLost, Outcome, RankExit
+from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.jobs.record import JobRecorder
+from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import Link
-from roxxel_dist.launcher.transport.pool import Links
+from roxxel_dist.launcher.transport.connection import HostConnection
+from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -76,20 +76,20 @@ QUIET_S = 2.0
 class Attempt:
     """The state machine of one attempt."""
 
-    def __init__(self, job: JobSpec, logs: Logs, screen: Screen, signals: Signals, entry: Register) -> None:
+    def __init__(self, job: JobSpec, logs: Logs, screen: Console, signals: SignalPipe, entry: JobRecorder) -> None:
         self._job = job
         self._logs = logs
         self._screen = screen
         self._signals = signals
         self._entry = entry
-        self._links = Links(signals.fd)
-        self._exits: list[Exit] = []
+        self._links = HostPool(signals.fd)
+        self._exits: list[RankExit] = []
         self._requested: int | None = None
         self._deadline: float | None = None
         self._late = False
-        self._lost: Lost | None = None
+        self._lost: HostLost | None = None
         self._failed = 0.0
-        self._watch = Watch(job.step_timeout)
+        self._watch = HangDetector(job.step_timeout)
         self._look_at = 0.0
         self._dump: Dump | None = None
         self._hang: Hang | None = None
@@ -167,8 +167,8 @@ class Attempt:
     def _kill(self, after: float = 0) -> None:
         self._links.order({"type": "kill", "after": after}, within=after)
 
-    def _on_event(self, link: Link, event: Message | Lost | str) -> None:
-        if isinstance(event, Lost):
+    def _on_event(self, link: HostConnection, event: Message | HostLost | str) -> None:
+        if isinstance(event, HostLost):
             self._lost = self._lost or event
             for rank in link.ranks:
                 self._watch.forget(rank)
@@ -178,7 +178,7 @@ class Attempt:
         else:
             self._on_message(link, event)
 
-    def _on_message(self, link: Link, message: Message) -> None:
+    def _on_message(self, link: HostConnection, message: Message) -> None:
         match message["type"]:
             case "lines":
                 lines = message["text"].split("\n")
@@ -194,8 +194,8 @@ class Attempt:
                 if self._dump is not None:
                     self._dump.asked(message["ranks"])
             case "exit":
-                fields = {name: message[name] for name in ("rank", "pid", "code", "culled", "step")}
-                self._on_exit(Exit(host=link.host, **fields))
+                fields = {name: message[name] for name in ("rank", "pid", "code", "killed_by_us", "step")}
+                self._on_exit(RankExit(host=link.host, **fields))
 
     def _on_progress(self, records: Sequence[tuple[int, dict[str, Any]]]) -> None:
         now = time.monotonic()
@@ -203,9 +203,9 @@ class Attempt:
             self._watch.observe(rank, Record(**values), now)
         self._reached = max(self._reached, self._watch.reached)
 
-    def _on_exit(self, end: Exit) -> None:
+    def _on_exit(self, end: RankExit) -> None:
         self._exits.append(end)
-        if end.code not in ORDERLY and not end.culled:
+        if end.code not in ORDERLY and not end.killed_by_us:
             self._failed = self._failed or time.monotonic()
         self._watch.forget(end.rank)
         self._reached = max(self._reached, end.step)

@@ -57,7 +57,7 @@ class _Seen:
 
 
 @dataclass
-class Watch:
+class HangDetector:
     """What is known of the ranks' progress. `step_timeout` in seconds; None follows the usual time of a step."""
 
     step_timeout: float | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.output.logs import CHATTER
+from roxxel_dist.launcher.output.logs import NOISE
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
@@ -20,7 +20,7 @@ CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit:
+class RankExit:
     """How one rank ended."""
 
     rank: int
@@ -28,14 +28,14 @@ class Exit:
     pid: int
     code: int
     """Negative: the signal that killed it."""
-    culled: bool
+    killed_by_us: bool
     """Killed by the launcher; its code says nothing."""
     step: int
     """The step it had entered; 0 when it never said."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost:
+class HostLost:
     """An agent that is gone, or out of reach: its ranks are dead, or will be when it has heard nothing for long."""
 
     host: str
@@ -55,13 +55,13 @@ class Lost:
 class Outcome:
     """All that decides the code of a job."""
 
-    exits: Sequence[Exit]
+    exits: Sequence[RankExit]
     """In the order of the ends."""
     requested: int | None = None
     """The signal by which somebody asked the launcher to stop."""
     late: bool = False
     """Ranks were killed because they stayed after another had ended with 0."""
-    lost: Lost | None = None
+    lost: HostLost | None = None
     """The first agent that was lost before its ranks had ended."""
     failed: float = 0.0
     """When the first failure of a rank was heard of, by the launcher's clock."""
@@ -73,14 +73,14 @@ class Outcome:
     """The largest step that any rank had entered."""
 
 
-def first_failure(outcome: Outcome) -> Exit | None:
+def first_failure(outcome: Outcome) -> RankExit | None:
     """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not.
 
     The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
     crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a lost host
     that was silent already by then, or whose agent died: what it had said before may be read after the failure.
     """
-    failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled]
+    failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.killed_by_us]
     if not failures:
         return None
     first = failures[0]
@@ -108,7 +108,7 @@ def exit_code(outcome: Outcome) -> int:
         return as_code(failure.code)
     if outcome.lost is not None:
         return outcome.lost.code
-    if outcome.late and any(end.culled for end in outcome.exits):
+    if outcome.late and any(end.killed_by_us for end in outcome.exits):
         return EXIT_HANG
     codes = {end.code for end in outcome.exits}
     if outcome.requested is not None and not codes <= set(ORDERLY):
@@ -130,14 +130,14 @@ def how(code: int) -> str:
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
     """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
-    told = [line for line in tail if not CHATTER.match(line)] or tail  # a thread may write behind a traceback
+    told = [line for line in tail if not NOISE.match(line)] or tail  # a thread may write behind a traceback
     for number, line in enumerate(told):
         if line.startswith(CRASH_HEADERS):
             return told[number:]
     return told[-TAIL_WITHOUT_TRACEBACK:]
 
 
-def failure_report(failure: Exit, tail: Sequence[str], log: Path) -> list[str]:
+def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[str]:
     """What a person reads last: who failed first, where its log is, and its last lines."""
     step = f", in step {failure.step}" if failure.step > 0 else ""
     who = f"rank {failure.rank} failed first: {how(failure.code)}{step} (host {failure.host}, pid {failure.pid})"
@@ -148,7 +148,7 @@ def failure_report(failure: Exit, tail: Sequence[str], log: Path) -> list[str]:
 
 def late_report(outcome: Outcome, exit_timeout: float) -> str:
     """Who stayed when others had ended."""
-    stayed = [end for end in outcome.exits if end.culled]
+    stayed = [end for end in outcome.exits if end.killed_by_us]
     ended = next(end.rank for end in outcome.exits if end.code in (*ORDERLY, EXIT_HANG))
     names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
     return (

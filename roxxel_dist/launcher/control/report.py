@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
 from roxxel_dist.launcher.control.hang import hang_report
 from roxxel_dist.launcher.control.outcome import (
-    Exit,
     Outcome,
+    RankExit,
     exit_code,
     failure_report,
     first_failure,
@@ -33,7 +33,7 @@ def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) 
     return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome, logs)
 
 
-def _failed(job: JobSpec, outcome: Outcome, failure: Exit, logs: Logs) -> list[str]:
+def _failed(job: JobSpec, outcome: Outcome, failure: RankExit, logs: Logs) -> list[str]:
     tail = logs.tail(failure.rank)
     refused = job.command[0] == "train" and (tail or logs.tail(0))
     if failure.code == EXIT_USAGE and (refused or logs.hold_refusals_alone):
@@ -47,7 +47,7 @@ def _failed(job: JobSpec, outcome: Outcome, failure: Exit, logs: Logs) -> list[s
 def _ended(job: JobSpec, outcome: Outcome, logs: Logs) -> list[str]:
     """Where no rank failed by itself."""
     if outcome.lost is not None:
-        others = [end for end in outcome.exits if end.code not in ORDERLY and not end.culled][:1]
+        others = [end for end in outcome.exits if end.code not in ORDERLY and not end.killed_by_us][:1]
         words = [line for end in others for line in failure_report(end, logs.tail(end.rank), logs.path(end.rank))]
         return [*words, *_said(outcome.lost.text)]
     if outcome.late:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
-class Signals:
+class SignalPipe:
     """SIGINT, SIGTERM and SIGHUP as bytes in a pipe (`fd`) instead of exceptions, while the context is open.
 
     Args:
@@ -22,7 +22,7 @@ class Signals:
         self._say = say
         self._stays = stays
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> "SignalPipe":
         self.fd, self._writes = os.pipe()
         for fd in (self.fd, self._writes):
             os.set_blocking(fd, False)

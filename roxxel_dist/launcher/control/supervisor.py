@@ -10,11 +10,11 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import Cause, Ended, decide, ended
-from roxxel_dist.launcher.control.signals import Signals
-from roxxel_dist.launcher.jobs.record import Register
-from roxxel_dist.launcher.output.console import Screen
+from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.jobs.record import JobRecorder
+from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
-from roxxel_dist.launcher.preflight.select_hosts import Muster, Mustered, NotReadyError, StoppedError
+from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
 from roxxel_dist.launcher.spec import JobSpec, placements, working_hosts
 
 
@@ -41,16 +41,16 @@ class Result:
     """Its last attempt came to no step, though its program tells its steps."""
 
 
-def run(job: JobSpec, backend: Backend, register: Register | None = None) -> int:
+def run(job: JobSpec, backend: Backend, register: JobRecorder | None = None) -> int:
     """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job.
 
     Raises ValueError for a job that does not fit the hosts.
     """
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)
-    return supervise(job, backend, register or Register(job, backend)).code
+    return supervise(job, backend, register or JobRecorder(job, backend)).code
 
 
-def supervise(job: JobSpec, backend: Backend, register: Register) -> Result:
+def supervise(job: JobSpec, backend: Backend, register: JobRecorder) -> Result:
     """As `run`, and tells more of the end."""
     with register as entry:
         result = _supervise(job, backend, entry)
@@ -58,16 +58,16 @@ def supervise(job: JobSpec, backend: Backend, register: Register) -> Result:
         return result
 
 
-def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
+def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> Result:
     told: list[_Told] = []
     with (
-        Screen(all_ranks=job.all_ranks, first=job.first_rank) as screen,
-        Signals(screen.say, stays=backend.leash_s is not None) as signals,
+        Console(all_ranks=job.all_ranks, first=job.first_rank) as screen,
+        SignalPipe(screen.say, stays=backend.heartbeat_timeout_s is not None) as signals,
     ):
-        muster = Muster(job, backend, signals, screen)
+        selector = HostSelector(job, backend, signals, screen)
         while True:
             try:
-                ready = muster.ready(len(told))
+                ready = selector.select(len(told))
             except StoppedError as request:
                 return _stopped(request.number, told, screen)
             except NotReadyError as problem:
@@ -90,14 +90,14 @@ def _supervise(job: JobSpec, backend: Backend, entry: Register) -> Result:
                 return _stopped(numbers[0], told, screen)
 
 
-def _stopped(number: int, told: Sequence[_Told], screen: Screen) -> Result:
+def _stopped(number: int, told: Sequence[_Told], screen: Console) -> Result:
     """A job that a signal ended while no rank ran."""
     screen.say(f"{signal.Signals(number).name}: not started{' again' * bool(told)}")
     drained = bool(told) and told[-1].ended.code == EXIT_DRAINED
     return Result(code=EXIT_DRAINED if drained else 128 + number, requested=number)
 
 
-def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Screen) -> int:
+def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Console) -> int:
     """The code of a job whose hosts were not ready; says why, and what had ended it before."""
     screen.write([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
     screen.say(f"not started{' again' * bool(told)}: see above; `roxxel-dist doctor` looks at everything")
@@ -107,14 +107,20 @@ def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Screen) ->
 
 
 def _attempt(
-    ready: Mustered, backend: Backend, number: int, reached: int, signals: Signals, screen: Screen, entry: Register
+    ready: ReadyHosts,
+    backend: Backend,
+    number: int,
+    reached: int,
+    signals: SignalPipe,
+    screen: Console,
+    entry: JobRecorder,
 ) -> _Told:
     screen.flush()  # a detached launcher lets go of its terminal here
-    job = ready.crew.job
+    job = ready.assignment.job
     count = job.first_attempt + number
     entry.update(state="running", attempt=count)
     placed = placements(
-        job, ready.crew.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores, reached
+        job, ready.assignment.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores, reached
     )
     logs = Logs(job, screen.say, count)
     begun = time.monotonic()
@@ -133,7 +139,7 @@ def _attempt(
     return _Told(ended=now, report=report, requested=outcome.requested, lost=lost)
 
 
-def _tell_first_cause(told: Sequence[_Told], screen: Screen) -> None:
+def _tell_first_cause(told: Sequence[_Told], screen: Console) -> None:
     """After restarts in vain: what it was that went wrong first."""
     failures = [one for one in told if one.ended.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
     if len(failures) < 2 or failures[-1] is not told[-1] or not failures[0].report:

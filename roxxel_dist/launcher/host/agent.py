@@ -3,8 +3,8 @@
 One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe, and what there is
 to kill is killed by others (`process_tree`). epoll hands over what is ready in the order in which it became ready, and
 a rank that runs Python tells of its failure before its connections close, so the first failure is the first one. The
-agent takes orders from its stdin alone (signals do nothing); when that ends, or says nothing for longer than the leash,
-whoever gave orders is gone; the agent ends, and with it the ranks.
+agent takes orders from its stdin alone (signals do nothing). When that ends, or is silent for longer than the heartbeat
+timeout, nobody gives orders any more: the agent ends, and with it the ranks.
 """
 
 import math
@@ -27,7 +27,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY, STACK_SIGNAL
 from roxxel_dist.launcher.control.outcome import USAGE_S
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
-from roxxel_dist.launcher.output.logs import Lines, take_failure, take_status
+from roxxel_dist.launcher.output.logs import LineSplitter, take_failure, take_status
 from roxxel_dist.launcher.spec import CONTRACT, worker_argv
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 
@@ -65,9 +65,9 @@ class Rank:
     number: int
     tree: Tree
     output: int
-    lines: Lines = field(default_factory=Lines)
+    lines: LineSplitter = field(default_factory=LineSplitter)
     code: int | None = None  # negative: a signal
-    culled: bool = False  # killed by this agent, and not on its way out before
+    killed_by_us: bool = False  # killed by this agent, and not on its way out before
     told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
 
     @property
@@ -112,7 +112,9 @@ REPORT_S = 0.5
 class Agent:
     """The loop of one host."""
 
-    def __init__(self, orders: int, channel: int, heartbeat: int, folder: Path, leash_s: float = math.inf) -> None:
+    def __init__(
+        self, orders: int, channel: int, heartbeat: int, folder: Path, heartbeat_timeout_s: float = math.inf
+    ) -> None:
         self._orders = orders
         self._outbox = Outbox(channel)
         self._heartbeat = heartbeat
@@ -128,7 +130,7 @@ class Agent:
         self._by_output: dict[int, Rank] = {}
         self._kill_at: float | None = None
         self._report_at = 0.0
-        self._leash_s = leash_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._heard = time.monotonic()
         self._draining = self._paused = self._writable = self._done = self._ended = False
         self.why: str = ""  # it ended before its ranks, and nobody asked it to
@@ -151,9 +153,9 @@ class Agent:
                 self._kill()
             if now >= self._report_at:
                 self._report()
-            if now - self._heard > self._leash_s:  # a link that is cut, or a controller that is
+            if now - self._heard > self._heartbeat_timeout_s:  # a link that is cut, or a controller that is
                 self._ended = True
-                self.why = f"it heard nothing from the launcher for {self._leash_s:g} s"
+                self.why = f"it heard nothing from the launcher for {self._heartbeat_timeout_s:g} s"
             self._read_rests()
             self._tell_done()
             self._send()
@@ -241,7 +243,7 @@ class Agent:
     def _kill(self) -> None:
         self._kill_at = None
         for rank in self._ranks:
-            rank.culled = rank.culled or (
+            rank.killed_by_us = rank.killed_by_us or (
                 rank.code is None and rank not in self._exited and not is_ending(rank.tree.pid)
             )
             rank.tree.kill()
@@ -274,7 +276,7 @@ class Agent:
                 "rank": rank.number,
                 "pid": rank.tree.pid,
                 "code": code,
-                "culled": rank.culled,
+                "killed_by_us": rank.killed_by_us,
                 "step": self._records()[rank.number].entered,
             }
         )
@@ -286,7 +288,7 @@ class Agent:
                 if rank.output < 0:
                     rank.tree.kill()
             return
-        failures = {rank.code for rank in exited if rank.code not in ORDERLY and not rank.culled}
+        failures = {rank.code for rank in exited if rank.code not in ORDERLY and not rank.killed_by_us}
         if failures == {EXIT_USAGE}:
             self._kill_in(USAGE_S)
         elif failures:
@@ -321,7 +323,7 @@ class Agent:
             self._outbox.send({"type": "lines", "rank": rank.number, "time": time.time(), "text": "\n".join(text)})
         if record is not None:
             self._outbox.send({"type": "status", "rank": rank.number, "record": record})
-        if failed is not None and rank.code is None and not rank.culled:
+        if failed is not None and rank.code is None and not rank.killed_by_us:
             self._tell_end(rank, failed)
             self._react([rank])
 
@@ -348,16 +350,16 @@ class Agent:
 
 
 def main() -> None:
-    """Serve the controller at the other end of stdin and stdout: `agent [LEASH]`, in seconds (`Backend.leash_s`)."""
-    leash_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
+    """Serve the controller at the other end of stdin and stdout: `agent [HEARTBEAT_TIMEOUT_S]`."""
+    heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
-    heartbeat = go_on_under_guard(str(folder), leash_s + SLACK_S)
+    heartbeat = go_on_under_guard(str(folder), heartbeat_timeout_s + SLACK_S)
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
     try:
-        agent = Agent(sys.stdin.fileno(), channel, heartbeat, folder, leash_s)
+        agent = Agent(sys.stdin.fileno(), channel, heartbeat, folder, heartbeat_timeout_s)
         agent.serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

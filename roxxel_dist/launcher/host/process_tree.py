@@ -34,7 +34,7 @@ PARENT, SESSION, FLAGS, STARTED = 1, 3, 6, 19
 """Fields of /proc/PID/stat, counted from the one after the name."""
 KILL_S = 8.0
 """How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
-LEASH_S = 10.0
+HEARTBEAT_TIMEOUT_S = 10.0
 """For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 STOP, KILL = b"stop", b"kill"

@@ -20,7 +20,7 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.jobs import record
-from roxxel_dist.launcher.jobs.record import Entry, Register
+from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.spec import JobSpec
 
@@ -29,7 +29,7 @@ START_S = 300.0
 MODULE = "roxxel_dist.launcher.jobs.detach"
 
 
-class NotStarted(Exception):
+class StartError(Exception):
     """The job did not start; `code` is that of the command, the message is for people and may be empty."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -37,7 +37,7 @@ class NotStarted(Exception):
         self.code = code
 
 
-def detach(job: JobSpec, backend: Backend) -> Entry:
+def detach(job: JobSpec, backend: Backend) -> JobRecord:
     """Start a controller for the job on the first host of the backend, and return when the ranks are being started.
 
     Raises:
@@ -52,7 +52,7 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
         out, err = process.communicate(json.dumps(spec).encode() + b"\n", timeout=START_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise NotStarted(EXIT_FAILED, f"roxxel-dist: {host} did not start the job within {START_S:g} s") from None
+        raise StartError(EXIT_FAILED, f"roxxel-dist: {host} did not start the job within {START_S:g} s") from None
     except BaseException:  # Ctrl-C: a controller that cannot answer starts nothing
         process.terminate()
         raise
@@ -66,15 +66,15 @@ def detach(job: JobSpec, backend: Backend) -> Entry:
     answer = _answer_in(out)
     if answer is None:
         reason = said or f"its controller ended with {process.returncode} and said nothing"
-        raise NotStarted(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}")
+        raise StartError(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}")
     if "entry" not in answer:
-        raise NotStarted(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
+        raise StartError(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
     if said:
         print(said, file=sys.stderr, flush=True)
     entry = record.from_values(answer["entry"])
     if entry.run_id != job.run_id or "/" in entry.controller.host:  # they become the name of a file
         wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"
-        raise NotStarted(EXIT_FAILED, f"roxxel-dist: {wrong}: look there, with `ps`, for what runs")
+        raise StartError(EXIT_FAILED, f"roxxel-dist: {wrong}: look there, with `ps`, for what runs")
     with contextlib.suppress(OSError):  # the job runs; it is only not listed here
         record.write(dataclasses.replace(entry, copied=True), new_only=True)
     return entry
@@ -124,7 +124,7 @@ class _Caller:
         self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)  # no child inherits it
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def started(self, entry: Entry) -> None:
+    def started(self, entry: JobRecord) -> None:
         """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
         log = os.open(entry.launcher_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -157,7 +157,7 @@ def _control(spec: dict[str, Any], caller: _Caller) -> int:
         return EXIT_USAGE
     reach = backend.reach(spec["host"]) if isinstance(backend, SshBackend) else ()
     try:
-        return run(job, backend, Register(job, backend, started=caller.started, reach=reach))
+        return run(job, backend, JobRecorder(job, backend, started=caller.started, reach=reach))
     except NobodyWaitsError:
         print("roxxel-dist: nobody waits for this job to start any more, so it does not", file=sys.stderr, flush=True)
         return EXIT_FAILED

@@ -45,7 +45,7 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class JobRecord:
     """What is known of one job."""
 
     run_id: str
@@ -155,7 +155,7 @@ def _start(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def read(path: Path) -> Entry | None:
+def read(path: Path) -> JobRecord | None:
     """The entry of a file, as it is now; None where it is gone or no entry.
 
     Where the file says that a job goes on and its controller is gone, the entry is `lost`.
@@ -167,17 +167,17 @@ def read(path: Path) -> Entry | None:
     return entry if entry is None or entry.is_over else dataclasses.replace(entry, state="lost")
 
 
-def from_values(values: Any) -> Entry:
+def from_values(values: Any) -> JobRecord:
     """The entry that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
     if not isinstance(values, dict):
         raise TypeError(f"no entry of a job: {values!r}")
-    known = {field.name for field in dataclasses.fields(Entry)}
+    known = {field.name for field in dataclasses.fields(JobRecord)}
     fields = {name: value for name, value in values.items() if name in known}
     several = {name: tuple(fields[name]) for name in ("hosts", "reach") if name in fields}
-    return Entry(**{**fields, **several, "controller": Process(**values["controller"])})
+    return JobRecord(**{**fields, **several, "controller": Process(**values["controller"])})
 
 
-def _parse(path: Path) -> Entry | None:
+def _parse(path: Path) -> JobRecord | None:
     try:
         return from_values(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
@@ -189,7 +189,7 @@ def paths() -> list[Path]:
     return sorted(folder().glob("*.json"))
 
 
-def entries() -> list[Entry]:
+def entries() -> list[JobRecord]:
     """All jobs, in the order in which they began."""
     found = (read(path) for path in paths())
     return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.begun)
@@ -202,12 +202,12 @@ def knows(run_id: str) -> bool:
     return False
 
 
-def path_of(entry: Entry) -> Path:
+def path_of(entry: JobRecord) -> Path:
     """The file of an entry. Two jobs can have one run id: it is unique among those of one working directory alone."""
     return folder() / f"{entry.run_id}.{entry.controller.host}.{entry.controller.pid}.json"
 
 
-def write(entry: Entry, *, new_only: bool = False) -> None:
+def write(entry: JobRecord, *, new_only: bool = False) -> None:
     """Write an entry in one move; with `new_only` not over one that is there. Raises OSError."""
     path = path_of(entry)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def write(entry: Entry, *, new_only: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def forget(now: float) -> list[Entry]:
+def forget(now: float) -> list[JobRecord]:
     """Take away the entries of jobs that are over, and of jobs elsewhere not heard of for a day; which they were."""
     gone = []
     for path in paths():
@@ -246,7 +246,7 @@ def sweep(now: float) -> None:
                 path.unlink()
 
 
-class Register:
+class JobRecorder:
     """The entry of the job that this process controls, kept up to date while the context is open.
 
     That it cannot be written ends no job: it is said once.
@@ -257,7 +257,7 @@ class Register:
         job: JobSpec,
         backend: Backend,
         *,
-        started: Callable[[Entry], None] | None = None,
+        started: Callable[[JobRecord], None] | None = None,
         detached: bool = False,
         reach: Sequence[str] = (),
         slurm_job: str = "",
@@ -267,7 +267,7 @@ class Register:
         self._started = started
         self._wrote = 0.0
         self._failed = False
-        self.entry: Entry = Entry(
+        self.entry: JobRecord = JobRecord(
             run_id=job.run_id,
             controller=this_process(),
             hosts=tuple(backend.hosts),
@@ -285,7 +285,7 @@ class Register:
         )
         self._kept = self.entry
 
-    def __enter__(self) -> "Register":
+    def __enter__(self) -> "JobRecorder":
         with self._safely():
             write(self.entry)
             sweep(time.time())
@@ -338,7 +338,7 @@ class Register:
 MOST = 10
 
 
-def find(name: str, among: Sequence[Entry]) -> Entry:
+def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
     """The job that a person means: a run id, the beginning of one, or a run directory (its newest job).
 
     Raises:
@@ -347,7 +347,7 @@ def find(name: str, among: Sequence[Entry]) -> Entry:
     if not among:
         raise ValueError(f"there is no run {name!r}: no job of this user is known here")
     directory = os.path.realpath(name) if name else ""
-    ways: list[Callable[[Entry], bool]] = [
+    ways: list[Callable[[JobRecord], bool]] = [
         lambda entry: name in (entry.run_id, path_of(entry).stem),
         lambda entry: os.path.realpath(entry.run_dir) == directory,
         lambda entry: entry.run_id.startswith(name),
@@ -370,7 +370,7 @@ def find(name: str, among: Sequence[Entry]) -> Entry:
     )
 
 
-def _list(among: Sequence[Entry]) -> str:
+def _list(among: Sequence[JobRecord]) -> str:
     lines = [f"\n  {entry.run_id}  {entry.state:<10}  {entry.run_dir}" for entry in reversed(among)]
     more = f"\n  and {len(lines) - MOST} more; `roxxel-dist ps --all` lists them" if len(lines) > MOST else ""
     return "".join(lines[:MOST]) + more

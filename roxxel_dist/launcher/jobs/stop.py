@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from roxxel_dist.launcher.jobs import record
-from roxxel_dist.launcher.jobs.record import Entry
+from roxxel_dist.launcher.jobs.record import JobRecord
 
 ASK_S = 5.0
 """How long a controller may take to note that it was asked."""
 TELL_S = 5.0
 
 
-def stop(entry: Entry, *, kill: bool, timeout_s: float, say: Callable[[str], None]) -> Entry:
+def stop(entry: JobRecord, *, kill: bool, timeout_s: float, say: Callable[[str], None]) -> JobRecord:
     """Ask a job to save and leave (`kill`: and kill its ranks), wait for its end, and return its entry.
 
     A job that was asked before is not asked again: a second request would kill its ranks. After `timeout_s` the entry
@@ -37,7 +37,7 @@ def stop(entry: Entry, *, kill: bool, timeout_s: float, say: Callable[[str], Non
     return record.read(path) or entry
 
 
-def _ask(entry: Entry, controller: int, *, kill: bool, say: Callable[[str], None]) -> None:
+def _ask(entry: JobRecord, controller: int, *, kill: bool, say: Callable[[str], None]) -> None:
     path = record.path_of(entry)
     with _alone():
         now = record.read(path)
@@ -59,7 +59,7 @@ def _signal(controller: int) -> None:
         signal.pidfd_send_signal(controller, signal.SIGINT)  # SIGTERM is how SLURM asks, to go on later
 
 
-def _until_noted(entry: Entry, controller: int) -> None:
+def _until_noted(entry: JobRecord, controller: int) -> None:
     """Wait until the job says that it stops: two signals at once would be one, and two requests a kill."""
     end = time.monotonic() + ASK_S
     while time.monotonic() < end and not _has_ended(controller, 0.02):
@@ -68,7 +68,7 @@ def _until_noted(entry: Entry, controller: int) -> None:
             return
 
 
-def _wait(entry: Entry, controller: int, end: float, say: Callable[[str], None]) -> None:
+def _wait(entry: JobRecord, controller: int, end: float, say: Callable[[str], None]) -> None:
     begun = time.monotonic()
     while (left := end - time.monotonic()) > 0 and not _has_ended(controller, min(TELL_S, left)):
         now = record.read(record.path_of(entry)) or entry

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from roxxel_dist.launcher.jobs.record import Entry
+from roxxel_dist.launcher.jobs.record import JobRecord
 
 CHUNK = 1 << 20
 PAUSE_MS = 100
@@ -17,7 +17,7 @@ HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): 
 """How each attempt begins in the log of a rank, and each job in that of a launcher."""
 
 
-def header(entry: Entry) -> str:
+def header(entry: JobRecord) -> str:
     """The line with which a job begins in the log of its launcher."""
     return f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {entry.run_id}: {entry.one_line}\n"
 
@@ -68,7 +68,7 @@ def show(lines: list[bytes]) -> None:
         sys.stdout.buffer.flush()
 
 
-def follow(lines: RunLines, look: Callable[[], Entry | None]) -> Entry | None:
+def follow(lines: RunLines, look: Callable[[], JobRecord | None]) -> JobRecord | None:
     """Show what comes until the job is over, and return what `look` then says of it.
 
     Raises BrokenPipeError when nobody reads stdout any more.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from roxxel_dist.launcher.output.logs import CHATTER
+from roxxel_dist.launcher.output.logs import NOISE
 
 if TYPE_CHECKING:
     from roxxel_dist.train.bar import Bar
@@ -26,7 +26,7 @@ LAST_S = 2.0
 Kind = Literal["rank", "launcher", "status"]
 
 
-class Screen:
+class Console:
     """Shows the lines of rank `first` (or of all ranks) and those of the launcher, while the context is open."""
 
     def __init__(self, *, all_ranks: bool, first: int = 0) -> None:
@@ -47,7 +47,7 @@ class Screen:
 
     def lines(self, rank: int, when: float, lines: Sequence[str]) -> None:
         """Show lines of a rank, if there is room."""
-        lines = [line for line in lines if not CHATTER.match(line)]
+        lines = [line for line in lines if not NOISE.match(line)]
         if not self.shows(rank) or not lines:
             return
         prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "
@@ -131,7 +131,7 @@ class Screen:
             self._gone.add(stream.fileno())
             silence(stream)
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "Console":
         self._thread.start()
         return self
 

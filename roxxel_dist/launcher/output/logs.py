@@ -17,14 +17,14 @@ from roxxel_dist.launcher.spec import JobSpec
 T = TypeVar("T")
 LONGEST = 8 << 20
 REFUSAL = "roxxel-dist: "
-CHATTER = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
+NOISE = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
 """How lines begin in which a library tells of connections made, or of a SIGTERM: kept in the log, not shown."""
 TAIL_LINES = 200
 """Of a rank: enough for a long traceback from its first line on."""
 TAIL_COLUMNS = 2000
 
 
-class Lines:
+class LineSplitter:
     """Cuts the output of a process into lines of text.
 
     Of what `\\r` overwrote only the last part stays, as on a terminal. Bytes that are not UTF-8 become \\xNN. A line of
@@ -132,7 +132,7 @@ class Logs:
 
     def write(self, rank: int, host: str, when: float, lines: list[str]) -> None:
         """Append lines that arrived at `when` (seconds since 1970)."""
-        self._words_of_others |= not all(line.startswith(REFUSAL) or CHATTER.match(line) for line in lines)
+        self._words_of_others |= not all(line.startswith(REFUSAL) or NOISE.match(line) for line in lines)
         tail = self._tails.setdefault(rank, deque(maxlen=TAIL_LINES))
         tail.extend(line[:TAIL_COLUMNS] for line in lines[-TAIL_LINES:])
         clock = time.strftime("%H:%M:%S", time.localtime(when))

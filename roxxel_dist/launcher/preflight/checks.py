@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roxxel_dist.launcher.preflight.host_info import Facts, is_loopback, usable_gpus
-from roxxel_dist.launcher.preflight.requirements import Wanted
+from roxxel_dist.launcher.preflight.host_info import HostInfo, is_loopback, usable_gpus
+from roxxel_dist.launcher.preflight.requirements import Requirements
 
 Level = Literal["ok", "warning", "error"]
-Hosts = Mapping[str, Facts]
+Hosts = Mapping[str, HostInfo]
 """What each host said, in the order of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """What one check found."""
 
     level: Level
@@ -25,9 +25,9 @@ class Finding:
     text: str
 
 
-def finding(level: Level, check: str, hosts: Sequence[str], text: str) -> Finding:
+def check_result(level: Level, check: str, hosts: Sequence[str], text: str) -> CheckResult:
     """A finding about these hosts."""
-    return Finding(level=level, check=check, hosts=tuple(hosts), text=text)
+    return CheckResult(level=level, check=check, hosts=tuple(hosts), text=text)
 
 
 ROOM, ENOUGH = 1 << 18, 2 << 30
@@ -38,9 +38,9 @@ NAMED = 8
 """Hosts that a text names; of more it gives the count."""
 
 
-def findings(wanted: Wanted, hosts: Hosts) -> list[Finding]:
+def findings(wanted: Requirements, hosts: Hosts) -> list[CheckResult]:
     """Everything that can be said from facts alone. Hosts are compared where there are several."""
-    checks: list[Callable[[Wanted, Hosts], Iterator[Finding]]] = [
+    checks: list[Callable[[Requirements, Hosts], Iterator[CheckResult]]] = [
         _gpus,
         tpu_locks,
         _disk,
@@ -65,7 +65,7 @@ def size(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
-def _groups(hosts: Hosts, value: Callable[[Facts], Any]) -> dict[Any, list[str]]:
+def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[str]]:
     """Which hosts have which value."""
     groups: dict[Any, list[str]] = {}
     for host, facts in hosts.items():
@@ -82,10 +82,10 @@ def are_one_machine(hosts: Hosts) -> bool:
     return len(_groups(hosts, lambda facts: facts["machine"])) == 1
 
 
-def _one_machine(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _one_machine(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     for names in _groups(hosts, lambda facts: facts["machine"]).values():
         if len(names) > 1:
-            yield finding(
+            yield check_result(
                 "warning",
                 "host",
                 names,
@@ -93,21 +93,21 @@ def _one_machine(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
             )
 
 
-def _runs_on_cpu(wanted: Wanted, facts: Facts) -> bool:
+def _runs_on_cpu(wanted: Requirements, facts: HostInfo) -> bool:
     platforms = wanted.platforms or facts["platforms"]
     return platforms.split(",")[0] == "cpu" if platforms else facts["gpus"] == 0 and not facts["tpus"]
 
 
-def _name(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _name(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     if are_one_machine(hosts):
         return
     found = [one for host, facts in hosts.items() for one in own_name(wanted, host, facts)]
     yield from found
     if good := [host for host in hosts if not any(host in one.hosts for one in found)]:
-        yield finding("ok", "name", good, f"own names resolve to addresses that others can reach on {named(good)}")
+        yield check_result("ok", "name", good, f"own names resolve to addresses that others can reach on {named(good)}")
 
 
-def own_name(wanted: Wanted, host: str, facts: Facts) -> Iterator[Finding]:
+def own_name(wanted: Requirements, host: str, facts: HostInfo) -> Iterator[CheckResult]:
     """What is wrong with a host's own name: on CPU a rank tells the others the address that it resolves to."""
     name, addresses = facts["name"], facts["resolves"]
     if addresses and not is_loopback(addresses[0]):
@@ -115,7 +115,7 @@ def own_name(wanted: Wanted, host: str, facts: Facts) -> Iterator[Finding]:
     to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
     level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
     own = facts.get("ssh_address") or "its address"
-    yield finding(
+    yield check_result(
         level,
         "name",
         [host],
@@ -124,7 +124,7 @@ def own_name(wanted: Wanted, host: str, facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _versions(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     if any("versions" not in facts for facts in hosts.values()):
         return
     equal = []
@@ -135,9 +135,9 @@ def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
             continue
         level: Level = "error" if name in MUST_MATCH else "warning"
         text = f"{name} differs: {_who_has_what(groups)}; install the same version on all hosts"
-        yield finding(level, "versions", list(hosts), text)
+        yield check_result(level, "versions", list(hosts), text)
     if equal:
-        yield finding("ok", "versions", list(hosts), ", ".join(equal))
+        yield check_result("ok", "versions", list(hosts), ", ".join(equal))
     codes = _groups(hosts, lambda facts: facts["code"])
     fix = "install the same one, or bring the checkouts to the same commit"
     yield from _same("code", hosts, codes, "the code of roxxel_dist", fix)
@@ -148,40 +148,40 @@ def _versions(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         yield from _same("script", hosts, scripts, f"the script {wanted.script}", "copy the same file to all hosts")
 
 
-def speak_alike(hosts: Hosts, here: str) -> Iterator[Finding]:
+def speak_alike(hosts: Hosts, here: str) -> Iterator[CheckResult]:
     """Whether the hosts have the launcher's own code (`here` is its hash)."""
     groups = _groups(hosts, lambda facts: facts["code"])
     if len(groups) == 1 and here not in groups:
         text = (
             f"the code of roxxel_dist is {here} in the launcher here, and {_who_has_what(groups)}: they talk with each "
         )
-        yield finding("error", "code", list(hosts), text + "other; install the same on both")
+        yield check_result("error", "code", list(hosts), text + "other; install the same on both")
 
 
-def _same(check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str) -> Iterator[Finding]:
+def _same(check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str) -> Iterator[CheckResult]:
     if len(groups) == 1:
-        yield finding("ok", check, list(hosts), f"{what}: {next(iter(groups))}")
+        yield check_result("ok", check, list(hosts), f"{what}: {next(iter(groups))}")
     else:
-        yield finding("error", check, list(hosts), f"{what} differs: {_who_has_what(groups)}; {fix}")
+        yield check_result("error", check, list(hosts), f"{what} differs: {_who_has_what(groups)}; {fix}")
 
 
-def _data(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _data(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     told = {host: facts["data"] for host, facts in hosts.items() if facts.get("data") is not None}
     if not told:
         return
     first = next(iter(told.values()))
     path = first["path"]
     if first.get("text"):  # rank 0 makes shards in the run directory, the others read those
-        yield finding("ok", "data", list(told)[:1], f"{path}: text, of which rank 0 makes shards")
+        yield check_result("ok", "data", list(told)[:1], f"{path}: text, of which rank 0 makes shards")
         return
     unread = _groups({host: data for host, data in told.items() if "why" in data}, lambda data: data["why"])
     for why, names in unread.items():
         text = f"{named(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
-        yield finding("error", "data", names, text)
+        yield check_result("error", "data", names, text)
     texts = [host for host, data in told.items() if data.get("text")]
     if texts:
         text = f"{path} is text on {named(texts)}, and tokens on {next(iter(told))}; copy the same files to all hosts"
-        yield finding("error", "data", texts, text)
+        yield check_result("error", "data", texts, text)
     prints = _groups(
         {host: data for host, data in told.items() if "fingerprint" in data}, lambda one: one["fingerprint"]
     )
@@ -191,7 +191,7 @@ def _data(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         yield from _same("data", of_those, prints, f"the fingerprint of {path}", fix)
 
 
-def _gpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _gpus(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
     need = wanted.gpus_per_host if wanted.visible is None else None
     counts = {host: usable_gpus(facts) for host, facts in hosts.items()}
@@ -201,27 +201,27 @@ def _gpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         listed = hosts[host]["visible"]
         where = "/dev/nvidia*" if listed is None else f"CUDA_VISIBLE_DEVICES={listed}"
         text = f"{host}: --gpus-per-host {need}, and it has {count} ({where}); {fix}, or leave this host out"
-        yield finding("error", "devices", [host], text)
+        yield check_result("error", "devices", [host], text)
     groups = _groups(hosts, lambda facts: (facts["gpus"], facts["tpus"]))
     if len(groups) > 1 and not few:
         told = _who_has_what({f"{gpus} GPUs, {tpus} TPU chips": names for (gpus, tpus), names in groups.items()})
-        yield finding("warning", "devices", list(hosts), f"devices differ: {told}; use hosts that are alike")
+        yield check_result("warning", "devices", list(hosts), f"devices differ: {told}; use hosts that are alike")
     elif not few:
         gpus, tpus = next(iter(groups))
         text = f"{'uncounted' if gpus is None else gpus} GPUs, {tpus} TPU chips each"
-        yield finding("ok", "devices", list(hosts), text)
+        yield check_result("ok", "devices", list(hosts), text)
 
 
-def _cpus(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _cpus(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     groups = _groups(hosts, lambda facts: facts["cpus"])
     if len(groups) > 1:
         told = _who_has_what({f"{count} CPUs": names for count, names in groups.items()})
-        yield finding("warning", "cpus", list(hosts), f"CPUs differ: {told}; the slowest host sets the pace")
+        yield check_result("warning", "cpus", list(hosts), f"CPUs differ: {told}; the slowest host sets the pace")
     else:
-        yield finding("ok", "cpus", list(hosts), f"{next(iter(groups))} CPUs each")
+        yield check_result("ok", "cpus", list(hosts), f"{next(iter(groups))} CPUs each")
 
 
-def _clock(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _clock(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     ahead = {host: facts["ahead"] for host, facts in hosts.items()}
     low, high = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
     apart = ahead[high] - ahead[low]
@@ -230,12 +230,12 @@ def _clock(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
             f"the clock of {high} is {apart:.1f} s ahead of that of {low} (at most {CLOCK_S:g}): the times in the logs "
             "do not compare; start chrony or systemd-timesyncd there"
         )
-        yield finding("warning", "clock", [low, high], text)
+        yield check_result("warning", "clock", [low, high], text)
     else:
-        yield finding("ok", "clock", list(hosts), f"clocks within {max(apart, 0.1):.1f} s")
+        yield check_result("ok", "clock", list(hosts), f"clocks within {max(apart, 0.1):.1f} s")
 
 
-def _disk(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _disk(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     for what, floor, flag_text in (("run_dir", "error", "--run_dir"), ("tmp", "warning", "TMPDIR")):
         good = []
         for host, facts in hosts.items():
@@ -246,23 +246,23 @@ def _disk(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
             fix = f"or name another folder with {flag_text}"
             if place["why"] is not None:
                 text = f"{where} cannot be written ({place['why']}); change its permissions, {fix}"
-                yield finding("error", "disk", [host], text)
+                yield check_result("error", "disk", [host], text)
             elif place["free"] < ROOM:
                 text = f"{where} has {size(place['free'])} free, and {size(ROOM)} is the least; make room, {fix}"
-                yield finding("error" if floor == "error" else "warning", "disk", [host], text)
+                yield check_result("error" if floor == "error" else "warning", "disk", [host], text)
             elif place["free"] < ENOUGH and what == "run_dir":
                 text = f"{where} has {size(place['free'])} free: few checkpoints fit; make room, {fix}"
-                yield finding("warning", "disk", [host], text)
+                yield check_result("warning", "disk", [host], text)
             else:
                 good.append(host)
         if good:
             least = min(good, key=lambda host: hosts[host][what]["free"])
             place = hosts[least][what]
             text = f"{place['path']} can be written on {named(good)}; at least {size(place['free'])} free"
-            yield finding("ok", "disk", good, text)
+            yield check_result("ok", "disk", good, text)
 
 
-def _leftovers(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _leftovers(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     clean = []
     for host, facts in hosts.items():
         ours = [rank for rank in facts["left"] if rank["ours"]]
@@ -271,29 +271,31 @@ def _leftovers(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
             text = f"{host}: processes of this run still run there: {_ranks(ours)}; both would write to its folder"
             watched = next((rank for rank in ours if not rank["orphan"]), None)  # its launcher is well
             way = f"`roxxel-dist stop {watched['run_id']}` where it was launched" if watched else _kill(ours)
-            yield finding("error", "leftovers", [host], f"{text}; end them: {way}")
+            yield check_result("error", "leftovers", [host], f"{text}; end them: {way}")
         if others:
             text = f"{host}: ranks that another launch has left run there: {_ranks(others)}; they hold its devices"
-            yield finding("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")
+            yield check_result("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")
         if stuck := [rank for rank in facts["left"] if rank["stuck"]]:
             text = f"{host}: process {stuck[0]['pid']} cannot be looked at: it seems to wait for a disk or a driver"
-            yield finding("warning", "leftovers", [host], f"{text}; if it is a rank that was left, restart the host")
+            yield check_result(
+                "warning", "leftovers", [host], f"{text}; if it is a rank that was left, restart the host"
+            )
         if not (ours or others or stuck):
             clean.append(host)
     if clean:
-        yield finding("ok", "leftovers", clean, f"no ranks that another launch has left on {named(clean)}")
+        yield check_result("ok", "leftovers", clean, f"no ranks that another launch has left on {named(clean)}")
 
 
-def _ranks(ranks: Sequence[Facts]) -> str:
+def _ranks(ranks: Sequence[HostInfo]) -> str:
     runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
     return f"run {runs}, {len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
 
 
-def _kill(ranks: Sequence[Facts]) -> str:
+def _kill(ranks: Sequence[HostInfo]) -> str:
     return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
 
 
-def _variables(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def _variables(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     clean = []
     for host, facts in hosts.items():
         if stale := facts["variables"]:
@@ -301,14 +303,14 @@ def _variables(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
                 f"{host}: {named(stale)} are set there, and jax or its libraries may believe that another launcher "
                 f"started them; unset them"
             )
-            yield finding("warning", "variables", [host], text)
+            yield check_result("warning", "variables", [host], text)
         else:
             clean.append(host)
     if clean:
-        yield finding("ok", "variables", clean, f"no variables of other launchers on {named(clean)}")
+        yield check_result("ok", "variables", clean, f"no variables of other launchers on {named(clean)}")
 
 
-def tpu_locks(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
+def tpu_locks(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """What is wrong with the lock, for a job that may use TPUs."""
     for host, facts in hosts.items():
         lock, platforms = facts["tpu_lock"], wanted.platforms or facts["platforms"]
@@ -317,9 +319,9 @@ def tpu_locks(wanted: Wanted, hosts: Hosts) -> Iterator[Finding]:
         where = f"{host}: {lock['path']}, libtpu's lock,"
         if lock["holder"] is not None:
             text = f"{where} is held by {lock['holder']}, which uses the TPU; end it, or JAX_PLATFORMS=cpu goes without"
-            yield finding("error", "tpu lock", [host], text)
+            yield check_result("error", "tpu lock", [host], text)
         elif lock["why"] is not None:
             text = f"{where} cannot be opened ({lock['why']}), and nothing can use the TPU; sudo rm {lock['path']}"
-            yield finding("error", "tpu lock", [host], text)
+            yield check_result("error", "tpu lock", [host], text)
         else:
-            yield finding("ok", "tpu lock", [host], f"{where} is there, and nobody holds it")
+            yield check_result("ok", "tpu lock", [host], f"{where} is there, and nobody holds it")

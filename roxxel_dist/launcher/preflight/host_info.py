@@ -17,23 +17,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.preflight.stale_ranks import leftovers
+from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("MEGASCALE_", "OMPI_")
 """Variables of other launchers, by their beginning: jax and its libraries would believe them."""
 
-Facts = dict[str, Any]
+HostInfo = dict[str, Any]
 
 
-def gather(question: Facts) -> Facts:
+def gather(question: HostInfo) -> HostInfo:
     """All that preflight compares or judges, as plain values.
 
     The question: `run_dir` (text, or None where the job keeps nothing on this host), `run_id`, `script` and `data_path`
     (text or None), `resume`, and `compare`: whether to tell what matters beside other hosts (versions, code, data).
     """
     run_dir = question["run_dir"]
-    told: Facts = {
+    told: HostInfo = {
         "machine": _machine(),
         "gpus": _gpus(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -45,7 +45,7 @@ def gather(question: Facts) -> Facts:
         "variables": sorted(name for name in os.environ if name.startswith(STALE)),
         "run_dir": folder(run_dir, writes=True) if run_dir is not None else None,
         "tmp": folder(os.environ.get("TMPDIR") or "/tmp", writes=False),
-        "left": leftovers(question["run_id"], run_dir),
+        "left": stale_ranks(question["run_id"], run_dir),
     }
     if question["compare"]:
         told |= own_name() | {
@@ -58,7 +58,7 @@ def gather(question: Facts) -> Facts:
     return told | {"clock": time.time()}  # last, so that it is as new as it can be where it is read
 
 
-def own_name() -> Facts:
+def own_name() -> HostInfo:
     """The host's own name, and the addresses that it means to the host itself."""
     name = socket.gethostname()
     return {"name": name, "resolves": resolved(name)}
@@ -72,7 +72,7 @@ def existing(path: str) -> Path:
     return place
 
 
-def folder(path: str, *, writes: bool) -> Facts:
+def folder(path: str, *, writes: bool) -> HostInfo:
     """Free bytes where a folder is or would be, and why it cannot be written (None: it can).
 
     With `writes` a file is made and taken away; without, the permissions are believed.
@@ -140,7 +140,7 @@ def _gpus() -> int | None:
     return None if not found and os.path.exists("/dev/kfd") else found
 
 
-def usable_gpus(facts: Facts) -> int | None:
+def usable_gpus(facts: HostInfo) -> int | None:
     """How many GPUs the programs of a host may use: by its own list, or all; None where nobody counts them."""
     listed = facts["visible"]
     return facts["gpus"] if listed is None else len([name for name in listed.split(",") if name.strip()])
@@ -182,7 +182,7 @@ def _hash_of(script: str | None) -> str | None:
         return "absent"
 
 
-def _data_set(data_path: str | None, run_dir: str | None, *, resume: bool) -> Facts | None:
+def _data_set(data_path: str | None, run_dir: str | None, *, resume: bool) -> HostInfo | None:
     """What `train` would read: its path, and its fingerprint, or `text`, or why it cannot be read."""
     from roxxel_dist.data.commit import COMMIT, SUFFIX
     from roxxel_dist.data.locate import is_tokens

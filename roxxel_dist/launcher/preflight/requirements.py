@@ -8,7 +8,7 @@ from roxxel_dist.launcher.spec import JobSpec, flag, log_dir_for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Requirements:
     """What a job needs to find on its hosts."""
 
     run_id: str | None = None
@@ -26,7 +26,7 @@ class Wanted:
     """JAX_PLATFORMS, where the job sets it."""
 
 
-def wanted_by(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Wanted:
+def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Requirements:
     """What a job needs.
 
     Args:
@@ -35,7 +35,7 @@ def wanted_by(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Wanted
         writes: whether its logs are written on the host, whatever the command.
     """
     train = job.command[0] == "train"
-    return Wanted(
+    return Requirements(
         run_id=job.run_id,
         run_dir=str(job.log_dir.parent) if train or writes else None,
         shared=train,
@@ -48,12 +48,14 @@ def wanted_by(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Wanted
     )
 
 
-def wanted_by_hand(command: Sequence[str], *, run_dir: str | None, data_path: str | None, gpus: int | None) -> Wanted:
+def requirements_by_hand(
+    command: Sequence[str], *, run_dir: str | None, data_path: str | None, gpus: int | None
+) -> Requirements:
     """What somebody wants to know who has no job yet; `command` may be empty."""
     train = command[:1] == ["train"]
     if train and run_dir is None:
         run_dir = str(log_dir_for(tuple(command), "new").parent)
-    return Wanted(
+    return Requirements(
         run_dir=run_dir or "runs",
         shared=run_dir is not None,
         data_path=data_path or (flag(command, "data_path") if train else None),

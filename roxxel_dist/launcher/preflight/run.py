@@ -13,20 +13,20 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.backends.local import LocalBackend, MemberBackend
 from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import (
-    Finding,
+    CheckResult,
     Hosts,
     are_one_machine,
-    finding,
+    check_result,
     findings,
     named,
     own_name,
     speak_alike,
 )
-from roxxel_dist.launcher.preflight.requirements import Wanted, wanted_by
+from roxxel_dist.launcher.preflight.requirements import Requirements, requirements_of
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port
 from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
 
-__all__ = ["Interrupted", "Ready", "look", "survey"]
+__all__ = ["Interrupted", "PreflightReport", "look", "survey"]
 
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
@@ -34,14 +34,14 @@ FILES, FILES_A_HOST = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
+class PreflightReport:
     """What preflight found."""
 
     address: str
     """Where rank 0's coordinator shall listen, as the other hosts reach it; empty where there is no such place."""
     port: int
     """Free there; 0 where there is none."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     unreachable: Mapping[str, str]
     """Hosts that did not answer, and why; nothing else was checked on them."""
     visible: Mapping[str, str] = field(default_factory=dict)
@@ -52,10 +52,12 @@ class Ready:
     @property
     def fit(self) -> bool:
         """Whether all hosts are there, and nothing is wrong with them."""
-        return not self.unreachable and all(finding.level != "error" for finding in self.findings)
+        return not self.unreachable and all(check_result.level != "error" for check_result in self.findings)
 
 
-def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, wake: int | None = None) -> Ready:
+def look(
+    job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, wake: int | None = None
+) -> PreflightReport:
     """Check the hosts of a job, and choose the address of its coordinator.
 
     Args:
@@ -69,16 +71,16 @@ def look(job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | No
         Interrupted: `wake` can be read.
     """
     if _is_here(backend, hosts):
-        return _here(wanted_by(job, backend.environment, writes=True), backend, hosts, port, compare=False)
-    wanted = wanted_by(job, backend.environment, writes=False)
+        return _here(requirements_of(job, backend.environment, writes=True), backend, hosts, port, compare=False)
+    wanted = requirements_of(job, backend.environment, writes=False)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         wanted = replace(wanted, data_path=None)
     return _there(wanted, backend, hosts, port, wake)
 
 
 def survey(
-    wanted: Wanted, backend: Backend, hosts: Sequence[str], *, port: int | None = None, wake: int | None = None
-) -> Ready:
+    wanted: Requirements, backend: Backend, hosts: Sequence[str], *, port: int | None = None, wake: int | None = None
+) -> PreflightReport:
     """As `look`, where there is no job: all that can be known of each host."""
     if _is_here(backend, hosts):
         return _here(wanted, backend, hosts, port, compare=True)
@@ -89,7 +91,7 @@ def _is_here(backend: Backend, hosts: Sequence[str]) -> bool:
     return len(hosts) == 1 and isinstance(backend, LocalBackend)
 
 
-def _question(wanted: Wanted, *, compare: bool) -> Message:
+def _question(wanted: Requirements, *, compare: bool) -> Message:
     return {
         "ask": "facts",
         "run_dir": wanted.run_dir,
@@ -101,7 +103,9 @@ def _question(wanted: Wanted, *, compare: bool) -> Message:
     }
 
 
-def _here(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, *, compare: bool) -> Ready:
+def _here(
+    wanted: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, *, compare: bool
+) -> PreflightReport:
     """What is known of this machine, without a probe: nothing is as fast."""
     told = host_info.gather(_question(wanted, compare=compare))
     found = findings(wanted, {hosts[0]: told})
@@ -109,19 +113,21 @@ def _here(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | No
     if isinstance(backend, MemberBackend) and address != LOOPBACK:
         found += own_name(wanted, hosts[0], told | host_info.own_name())
     if isinstance(backend, MemberBackend) and not backend.leads:
-        return Ready(address=address, port=port or 0, findings=tuple(found), unreachable={})
+        return PreflightReport(address=address, port=port or 0, findings=tuple(found), unreachable={})
     try:
         free = coordinator_port(port, address)
-        found.append(finding("ok", "port", hosts, f"{free} is free on {address}"))
+        found.append(check_result("ok", "port", hosts, f"{free} is free on {address}"))
     except ValueError as error:
-        found.append(finding("error", "port", hosts, str(error)))
-    return Ready(address=address, port=free, findings=tuple(found), unreachable={})
+        found.append(check_result("error", "port", hosts, str(error)))
+    return PreflightReport(address=address, port=free, findings=tuple(found), unreachable={})
 
 
-def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None) -> Ready:
+def _there(
+    wanted: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None
+) -> PreflightReport:
     if problem := allow_open_files(len(hosts)):
-        return Ready(
-            address="", port=0, findings=(finding("error", "open files", hosts, problem),), unreachable={}
+        return PreflightReport(
+            address="", port=0, findings=(check_result("error", "open files", hosts, problem),), unreachable={}
         )  # fmt: skip
     with Panel(backend, hosts, wake) as panel:
         told = _facts(panel, hosts, _question(wanted, compare=True))
@@ -138,7 +144,7 @@ def _there(wanted: Wanted, backend: Backend, hosts: Sequence[str], port: int | N
         visible = {host: host_info["visible"] for host, host_info in told.items() if host_info["visible"] is not None}
         cores = max((host_info["cores"] for host_info in told.values()), default=None)
         gone = dict(panel.gone)
-        return Ready(
+        return PreflightReport(
             address=address, port=free, findings=tuple(found), unreachable=gone, visible=visible, cores=cores
         )  # fmt: skip
 
@@ -183,16 +189,16 @@ def _address(panel: Panel, told: Hosts) -> str:
     return answer.get(first, {}).get("address") or ""
 
 
-def _no_address(hosts: Sequence[str]) -> Finding:
+def _no_address(hosts: Sequence[str]) -> CheckResult:
     first, second, *_ = (*hosts, "the other hosts")
     text = (
         f"{first} has no way to {second}: neither the address of its ssh connection nor its name leads there; have "
         "both in one network, and their names in DNS or /etc/hosts"
     )
-    return finding("error", "port", hosts, text)
+    return check_result("error", "port", hosts, text)
 
 
-def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[Finding]]:
+def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
     """A port of the first host that all others reach; 0 where it is taken."""
     first, *others = hosts
     here = {"address": address, "nonce": os.urandom(16).hex()}
@@ -200,7 +206,7 @@ def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) ->
     if "port" not in answer:
         asked = f"--port {port}" if port else "a free port"
         text = f"{first}: {asked} cannot be had on {address} ({answer['why']}); give another --port, or leave it out"
-        return 0, [finding("error", "port", [first], text)]
+        return 0, [check_result("error", "port", [first], text)]
     free = int(answer["port"])
     question = {"ask": "reach", "port": free, **here}
     answers = panel.ask(dict.fromkeys(others, question))
@@ -211,15 +217,15 @@ def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) ->
                 f"{host} does not reach {first} at {address}:{free} ({said['why']}): let the firewall of {first} pass "
                 f"TCP between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
             )
-            found.append(finding("error", "port", [host, first], text))
+            found.append(check_result("error", "port", [host, first], text))
     reached = [said["ms"] for said in answers.values() if "ms" in said]
     if len(reached) == len(others):
         slowest = f", reached from {named(others)} within {max(reached):.1f} ms" if reached else ""
-        found.append(finding("ok", "port", hosts, f"{first} listens on {address}:{free}{slowest}"))
+        found.append(check_result("ok", "port", hosts, f"{first} listens on {address}:{free}{slowest}"))
     return free, found
 
 
-def _shared(panel: Panel, hosts: Sequence[str], run_dir: str | None) -> list[Finding]:
+def _shared(panel: Panel, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
     """Whether a file that the first host makes in the run directory is there for all."""
     first, *others = hosts
     made = panel.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
@@ -228,9 +234,9 @@ def _shared(panel: Panel, hosts: Sequence[str], run_dir: str | None) -> list[Fin
     answers = panel.ask({host: {"ask": "see", "run_dir": run_dir, "name": made["name"]} for host in others})
     blind = [host for host, said in answers.items() if not said.get("seen")]
     if not blind:
-        return [finding("ok", "run directory", hosts, f"{run_dir} is the same folder on {named(hosts)}")]
+        return [check_result("ok", "run directory", hosts, f"{run_dir} is the same folder on {named(hosts)}")]
     text = (
         f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"
     )
-    return [finding("error", "run directory", blind, text)]
+    return [check_result("error", "run directory", blind, text)]

@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.control.signals import Signals
-from roxxel_dist.launcher.output.console import Screen
-from roxxel_dist.launcher.preflight.run import Interrupted, Ready, look
+from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, look
 from roxxel_dist.launcher.spec import JobSpec, working_hosts
 
 AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
+class Assignment:
     """The hosts that work in an attempt, and the job as they do it."""
 
     hosts: tuple[str, ...]
@@ -23,8 +23,8 @@ class Crew:
     """Which hosts are missing and which devices idle, for people; empty where all is as it was asked for."""
 
 
-def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Crew:
-    """The largest crew out of the hosts that are there.
+def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assignment:
+    """The largest assignment to the hosts that are there.
 
     Args:
         job: as it was asked for, on all of `hosts`.
@@ -37,7 +37,7 @@ def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Crew:
         gone = [host for host in working if host not in present]
         instead = ", ".join(host for host in chosen if host not in working)
         note = f"going on without {', '.join(gone)}, with {instead} instead" if gone else ""
-        return Crew(hosts=chosen, job=job, note=note)
+        return Assignment(hosts=chosen, job=job, note=note)
     procs = job.nprocs // len(working)
     devices = _devices_per_process(job, procs)
     count, used = max(
@@ -64,7 +64,7 @@ def crew(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Crew:
         idle += [f"{host} ({procs * (devices - share)})" for host in present[:used]]
     if idle:
         note += f"; idle, because every phase's batch must divide by the devices: {', '.join(idle)}"
-    return Crew(hosts=tuple(present[:used]), job=smaller, note=note)
+    return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
 
 
 def _devices_per_process(job: JobSpec, procs: int) -> int:
@@ -92,10 +92,10 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mustered:
-    """Who is ready to start."""
+class ReadyHosts:
+    """The hosts that can start, and what they share."""
 
-    crew: Crew
+    assignment: Assignment
     coordinator: str
     """address:port of rank 0's coordinator, as all of them reach it."""
     visible: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Mustered:
     """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
 
 
-class Muster:
+class HostSelector:
     """Looks at the hosts of a job before each of its attempts.
 
     A spare host takes the place of one that is out of reach, or not fit, at once. Where there is none, everything must
@@ -112,7 +112,7 @@ class Muster:
     may.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend, signals: Signals, screen: Screen) -> None:
+    def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console) -> None:
         self._job = job
         self._backend = backend
         self._signals = signals
@@ -120,7 +120,7 @@ class Muster:
         self._warned: set[str] = set()
         self._cores: int | None = None
 
-    def ready(self, attempt: int) -> Mustered:
+    def select(self, attempt: int) -> ReadyHosts:
         """Those who start this attempt.
 
         Raises:
@@ -128,7 +128,7 @@ class Muster:
             StoppedError: somebody asked the launcher to stop.
         """
         hosts = tuple(self._backend.hosts)
-        chosen = Crew(hosts=tuple(working_hosts(self._job, hosts)), job=self._job)
+        chosen = Assignment(hosts=tuple(working_hosts(self._job, hosts)), job=self._job)
         present, told = hosts, set[str]()
         again = attempt > 0 or self._job.first_attempt > 0  # the job has run before: its hosts may need a moment
         until = time.monotonic() + (self._job.host_timeout if again else 0)
@@ -136,7 +136,9 @@ class Muster:
             seen = self._look(chosen, attempt)
             if seen.fit:
                 self._cores = self._cores or seen.cores
-                return Mustered(crew=chosen, coordinator=_endpoint(seen), visible=seen.visible, cores=self._cores)
+                return ReadyHosts(
+                    assignment=chosen, coordinator=_endpoint(seen), visible=seen.visible, cores=self._cores
+                )
             problems, unfit = _problems(seen), _unfit(seen)
             rest = tuple(host for host in present if host not in unfit)
             is_other = rest != present
@@ -149,10 +151,10 @@ class Muster:
                 raise NotReadyError("\n".join(problems), unreachable=bool(seen.unreachable))
             present = rest
             self._tell(problems, told)
-            chosen = crew(self._job, hosts, present)
+            chosen = assign(self._job, hosts, present)
             self._tell([chosen.note], told)
 
-    def _look(self, chosen: Crew, attempt: int) -> Ready:
+    def _look(self, chosen: Assignment, attempt: int) -> PreflightReport:
         # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
         port = None if self._job.port is None else min(self._job.port + attempt, 65535)
         while True:
@@ -182,16 +184,16 @@ class Muster:
                 self._screen.say(prefix + line)
 
 
-def _problems(seen: Ready) -> list[str]:
+def _problems(seen: PreflightReport) -> list[str]:
     errors = [finding.text for finding in seen.findings if finding.level == "error"]
     return errors + [f"host {host} cannot be used: {why}" for host, why in seen.unreachable.items()]
 
 
-def _unfit(seen: Ready) -> set[str]:
+def _unfit(seen: PreflightReport) -> set[str]:
     """The hosts that alone are to blame for something."""
     single = [finding.hosts for finding in seen.findings if finding.level == "error" and len(finding.hosts) == 1]
     return {host for (host,) in single} | set(seen.unreachable)
 
 
-def _endpoint(seen: Ready) -> str:
+def _endpoint(seen: PreflightReport) -> str:
     return f"[{seen.address}]:{seen.port}" if ":" in seen.address else f"{seen.address}:{seen.port}"

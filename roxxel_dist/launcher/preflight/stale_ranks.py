@@ -15,7 +15,7 @@ LIMIT_S = 2.0
 """How long all processes together may take to be looked at."""
 
 
-def leftovers(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
+def stale_ranks(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
     """The ranks of this user on this host: `pid`, `run_id`, `seconds` of age, whether they are `ours`, and an `orphan`.
 
     A rank is what the worker runs in, and, for `run_id`, every process that has it in its environment. It is ours if
@@ -28,7 +28,7 @@ def leftovers(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_S)
     """
     found: list[dict[str, Any]] = []
     at: list[int] = []
-    thread = threading.Thread(target=_look, args=(run_id, run_dir, found, at), name="leftovers", daemon=True)
+    thread = threading.Thread(target=_look, args=(run_id, run_dir, found, at), name="stale_ranks", daemon=True)
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.backends.base import Backend, RemoteProcess
-from roxxel_dist.launcher.output.logs import Lines
+from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 
 AGENT_END_S = 10.0
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 """How often a controller and its agents let each other hear that they live."""
 WORDS = 20
 """Lines of an agent's stderr that are kept, to tell why it ended."""
@@ -21,12 +21,12 @@ WORDS = 20
 
 def agent_words(backend: Backend) -> tuple[str, ...]:
     """The module of the agent and its arguments, for `Backend.start`."""
-    leash = () if backend.leash_s is None else (f"{backend.leash_s:g}",)
-    return ("roxxel_dist.launcher.host.agent", *leash)
+    timeout = () if backend.heartbeat_timeout_s is None else (f"{backend.heartbeat_timeout_s:g}",)
+    return ("roxxel_dist.launcher.host.agent", *timeout)
 
 
 @dataclass(eq=False, kw_only=True)
-class Link:
+class HostConnection:
     """The controller's end of one agent."""
 
     host: str
@@ -40,7 +40,7 @@ class Link:
     said: deque[str] = field(default_factory=lambda: deque(maxlen=WORDS))
     """The last lines of its stderr: those of ssh, or of an agent that could not start."""
     decoder: Decoder = field(default_factory=Decoder)
-    _lines: Lines = field(default_factory=Lines)
+    _lines: LineSplitter = field(default_factory=LineSplitter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -108,17 +108,17 @@ class Link:
             process.stderr.close()
 
 
-class Beat:
+class Heartbeat:
     """Tells agents, from a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[HostConnection]) -> None:
         self._links = list(links)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._end.wait(BEAT_S):
+        while not self._end.wait(HEARTBEAT_S):
             for link in self._links:
                 if not link.done and not link.waiting:
                     link.send({"type": "alive"})

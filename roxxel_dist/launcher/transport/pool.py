@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
-from roxxel_dist.launcher.control.outcome import Lost, how
+from roxxel_dist.launcher.control.outcome import HostLost, how
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, Beat, Link, agent_words
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, Heartbeat, HostConnection, agent_words
 from roxxel_dist.launcher.transport.protocol import Message
 
 CHUNK = 1 << 20
 SILENT_S = 10.0
-"""An agent speaks every half second; after this long it is taken for gone, and its ranks too (`Backend.leash_s`)."""
+"""An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""
 START_S = 60.0
 """How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
 KILL_S = 10.0
@@ -25,7 +25,7 @@ EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
 
-class Links:
+class HostPool:
     """Every agent of an attempt, in rank order.
 
     Args:
@@ -33,10 +33,10 @@ class Links:
     """
 
     def __init__(self, wake: int) -> None:
-        self.all: list[Link] = []
+        self.all: list[HostConnection] = []
         self._select = selectors.DefaultSelector()
         self._select.register(wake, selectors.EVENT_READ)
-        self._beat: Beat | None = None
+        self._beat: Heartbeat | None = None
         self._kill_by: float | None = None
         self._looked = time.monotonic()
 
@@ -44,13 +44,13 @@ class Links:
         """Start an agent on each host, and have it start its ranks."""
         for place in placed:
             process = backend.start(place.host, *agent_words(backend))
-            link = Link(host=place.host, ranks=list(place.ranks), process=process)
+            link = HostConnection(host=place.host, ranks=list(place.ranks), process=process)
             self.all.append(link)
             self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
             self._select.register(link.error_fd, selectors.EVENT_READ, (self._read_errors, link))
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
-        self._beat = Beat(self.all)
+        self._beat = Heartbeat(self.all)
 
     @property
     def done(self) -> bool:
@@ -66,7 +66,7 @@ class Links:
             if not link.done:
                 link.send(message)
 
-    def events(self, wait_s: float) -> Iterator[tuple[Link, Message | Lost | str]]:
+    def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str]]:
         """What happens within `wait_s` seconds, until something does.
 
         A message of an agent, its loss, or a line of its stderr. Nothing where `wake` is readable.
@@ -79,7 +79,7 @@ class Links:
                 yield from ((link, event) for event in handle(link))
         yield from self._silent(time.monotonic())
 
-    def _want_room(self, link: Link) -> None:
+    def _want_room(self, link: HostConnection) -> None:
         """Wait for room in the pipe of orders, as long as there are orders that found none."""
         registered = link.order_fd in self._select.get_map()
         if link.waiting and not link.done and not registered:
@@ -87,11 +87,11 @@ class Links:
         elif registered and (link.done or not link.waiting):
             self._select.unregister(link.order_fd)
 
-    def _flush(self, link: Link) -> list[Message]:
+    def _flush(self, link: HostConnection) -> list[Message]:
         link.flush()
         return []
 
-    def _read(self, link: Link) -> Iterator[Message | Lost]:
+    def _read(self, link: HostConnection) -> Iterator[Message | HostLost]:
         data = os.read(link.fd, CHUNK)
         if not data:
             self._select.unregister(link.fd)
@@ -111,13 +111,13 @@ class Links:
                 link.done = True
             yield message
 
-    def _read_errors(self, link: Link) -> list[str]:
+    def _read_errors(self, link: HostConnection) -> list[str]:
         data = os.read(link.error_fd, CHUNK)
         if not data:
             self._select.unregister(link.error_fd)
         return link.errors(data)
 
-    def _gone(self, link: Link) -> Lost:
+    def _gone(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         link.done = True
         self.order({"type": "kill", "after": 0}, within=0)  # the others, before anybody waits for an ssh that lingers
@@ -134,7 +134,7 @@ class Links:
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
         return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True)
 
-    def _drain(self, link: Link) -> None:
+    def _drain(self, link: HostConnection) -> None:
         """What the agent said on stderr just before its end; a process that it left behind is not waited for."""
         os.set_blocking(link.error_fd, False)
         try:
@@ -144,15 +144,15 @@ class Links:
             return
 
     def _lose(
-        self, link: Link, text: str, code: int = EXIT_LOST, *, with_host: bool = False, died: bool = False
-    ) -> Lost:
+        self, link: HostConnection, text: str, code: int = EXIT_LOST, *, with_host: bool = False, died: bool = False
+    ) -> HostLost:
         link.done = True
         for fd in (link.fd, link.error_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
-        return Lost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
+        return HostLost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
 
-    def _silent(self, now: float) -> Iterator[tuple[Link, Lost]]:
+    def _silent(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
         if now - self._looked > STILL_S:  # the launcher stood still itself, and has not listened
             for link in self.all:

@@ -3,7 +3,7 @@
 To the agent:  start (command, ranks: [{rank, env}], total) · stop (grace) · kill (after) · dump · alive
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; every half second, also where none did) ·
-                dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, culled, step) · done
+                dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
 """
 
 import json

@@ -11,7 +11,7 @@ from typing import Any
 
 from roxxel_dist.launcher.backends.ray import cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, gone
-from roxxel_dist.launcher.host.process_tree import LEASH_S
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
@@ -45,7 +45,7 @@ class RayBackend:
     """
 
     address: str | None = None
-    leash_s: float | None = LEASH_S
+    heartbeat_timeout_s: float | None = HEARTBEAT_TIMEOUT_S
 
     def __init__(
         self,

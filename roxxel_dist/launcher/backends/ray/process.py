@@ -71,7 +71,7 @@ class RayProcess:
         return self._code
 
     def kill(self) -> None:
-        """End it now. A node that does not answer is waited for no longer than KILL_S; its agent has a leash."""
+        """End it now. A node that does not answer is waited for KILL_S at most; its agent has a heartbeat timeout."""
         self._killed = True
         self._tell_killed()
         limit = threading.Timer(KILL_S, self._end, (LOST,))

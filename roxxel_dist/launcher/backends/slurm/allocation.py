@@ -14,7 +14,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.control.restart import INFRASTRUCTURE
 from roxxel_dist.launcher.control.supervisor import Result, supervise
-from roxxel_dist.launcher.jobs.record import Register
+from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.spec import JobSpec
 
@@ -73,7 +73,7 @@ def binds_cpus() -> bool:
 
 def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, max_requeues: int) -> int:
     """Run a job on the nodes of an allocation, and have SLURM queue it again where that helps; its exit code."""
-    register = Register(
+    register = JobRecorder(
         job,
         backend,
         detached=_is_stdout(job.log_dir / "launcher.log"),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from roxxel_dist.launcher.host.process_tree import LEASH_S, start_near
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
 
 RUNTIMES = ("pyxis", "apptainer")
 Runtime = Literal["pyxis", "apptainer"]
@@ -42,7 +42,7 @@ class SlurmBackend:
     """
 
     address: str | None = None
-    leash_s: float | None = LEASH_S
+    heartbeat_timeout_s: float | None = HEARTBEAT_TIMEOUT_S
 
     def __init__(
         self,

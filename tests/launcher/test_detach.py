@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hosts import Cluster
 
-from roxxel_dist.launcher.jobs.detach import NotStarted, _answer_in, detach
-from roxxel_dist.launcher.jobs.record import Entry, Process
+from roxxel_dist.launcher.jobs.detach import StartError, _answer_in, detach
+from roxxel_dist.launcher.jobs.record import JobRecord, Process
 from roxxel_dist.launcher.spec import JobSpec
 
 Until = Callable[[Callable[[], Any], str], None]
@@ -125,7 +125,7 @@ def test_what_a_host_answers_names_no_file_elsewhere(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     job = JobSpec(run_id="r", command=("true",), nprocs=1, log_dir=tmp_path)
     times = {"begun": 0.0, "updated": 0.0, "grace": 1.0}
-    entry = Entry(
+    entry = JobRecord(
         run_id=run_id, controller=Process(host=host, boot="", pid=1, start=1), hosts=("h1",), nprocs=1, command="true",
         log_dir="/w", run_dir="/w", directory="/w", **times,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_what_a_host_answers_names_no_file_elsewhere(
         assert detach(job, liar) == entry
         assert [path.name for path in tmp_path.rglob("*.json")] == ["r.h1.1.json"]
         return
-    with pytest.raises(NotStarted, match=f"h1 started run {run_id!r} on {host!r} where it was told 'r': look there"):
+    with pytest.raises(StartError, match=f"h1 started run {run_id!r} on {host!r} where it was told 'r': look there"):
         detach(job, liar)
     assert not list(tmp_path.rglob("*.json"))
 

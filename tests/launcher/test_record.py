@@ -15,7 +15,7 @@ from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.config import UsageError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs import record
-from roxxel_dist.launcher.jobs.record import Entry, Register, find
+from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder, find
 from roxxel_dist.launcher.spec import JobSpec
 
 
@@ -30,14 +30,14 @@ def spec(run_id: str = "20260102_030405", folder: str = "runs/one", **more: obje
     return JobSpec(run_id=run_id, **values)  # pyright: ignore[reportArgumentType]
 
 
-def only() -> Entry:
+def only() -> JobRecord:
     (entry,) = record.entries()
     return entry
 
 
 def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with Register(spec(), LocalBackend()) as register:
+    with JobRecorder(spec(), LocalBackend()) as register:
         entry = only()
         assert (entry.state, entry.attempt, entry.step, entry.code, entry.nprocs) == ("starting", 0, 0, None, 2)
         assert entry.run_dir == str(tmp_path / "runs" / "one")
@@ -60,7 +60,7 @@ def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path, monkeypatch: 
 
 
 def test_steps_are_not_written_each(state: Path) -> None:
-    with Register(spec(), LocalBackend()) as register:
+    with JobRecorder(spec(), LocalBackend()) as register:
         register.update(state="running")
         (path,) = record.paths()
         before = path.stat().st_mtime_ns
@@ -72,14 +72,14 @@ def test_steps_are_not_written_each(state: Path) -> None:
 
 
 def test_an_exception_of_the_launcher_ends_the_entry() -> None:
-    with pytest.raises(RuntimeError), Register(spec(), LocalBackend()):
+    with pytest.raises(RuntimeError), JobRecorder(spec(), LocalBackend()):
         raise RuntimeError
     assert (only().state, only().code) == ("ended", 1)
 
 
 def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(state: Path, capfd) -> None:
     state.write_text("a file where a folder should be")
-    with Register(spec(), LocalBackend()) as register:
+    with JobRecorder(spec(), LocalBackend()) as register:
         register.update(state="running")
         register.update(state="stopping")
         register.end(0)
@@ -92,7 +92,7 @@ def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(state: Path
 def test_one_without_a_home_as_well(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", "~")
-    with Register(spec(), LocalBackend()) as register:
+    with JobRecorder(spec(), LocalBackend()) as register:
         register.end(0)
     assert "set HOME or XDG_STATE_HOME" in capfd.readouterr().err
 
@@ -102,9 +102,9 @@ import sys, time
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.spec import JobSpec
-from roxxel_dist.launcher.jobs.record import Register
+from roxxel_dist.launcher.jobs.record import JobRecorder
 job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
-with Register(job, LocalBackend()) as register:
+with JobRecorder(job, LocalBackend()) as register:
     register.update(state="running")
     print("ready", flush=True)
     time.sleep(1000)
@@ -131,9 +131,9 @@ def test_another_process_of_that_number_is_not_the_controller() -> None:
     assert not record.is_alive(dataclasses.replace(me, boot="before the last boot"))
 
 
-def enter(run_id: str, folder: str, **changes: object) -> Entry:
+def enter(run_id: str, folder: str, **changes: object) -> JobRecord:
     """Write the entry of a job that is over."""
-    register = Register(spec(run_id, folder), LocalBackend())
+    register = JobRecorder(spec(run_id, folder), LocalBackend())
     entry = dataclasses.replace(register.entry, **{"state": "ended", "code": 0, **changes})  # pyright: ignore[reportArgumentType]
     record.write(entry)
     return entry
@@ -153,13 +153,13 @@ def test_a_machine_without_a_boot_id_and_a_folder_that_is_gone_end_no_launch(
         return read(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", masked)
-    with Register(spec(), LocalBackend()) as register:
+    with JobRecorder(spec(), LocalBackend()) as register:
         assert only().state == "starting"
         register.end(0)
     assert only().state == "ended"
 
 
-def elsewhere(run_id: str, **changes: object) -> Entry:
+def elsewhere(run_id: str, **changes: object) -> JobRecord:
     """Write the entry of a job that runs on a machine of another name."""
     there = dataclasses.replace(record.this_process(), host="h9")
     record.path_of(enter(run_id, f"runs/{run_id}")).unlink()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.launcher.output import console as screen_file
-from roxxel_dist.launcher.output.console import Screen
+from roxxel_dist.launcher.output.console import Console
 
 PREEMPTION = "W1123 00:51:52.602120    4013 preemption_notifier.cc:90] SIGTERM caught at 2026-11-23T00:51:52.602118857"
 
 
 def test_the_screen_shows_rank_0_or_all(capfd: pytest.CaptureFixture[str]) -> None:
     for everybody in (False, True):
-        with Screen(all_ranks=everybody) as screen:
+        with Console(all_ranks=everybody) as screen:
             screen.lines(0, 0.0, ["[/x] a", "[Gloo] Rank 0 is connected", PREEMPTION, "b"])
             screen.lines(1, 0.0, ["c"])
             screen.status(0, {"step": 1, "total": 2, "start": 0})
@@ -37,7 +37,7 @@ def test_who_does_not_look_is_not_waited_for_and_is_told_what_was_left_out(
         monkeypatch.setattr(sys, "stderr", err)
         seen: list[bytes] = []
         reader = threading.Thread(target=lambda: seen.extend(iter(lambda: os.read(reads, 1 << 16), b"")))
-        with Screen(all_ranks=False) as screen:
+        with Console(all_ranks=False) as screen:
             for _ in range(1000):
                 screen.lines(0, time.time(), ["x" * 1000])
             reader.start()  # only now does somebody look

@@ -1,0 +1,95 @@
+"""Which hosts are selected where some are missing; the hosts themselves are in test_ssh.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roxxel_dist.cli.launch import micro_batches
+from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.preflight import select_hosts
+from roxxel_dist.launcher.preflight.checks import check_result
+from roxxel_dist.launcher.preflight.run import PreflightReport
+from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
+from roxxel_dist.launcher.spec import JobSpec
+
+Asked = list[tuple[str, ...]]
+
+
+def select(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], attempt: int, **more: Any) -> Asked:
+    """The hosts that were looked at, in order, until some can start: the last ones."""
+    asked: Asked = []
+
+    def look(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
+        asked.append(hosts)
+        assert len(asked) < 9
+        away = {host: "no route" for host in hosts if host in gone}
+        return PreflightReport(address="10.0.0.1", port=1, findings=(), unreachable=away)
+
+    monkeypatch.setattr(select_hosts, "look", look)
+    job = JobSpec(
+        **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
+    )
+    with Console(all_ranks=False) as screen, SignalPipe(screen.say) as signals:
+        ready = HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(attempt)
+    assert ready.assignment.hosts == asked[-1]
+    assert ready.assignment.job.nprocs == 2 * len(asked[-1])
+    return asked
+
+
+def test_spare_hosts_wait_until_another_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(tmp_path, monkeypatch, set(), 0, spare_hosts=2) == [("a", "b")]
+    assert select(tmp_path, monkeypatch, {"d"}, 0, spare_hosts=2) == [("a", "b")]
+    assert select(tmp_path, monkeypatch, {"a"}, 0, spare_hosts=2) == [("a", "b"), ("b", "c")]
+    patient = {"spare_hosts": 2, "host_timeout": 1000}
+    assert select(tmp_path, monkeypatch, {"b", "c"}, 1, **patient) == [("a", "b"), ("a", "c"), ("a", "d")]
+
+
+def test_fewer_hosts_than_work_when_the_spare_ones_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"b", "c", "d"}
+    with pytest.raises(NotReadyError, match="host d cannot be used"):
+        select(tmp_path, monkeypatch, gone, 1, spare_hosts=2, host_timeout=0)
+    less = select(tmp_path, monkeypatch, gone, 1, spare_hosts=2, host_timeout=0, min_hosts=1)
+    assert less == [("a", "b"), ("a", "c"), ("a", "d"), ("a",)]
+
+
+def test_the_config_is_read_at_the_launch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours later, when a host is lost, its file is that of the next experiment, or gone."""
+    config = tmp_path / "run.yaml"
+    config.write_text("phases: [{steps: 2, batch_size: 6, seq_len: 9}, {steps: 2, batch_size: 12, seq_len: 9}]")
+    command = ("train", "--config", str(config), "--data_path", "data")
+    batches = micro_batches(command)
+    assert batches == (6, 12)
+    config.unlink()
+    train = {"command": command, "micro_batches": batches, "host_timeout": 0}
+    assert select(tmp_path, monkeypatch, {"a"}, 1, spare_hosts=2, **train) == [("a", "b"), ("b", "c")]
+    less = select(tmp_path, monkeypatch, {"a", "b"}, 1, nprocs=8, min_hosts=1, **train)
+    assert less == [("a", "b", "c", "d"), ("c",)], "of 4 devices on two hosts, 6 rows use 3 or 2"
+
+
+def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four hosts are there, two work (the batch asks for it), and those two do not reach each other."""
+    asked: list[tuple[str, ...]] = []
+
+    def look(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
+        asked.append(hosts)
+        assert len(asked) < 5
+        gone = {"d": "no route"} if "d" in hosts else {}
+        wrong = () if gone else (check_result("error", "port", hosts, "b does not reach a"),)
+        return PreflightReport(address="10.0.0.1", port=1, findings=wrong, unreachable=gone)
+
+    monkeypatch.setattr(select_hosts, "look", look)
+    job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
+    job = replace(job, micro_batches=(8,))
+    with (
+        Console(all_ranks=False) as screen,
+        SignalPipe(screen.say) as signals,
+        pytest.raises(NotReadyError, match="b does not reach a"),
+    ):
+        HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(1)
+    assert asked == [("a", "b", "c", "d"), ("a", "b")]
