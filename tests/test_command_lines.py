@@ -58,7 +58,6 @@ def test_command_lines(path):
 PACKAGE = ROOT / "roxxel_dist"
 COMMAND_LINE = (
     "cli",
-    "flags",
     "__main__",
     "launcher",
     "sweep",
@@ -67,7 +66,7 @@ COMMAND_LINE = (
     "export",
     "report",
     "save",
-    "contract",
+    "exit_codes",
 )
 """Modules, and folders of them, whose messages a terminal alone sees: the others serve Python programs too."""
 

@@ -4,34 +4,27 @@ What `--help` touches imports neither jax nor numpy, so that it answers at once.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-import tyro
-
-from roxxel_dist.cli.arguments import Switch, as_flags, parse, parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import as_flags
 from roxxel_dist.cli.data import data_build, data_info, data_verify
 from roxxel_dist.cli.doctor import doctor
-from roxxel_dist.cli.eval import evaluate
-from roxxel_dist.cli.export import export
-from roxxel_dist.cli.find_lr import find_lr
-from roxxel_dist.cli.generate import generate
 from roxxel_dist.cli.jobs import attach, logs, ps, stop
-from roxxel_dist.cli.kubernetes import launch_k8s
+from roxxel_dist.cli.kubernetes import launch_k8s, launch_member
 from roxxel_dist.cli.launch import command_of
-from roxxel_dist.cli.member import launch_member
-from roxxel_dist.cli.plan import plan
+from roxxel_dist.cli.models import evaluate, export, generate
 from roxxel_dist.cli.ray import launch_ray
 from roxxel_dist.cli.report import report
 from roxxel_dist.cli.slurm import launch_slurm
 from roxxel_dist.cli.sweep import sweep
+from roxxel_dist.cli.train import batch, find_lr, plan, save, train
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_USAGE, FileSystemError
+from roxxel_dist.config import UsageError
 
 Command = Callable[[list[str]], int]
 
@@ -110,28 +103,6 @@ ABOUT = {
 }
 
 
-def train(words: list[str]) -> int:
-    """Train a model through a curriculum, on all the processes this one belongs to."""
-    with usage_errors():
-        args, config = parse_train(words)
-        skipped = steps_to_skip(args.skip_steps)
-    from roxxel_dist.data.verified import DamagedData
-    from roxxel_dist.experiment import Experiment
-    from roxxel_dist.train.badstep import BadStep
-    from roxxel_dist.train.checkpoint import SaveError
-
-    experiment = Experiment(config)
-    try:
-        experiment.fit(
-            args.data_path, args.run_dir, args.resume, args.amend,
-            fork=args.fork, from_step=args.from_step, skip_steps=skipped,
-        )  # fmt: skip
-    except (BadStep, DamagedData, SaveError) as problem:  # no fault of the program: its log has the traceback
-        print(f"roxxel-dist: {as_flags(str(problem))}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
-    return EXIT_DRAINED if experiment.stopped else 0
-
-
 def data(words: list[str]) -> int:
     """Make, describe and check shards of tokens: build, info, verify."""
     return _dispatch("data", {"build": data_build, "info": data_info, "verify": data_verify}, words)
@@ -144,55 +115,6 @@ def launch(words: list[str]) -> int:
     made = {name: command_of(name, kind) for name, kind in options().items()}
     own = {"slurm": launch_slurm, "ray": launch_ray, "k8s": launch_k8s, "member": launch_member}
     return _dispatch("launch", made | own, words)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchArgs:
-    """Print what one step reads."""
-
-    source: tyro.conf.Positional[str]
-    """A run directory, or a config file."""
-    step: int
-    """The step, counted from 1 as in the log."""
-    data_path: str | None = None
-    """The shards; a run remembers its own."""
-    text: Switch = False
-    """The whole rows, decoded, instead of how they begin."""
-
-
-def batch(words: list[str]) -> int:
-    """Print what one step reads: data set, shard, document, text."""
-    args = parse(BatchArgs, words, "batch")
-    with usage_errors():
-        from roxxel_dist.reading import describe_batch
-
-        print(describe_batch(args.source, args.step, args.data_path, text=args.text))
-    return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveArgs:
-    """Ask a running job for a checkpoint at its next logged step, and wait until it is on disk; 1 if it is not."""
-
-    run: tyro.conf.Positional[str]
-    """The run directory that the job trains in."""
-    timeout: float = 600.0
-    """Seconds to wait."""
-
-
-def save(words: list[str]) -> int:
-    """Ask a running job for a checkpoint at its next logged step."""
-    args = parse(SaveArgs, words, "save")
-    with usage_errors():
-        from roxxel_dist.save import NotSaved, ask_for_checkpoint
-
-        try:
-            step = ask_for_checkpoint(args.run, args.timeout)
-        except NotSaved as problem:
-            print(f"roxxel-dist: {problem}", file=sys.stderr)
-            return EXIT_FAILED
-    print(f"saved: step {step}")
-    return 0
 
 
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})

@@ -1,0 +1,199 @@
+"""The commands about one run: train, save, and what is found out before: plan, find-lr, batch."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import tyro
+
+from roxxel_dist.cli.arguments import Switch, as_flags, parse, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED
+from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.run_directory import CONFIG
+
+
+def train(words: list[str]) -> int:
+    """Train a model through a curriculum, on all the processes this one belongs to."""
+    with usage_errors():
+        args, config = parse_train(words)
+        skipped = steps_to_skip(args.skip_steps)
+    from roxxel_dist.data.verified import DamagedData
+    from roxxel_dist.experiment import Experiment
+    from roxxel_dist.train.badstep import BadStep
+    from roxxel_dist.train.checkpoint import SaveError
+
+    experiment = Experiment(config)
+    try:
+        experiment.fit(
+            args.data_path, args.run_dir, args.resume, args.amend,
+            fork=args.fork, from_step=args.from_step, skip_steps=skipped,
+        )  # fmt: skip
+    except (BadStep, DamagedData, SaveError) as problem:  # no fault of the program: its log has the traceback
+        print(f"roxxel-dist: {as_flags(str(problem))}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    return EXIT_DRAINED if experiment.stopped else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchArgs:
+    """Print what one step reads."""
+
+    source: tyro.conf.Positional[str]
+    """A run directory, or a config file."""
+    step: int
+    """The step, counted from 1 as in the log."""
+    data_path: str | None = None
+    """The shards; a run remembers its own."""
+    text: Switch = False
+    """The whole rows, decoded, instead of how they begin."""
+
+
+def batch(words: list[str]) -> int:
+    """Print what one step reads: data set, shard, document, text."""
+    args = parse(BatchArgs, words, "batch")
+    with usage_errors():
+        from roxxel_dist.reading import describe_batch
+
+        print(describe_batch(args.source, args.step, args.data_path, text=args.text))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveArgs:
+    """Ask a running job for a checkpoint at its next logged step, and wait until it is on disk; 1 if it is not."""
+
+    run: tyro.conf.Positional[str]
+    """The run directory that the job trains in."""
+    timeout: float = 600.0
+    """Seconds to wait."""
+
+
+def save(words: list[str]) -> int:
+    """Ask a running job for a checkpoint at its next logged step."""
+    args = parse(SaveArgs, words, "save")
+    with usage_errors():
+        from roxxel_dist.save import NotSaved, ask_for_checkpoint
+
+        try:
+            step = ask_for_checkpoint(args.run, args.timeout)
+        except NotSaved as problem:
+            print(f"roxxel-dist: {problem}", file=sys.stderr)
+            return EXIT_FAILED
+    print(f"saved: step {step}")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanArgs:
+    """What a run would be: phases, tokens, parameters, memory, time. No run directory is made, and nothing is trained.
+
+    `plan --config my.yaml --data_path data [options]`, or `plan RUN [options]`: the config, the data and the speed of a
+    run directory. Exits with 2 where `train` would refuse, and where a phase does not fit the memory of a device.
+    """
+
+    config: str | None = None
+    """A YAML file of the fields below; flags win over it."""
+    data_path: str | None = None
+    """A text file, a folder of text, or shards made by `data build`."""
+    devices: int | None = None
+    """Plan for so many devices, simulated on CPU; those that are there where not given."""
+    processes: int | None = None
+    """Plan for so many processes that share the devices."""
+    tokens_per_s: float | None = None
+    """The speed over all devices, for the time."""
+    device_memory_gb: float | None = None
+    """What a device has, in GB of 10^9 bytes; what it says itself where not given."""
+    arrays: Switch = False
+    """A line for every array of parameters: shape, and how it is cut."""
+    json: Switch = False
+    """Print JSON instead of text."""
+
+
+def plan(words: list[str]) -> int:
+    """Tell what a run would be, before it is launched: steps, parameters, memory, time."""
+    with usage_errors():
+        run = words[0] if words and not words[0].startswith("-") else None
+        saved = os.path.join(run, CONFIG) if run else ""
+        args, config = parse_config(
+            PlanArgs, words[1:] if run else words, "plan", saved if os.path.exists(saved) else None
+        )
+    # A look at a device that is at work elsewhere must not take its memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from pathlib import Path
+
+    from roxxel_dist.cluster.distributed import is_primary
+    from roxxel_dist.outlook.look import Asked, outlook
+    from roxxel_dist.outlook.table import table
+
+    with usage_errors():
+        asked = Asked(
+            run=Path(run) if run else None, devices=args.devices, processes=args.processes,
+            tokens_per_s=args.tokens_per_s, device_memory_gb=args.device_memory_gb,
+        )  # fmt: skip
+    found = outlook(config, args.data_path, asked)
+    if is_primary():
+        if args.json:
+            import json
+
+            told = dataclasses.asdict(found)
+            print(json.dumps(told if args.arrays else told | {"arrays": None}, indent=2))
+        else:
+            print(table(found, every_array=args.arrays))
+        sys.stdout.flush()
+    if found.problems:
+        raise UsageError("\n".join(found.problems))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FindLrArgs:
+    """Find a learning rate: a short training whose rate grows at each step. Nothing of a run is touched."""
+
+    config: str | None = None
+    """A YAML file of the fields below; flags win over it."""
+    data_path: str | None = None
+    """A text file, a folder of text, or shards made by `data build`."""
+    min_lr: float = 1e-6
+    """The rate of the first step."""
+    max_lr: float = 0.1
+    """The rate of the last step, if the loss does not diverge before; sgd wants more."""
+    num_steps: int = 100
+    """Steps of the sweep."""
+    plot: Switch = False
+    """Draw the loss by the rate."""
+    out: str = "lr_finder.png"
+    """Where the picture goes."""
+
+
+def find_lr(words: list[str]) -> int:
+    """Find a learning rate by a short training whose rate grows."""
+    with usage_errors():
+        args, config = parse_config(FindLrArgs, words, "find-lr")
+        if args.plot and importlib.util.find_spec("matplotlib") is None:  # known before the sweep, not after it
+            raise ValueError("--plot needs matplotlib: pip install 'roxxel-dist[plot]'")
+    from roxxel_dist.cluster.distributed import is_primary
+    from roxxel_dist.experiment import Experiment
+    from roxxel_dist.train.lr_finder import plot_sweep, smooth
+
+    suggested, rates, losses = Experiment(config).find_lr(
+        args.data_path, min_lr=args.min_lr, max_lr=args.max_lr, num_steps=args.num_steps
+    )
+    if not is_primary():
+        return 0
+    curve = smooth(losses, args.num_steps)
+    early = "" if len(losses) == args.num_steps else f" of {args.num_steps}, where the loss diverged"
+    print(f"{len(losses)} steps{early}, learning rates {rates[0]:.2e} to {rates[-1]:.2e}")
+    print(f"smoothed loss: {curve[0]:.4f} at first, {min(curve):.4f} at its lowest")
+    problem = ""
+    if args.plot:
+        try:
+            plot_sweep(rates, losses, args.num_steps, suggested, Path(args.out))
+            print(f"picture: {args.out}")
+        except OSError as error:  # the sweep was not in vain
+            problem = f"--out {args.out} cannot be written: {error.strerror}"
+    print(f"Suggested LR: {suggested:.2e}", flush=True)
+    if problem:
+        raise UsageError(problem)
+    return 0
