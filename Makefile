@@ -18,14 +18,11 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 	@exec env JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
 	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
 
-WORKERS = 2
-PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/dev-installed lint ## the linters and every part of the package: about eleven minutes on two cores
 	$(PYTEST) -m "not docs and not cluster and not long"
 
-# A third of the time its commands wait for others.
-test-docs: WORKERS = 3
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
 	$(PYTEST) -m "docs and not long"
 
