@@ -34,8 +34,8 @@ test-long: $(VENV)/dev-installed ## matrices, many repetitions, many examples of
 
 test-all: test test-docs test-cluster test-long ## all of these, one after the other
 
-test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with each other Python (3.12, 3.13) that is on this machine
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py || [ $$? = 5 ]  # 5: there is no other
+test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this Python and with 3.12 and 3.13 where they are
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -31,7 +31,7 @@ def interpreters():
         installed = [str(path / "bin" / "python") for path in sorted(versions.glob(f"{version}.*"))]
         for python in [shutil.which(f"python{version}"), *installed]:
             if python and not sys.version.startswith(version) and runs(python):
-                found.append(pytest.param(python, id=version, marks=pytest.mark.long))
+                found.append(pytest.param(python, id=version))
                 break
     return found
 
@@ -54,7 +54,7 @@ def test_what_is_in_it(wheel):
     assert set(names) == modules | {"roxxel_dist/py.typed"} | {f"{information}/{name}" for name in expected}
 
 
-@pytest.mark.docs
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", interpreters())
 def test_it_trains_where_nothing_else_is(wheel, python, tmp_path):
