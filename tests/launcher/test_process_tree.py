@@ -156,6 +156,12 @@ try:
     dead.hear()
 except BlockingIOError:
     say(dead.keeper, dead.pid, state(dead.pid), dead.gone)
+from roxxel_dist.launcher.host.process_tree import Subreaper
+other = subprocess.Popen(["cat", sys.argv[1] + "/dead/y"])
+while state(other.pid) not in ("cat S", "cat D"):
+    time.sleep(0.01)
+time.sleep(0.1)
+say(Subreaper(other.pid).kill(0.1))
 """
 
 
@@ -164,7 +170,7 @@ def test_a_program_that_cannot_be_killed_holds_up_nobody(tmp_path: Path, alive: 
     result = subprocess.run(stuck_disk(tmp_path, sys.executable, "-c", START + STUCK, tmp_path / "disk"), **TEXT)
     assert result.returncode == 0, result.stderr
     keeper, pid, *states = result.stdout.split()
-    assert states == ["cat", "D", "False"]
+    assert states == ["cat", "D", "False", "False"], "not gone, and whoever kills it learns that"
     until(lambda: not alive(int(pid)) and not alive(int(keeper)), "the disk to be gone, and with it those who wait")
 
 
