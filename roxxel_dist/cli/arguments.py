@@ -40,11 +40,11 @@ def _check_words(kind: type, words: list[str], command: str) -> None:
         raise UsageError(f"`{command}` takes options alone, and {words[0]!r} is none{data}")
     for name, value in flags_in(words):
         if name not in hints and not (name.startswith("no_") and hints.get(name[3:]) is bool):
-            separator = "-" if command.startswith(("launch", "doctor")) else "_"
             near = nearest(name, list(hints))
-            hint = f"did you mean --{near.replace('_', separator)}?" if near else "it is none of the command's;"
-            flag = f"--{name.replace('_', separator)}"
-            raise UsageError(f"there is no option {flag}: {hint} `roxxel-dist {command} --help` tells all")
+            hint = f"did you mean {_flag(near, command)}?" if near else "it is none of the command's;"
+            raise UsageError(
+                f"there is no option {_flag(name, command)}: {hint} `roxxel-dist {command} --help` tells all"
+            )
         kinds = {hints.get(name)} | set(get_args(hints.get(name)))
         kinds |= {part for each in kinds for part in get_args(each)}
         if value.startswith("--") or value == "None" or kinds & {str, bool}:
@@ -59,6 +59,11 @@ def _check_words(kind: type, words: list[str], command: str) -> None:
         except ValueError:
             raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
     _check_required(kind, words, hints, command)
+
+
+def _flag(name: str, command: str) -> str:
+    """As the command's help writes it."""
+    return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
 
 
 def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command: str) -> None:
@@ -80,7 +85,7 @@ def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command:
             missing |= {} if bare else {field.name: field.name.upper()}
         elif field.name not in flags:
             value = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
-            missing[field.name] = f"--{field.name} {value or field.name.upper()}"
+            missing[field.name] = f"{_flag(field.name, command)} {value or field.name.upper()}"
     if missing:
         docs = field_docs(kind)
         needs = "; ".join(f"{shown} ({docs[name].rstrip('.')})" for name, shown in missing.items())

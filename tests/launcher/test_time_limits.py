@@ -37,7 +37,7 @@ def test_the_table_has_their_values() -> None:
     values = {
         "connection.HEARTBEAT_S": HEARTBEAT_S,
         "agent.REPORT_S": agent.REPORT_S,
-        "dump.DUMP_S": DUMP_S,
+        "attempt.DUMP_S": DUMP_S,
         "attempt.QUIET_S": QUIET_S,
         "hang.STILL_S": STILL_S,
         "outcome.USAGE_S": USAGE_S,

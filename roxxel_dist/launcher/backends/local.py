@@ -65,6 +65,8 @@ class Options:
 class MemberBackend(LocalBackend):
     """As `LocalBackend`, with rank 0 on another machine or where another machine reaches it.
 
+    The ranks of this machine, of a job whose other machines have launchers of their own.
+
     Args:
         address: where rank 0 is for the ranks of this machine: an address of its own, or a name.
         leads: whether rank 0 is one of them.

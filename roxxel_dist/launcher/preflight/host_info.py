@@ -218,6 +218,8 @@ def _data_path(data_path: str | None, run: Path, *, resume: bool) -> str | None:
     return data_path
 
 
+# libtpu opens this file for writing and takes a POSIX lock on it (lockf) for the life of its process. The file stays.
+# The lock is stale where its process hangs on; where another user has made the file, nobody else can open it.
 LOCK = Path("/tmp/libtpu_lockfile")
 FLOCK = "hhqqi4x"
 """struct flock of Linux with 64 bits: type, whence, start, length, pid."""

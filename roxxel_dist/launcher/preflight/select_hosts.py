@@ -24,7 +24,9 @@ class Assignment:
 
 
 def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assignment:
-    """The largest assignment to the hosts that are there.
+    """The largest assignment to the hosts that are there: the most devices that divide every phase's batch.
+
+    The global batch and the data stay the same; only how many devices share them changes.
 
     Args:
         job: as it was asked for, on all of `hosts`.
