@@ -14,19 +14,25 @@ from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.origin import run_step
 
 T = TypeVar("T")
-Switch = tyro.conf.FlagCreatePairsOff[bool]
-"""A flag that is given or not. `--flag True` and `--flag False` are understood for it as well."""
+Switch = bool
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 BOOLEANS = {"true": True, "false": False}
 NESTED = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
 
 
-def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True) -> T:
-    """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong."""
-    words = plain_switches(words, kind)
+def parse(
+    kind: type[T], words: list[str], name: str, *, underscores: bool = True, marks: tuple[Any, ...] = ()
+) -> T:
+    """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong.
+
+    Args:
+        marks: more of tyro's marks, for all fields.
+    """
+    words = normalise_switches(words, kind)
     _check_words(kind, words, name)
-    return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores)
+    config = (tyro.conf.FlagCreatePairsOff, *marks)
+    return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, config=config)
 
 
 def _check_words(kind: type, words: list[str], command: str) -> None:
@@ -69,7 +75,7 @@ def _flag(name: str, command: str) -> str:
 def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command: str) -> None:
     """Raises UsageError where something without a default is not given."""
     flags = dict(flags_in(words))
-    with_value = {name for name, hint in hints.items() if hint not in (Switch, bool)}
+    with_value = {name for name, hint in hints.items() if hint is not bool}
     pairs = zip(["", *words], words, strict=False)
     bare = [
         word
@@ -92,24 +98,23 @@ def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command:
         raise UsageError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` tells all")
 
 
-def plain_switches(words: list[str], kind: type) -> list[str]:
-    """The words with `--switch True` as `--switch`, and without `--switch False`."""
-    hints = get_type_hints(kind, include_extras=True)
-    switches = {name for name, hint in hints.items() if hint in (Switch, bool)}
+def normalise_switches(words: list[str], kind: Any) -> list[str]:
+    """The words with `--switch True` as `--switch`, `--switch False` as `--no-switch`, and none that changes nothing."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
     result: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not (name.startswith("--") and name[2:].replace("-", "_") in switches):
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if not flag.startswith("--") or name not in defaults:
             result.append(word)
             continue
         if not equals and rest and rest[0].lower() in BOOLEANS:
             value = rest.pop(0)
-        if BOOLEANS.get(value.lower(), True):
-            result.append(name)
-        elif hints[name[2:].replace("-", "_")] is bool:
-            result.append(f"--no-{name[2:]}")
+        given = BOOLEANS.get(value.lower(), True)
+        if given != defaults[name]:
+            result.append(flag if given else f"--no-{flag[2:]}")
     return result
 
 
@@ -143,7 +148,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     Raises:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
     """
-    words = plain_switches(words, TrainArgs)
+    words = normalise_switches(words, TrainArgs)
     own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
     told = {name: value for name, value in flags_in(words) if name in own}
     if told.get("run_dir") == "":
@@ -179,7 +184,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     """
     import yaml
 
-    words, model_args = _without_model_args(plain_switches(words, kind))
+    words, model_args = _without_model_args(normalise_switches(words, kind))
     flags = dict(flags_in(words))
     base = Config.from_yaml(flags["config"]) if flags.get("config") else Config()
     if path:

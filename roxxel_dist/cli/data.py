@@ -5,7 +5,7 @@ from typing import Any
 
 import tyro
 
-from roxxel_dist.cli.arguments import Switch, parse
+from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import usage_errors
 
@@ -42,7 +42,7 @@ class BuildArgs:
     """Names of files to take from folders, such as '*.py'; the usual ones where not given."""
     exclude: tuple[str, ...] = ()
     """Names of files and folders to leave out, such as test 'build/*'."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace what is in the folder."""
 
 

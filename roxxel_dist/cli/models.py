@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tyro
 
-from roxxel_dist.cli.arguments import Switch, parse
+from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import usage_errors, yaml_problem
 
@@ -20,7 +20,7 @@ class EvalArgs:
 
     run: tyro.conf.Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
-    best: Switch = False
+    best: bool = False
     """The checkpoint with the lowest val_loss."""
     data_path: str | None = None
     """Shards; the run remembers its own. Other tokens than the run's are another question, and not compared."""
@@ -28,7 +28,7 @@ class EvalArgs:
     """Data sets to validate on instead of the run's: '{name: PATH}'."""
     eval_iters: int | None = None
     """Batches to read of each data set, if not as many as the run did."""
-    json: Switch = False
+    json: bool = False
     """Print one JSON object instead of the table."""
 
 
@@ -130,7 +130,7 @@ class GenerateArgs:
     """Texts to write, drawn with this seed and the ones behind it."""
     step: int | None = None
     """The checkpoint to use; the newest where not given."""
-    best: Switch = False
+    best: bool = False
     """The checkpoint with the lowest val_loss."""
 
 
@@ -176,15 +176,15 @@ class ExportArgs:
     """The folder to make."""
     step: int | None = None
     """The checkpoint of this step."""
-    best: Switch = False
+    best: bool = False
     """The checkpoint with the lowest val_loss."""
-    merge_lora: Switch = False
+    merge_lora: bool = False
     """Of a run that trained adapters: the plain model that does what it does with them."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the weights; as they were trained where not given."""
     max_shard_size: str = "5GB"
     """Of safetensors and hf: how large a file may be, such as 500MB."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace the folder if it is there already."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from roxxel_dist.cli.arguments import Switch, parse
+from roxxel_dist.cli.arguments import parse
 from roxxel_dist.config import usage_errors
 
 
@@ -25,7 +25,7 @@ class ReportArgs:
     """The folder for the pictures; `report`, or for a study the folder of that name in it, where not given."""
     best_config: str | None = None
     """Of a study: write the config of its best trial to this file, for `train --config`."""
-    json: Switch = False
+    json: bool = False
     """Print JSON instead of the table."""
 
 

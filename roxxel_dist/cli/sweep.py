@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from roxxel_dist.cli.arguments import Switch, flags_in, parse_config
+from roxxel_dist.cli.arguments import flags_in, parse_config
 from roxxel_dist.config import usage_errors
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -44,7 +44,7 @@ class SweepArgs:
     ray_address: str | None = None
     """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
     not given."""
-    insecure: Switch = False
+    insecure: bool = False
     """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
     hosts_per_trial: int = 1
     """Nodes of each trial."""
@@ -60,7 +60,7 @@ class SweepArgs:
     """Failed trials in a row that end the sweep."""
     sweep_id: str | None = None
     """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
-    dry_run: Switch = False
+    dry_run: bool = False
     """Print trials, devices and hours, and run nothing but some steps of one trial."""
 
 

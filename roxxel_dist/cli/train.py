@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from roxxel_dist.cli.arguments import Switch, as_flags, parse, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import as_flags, parse, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.run_directory import CONFIG
@@ -46,7 +46,7 @@ class BatchArgs:
     """The step, counted from 1 as in the log."""
     data_path: str | None = None
     """The shards; a run remembers its own."""
-    text: Switch = False
+    text: bool = False
     """The whole rows, decoded, instead of how they begin."""
 
 
@@ -105,9 +105,9 @@ class PlanArgs:
     """The speed over all devices, for the time."""
     device_memory_gb: float | None = None
     """What a device has, in GB of 10^9 bytes; what it says itself where not given."""
-    arrays: Switch = False
+    arrays: bool = False
     """A line for every array of parameters: shape, and how it is cut."""
-    json: Switch = False
+    json: bool = False
     """Print JSON instead of text."""
 
 
@@ -161,7 +161,7 @@ class FindLrArgs:
     """The rate of the last step, if the loss does not diverge before; sgd wants more."""
     num_steps: int = 100
     """Steps of the sweep."""
-    plot: Switch = False
+    plot: bool = False
     """Draw the loss by the rate."""
     out: str = "lr_finder.png"
     """Where the picture goes."""

@@ -29,7 +29,41 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpec:
+class JobOptions:
+    """What every way to launch understands: each field is a flag of `launch`, and its docstring the flag's help."""
+
+    gpus_per_host: int | None = None
+    """GPUs of a host, dealt to its processes by CUDA_VISIBLE_DEVICES; not given, each process sees all of them."""
+    devices_per_proc: int | None = None
+    """Simulated CPU devices of each process; what jax finds where not given."""
+    port: int | None = None
+    """Port on which the processes find each other, and one more at each restart; free ones where not given."""
+    max_restarts: int = 3
+    """Restarts after infrastructure failures (a rank killed, an agent lost, a hang); preemptions are free. 0: none."""
+    step_timeout: float | None = None
+    """Seconds to the next step, after which the rank that is stuck is named; not given, 10 usual steps, at least 60."""
+    grace: float = 30.0
+    """Seconds that the processes have to save and leave after Ctrl-C."""
+    exit_timeout: float = 60.0
+    """Seconds that the others have after the first process ended well."""
+    all_ranks: bool = False
+    """Show the lines of every rank, not of rank 0 alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """What follows when a host is lost; flags of the ways to launch on several hosts."""
+
+    spare_hosts: int = 0
+    """How many of the hosts, the last ones, wait until another one fails, and take its place."""
+    min_hosts: int | None = None
+    """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
+    host_timeout: float = 60.0
+    """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(HostOptions, JobOptions):
     """One job: `command`, started `nprocs` times as one group. Raises ValueError for what cannot be started."""
 
     command: tuple[str, ...]
@@ -44,34 +78,12 @@ class JobSpec:
     """Names the run directory; see `new_run_id`."""
     log_dir: Path
     """Where `rank-N.log` go; see `log_dir_for`."""
-    devices_per_proc: int | None = None
-    """Simulated CPU devices a process; None leaves the devices to jax."""
-    port: int | None = None
-    """Port of the coordinator; None takes a free one."""
-    gpus_per_host: int | None = None
-    """GPUs of each host, dealt to its processes; None leaves all of them to each process."""
-    max_restarts: int = 3
-    """Restarts after infrastructure failures. 0 never starts again, after a preemption neither."""
-    step_timeout: float | None = None
-    """Seconds that a rank may stay in a step; None follows the usual time of a step, see `hang`."""
-    exit_timeout: float = 60.0
-    """Seconds that the other ranks get when one has ended with 0."""
-    grace: float = 30.0
-    """Seconds that ranks get to save after Ctrl-C or SIGTERM."""
     first_attempt: int = 0
     """How often this run was launched before; not 0: its ranks resume."""
-    spare_hosts: int = 0
-    """How many of the hosts, the last ones, wait until another one fails."""
-    min_hosts: int | None = None
-    """How many hosts are enough to go on after a restart; None: all but the spare ones."""
-    host_timeout: float = 60.0
-    """Seconds that a host may be out of reach at a restart before it is gone for good."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, beside those of the launcher."""
     micro_batches: tuple[int, ...] = ()
     """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty where nobody knows."""
-    all_ranks: bool = False
-    """Show every rank's lines on the screen, not only those of rank 0."""
 
     @property
     def total(self) -> int:
@@ -87,55 +99,40 @@ class JobSpec:
             raise ValueError("the command holds a NUL character, which no process can receive: take it out")
         if not RUN_ID.fullmatch(self.run_id):
             raise ValueError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
-        self._check_counts()
-        last = 65535 - self.max_restarts  # each restart takes the next one
-        if self.port is not None and not 1 <= self.port <= last:
-            raise ValueError(f"--port {self.port}: must be within 1 and {last}; leave --port out to take a free one")
-        if self.gpus_per_host is not None:
-            _check_gpus(self.gpus_per_host, self.devices_per_proc)
+        for flag, value, least, rule in (
+            ("--nprocs", self.nprocs, 1, "at least 1; leave it out for one process"),
+            ("--devices-per-proc", self.devices_per_proc, 1, "at least 1; leave it out to use all devices"),
+            ("--gpus-per-host", self.gpus_per_host, 1, "at least 1; leave it out and each process has all of them"),
+            ("--min-hosts", self.min_hosts, 1, "at least 1; leave it out to need every host"),
+            ("--max-restarts", self.max_restarts, 0, "0 (none) or more"),
+            ("--spare-hosts", self.spare_hosts, 0, "0 (none) or more"),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{flag} {value}: must be {rule}")
+        largest = 65535 - self.max_restarts  # each restart takes the next one
+        if self.port is not None and not 1 <= self.port <= largest:
+            raise ValueError(f"--port {self.port}: must be within 1 and {largest}; leave --port out to take a free one")
+        if self.gpus_per_host is not None and self.devices_per_proc is not None:
+            raise ValueError(
+                f"--gpus-per-host {self.gpus_per_host} and --devices-per-proc {self.devices_per_proc}: simulated CPU "
+                "devices are for a job without GPUs; leave one of the two out"
+            )
         if self.step_timeout is not None and not 0 < self.step_timeout < float("inf"):
             raise ValueError(
                 f"--step-timeout {self.step_timeout}: must be seconds, more than 0; leave it out to follow the usual "
                 "time of a step"
             )
-        for flag, value in (
-            ("--exit-timeout", self.exit_timeout),
-            ("--grace", self.grace),
-            ("--host-timeout", self.host_timeout),
-        ):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{flag} {value}: must be seconds, 0 or more; for instance {flag} 30")
-        _check_share(self.first_rank, self.nprocs, self.total)
-        stray = sorted(set(self.env) & set(CONTRACT))
-        if stray:
-            raise ValueError(f"--env {stray[0]}: the launcher sets this variable itself; leave it out")
-
-    def _check_counts(self) -> None:
-        for flag, value, fix in (
-            ("--nprocs", self.nprocs, "leave it out for one process"),
-            ("--devices-per-proc", self.devices_per_proc, "leave it out to use all devices"),
-            ("--min-hosts", self.min_hosts, "leave it out to need every host"),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} {value}: must be at least 1; {fix}")
-        for flag, count in (("--max-restarts", self.max_restarts), ("--spare-hosts", self.spare_hosts)):
-            if count < 0:
-                raise ValueError(f"{flag} {count}: must be 0 (none) or more")
-
-
-def _check_share(first: int, count: int, total: int) -> None:
-    if not 0 <= first <= total - count:
-        raise ValueError(f"the ranks {first} to {first + count - 1} are not among those of a job of {total}")
-
-
-def _check_gpus(gpus: int, simulated: int | None) -> None:
-    if gpus < 1:
-        raise ValueError(f"--gpus-per-host {gpus}: must be at least 1; leave it out and each process has all of them")
-    if simulated is not None:
-        raise ValueError(
-            f"--gpus-per-host {gpus} and --devices-per-proc {simulated}: simulated CPU devices are for a job without "
-            "GPUs; leave one of the two out"
-        )
+        for name in ("exit_timeout", "grace", "host_timeout"):
+            flag, seconds = f"--{name.replace('_', '-')}", getattr(self, name)
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(f"{flag} {seconds}: must be seconds, 0 or more; for instance {flag} 30")
+        last_rank = self.first_rank + self.nprocs - 1
+        if not 0 <= self.first_rank <= last_rank < self.total:
+            raise ValueError(
+                f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}"
+            )
+        if reserved := sorted(set(self.env) & set(CONTRACT)):
+            raise ValueError(f"--env {reserved[0]}: the launcher sets this variable itself; leave it out")
 
 
 def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) -> str:
@@ -206,18 +203,20 @@ class Placement:
     ranks: Mapping[int, Mapping[str, str]]
 
 
-def count_working(hosts: int, spare: int, least: int | None) -> int:
-    """How many hosts have ranks at a time. Raises ValueError where the numbers do not fit together."""
+def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
+    """The hosts that start, where all are there: those before the spare ones."""
+    return hosts[: len(hosts) - job.spare_hosts]
+
+
+def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None = None) -> int:
+    """How many ranks run at a time on so many hosts. Raises ValueError where the numbers do not fit together."""
+    if procs_per_host < 1:
+        raise ValueError(f"--procs-per-host {procs_per_host}: must be at least 1")
     if not 0 <= spare < hosts:
         raise ValueError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
     if least is not None and least > hosts - spare:
         raise ValueError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
-    return hosts - spare
-
-
-def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
-    """The hosts that start, where all are there: those before the spare ones."""
-    return hosts[: len(hosts) - job.spare_hosts]
+    return procs_per_host * (hosts - spare)
 
 
 def placements(

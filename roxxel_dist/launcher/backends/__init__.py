@@ -1,7 +1,7 @@
-"""Where ranks can run, a file each.
+"""Where ranks can run, a file or a folder each, and a line in BACKENDS.
 
-A backend is a class with what `base.Backend` says, and a line in BACKENDS. Where its file has a class `Options` too
-(`base.Options` says what of), `roxxel-dist launch NAME` is made of it; the others have commands of their own.
+The module of a line has a class `Options` (`base.Options`): its fields are the flags of `roxxel-dist launch NAME`. The
+class that the line names, if it does, is the backend (`base.Backend`).
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,13 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.backends.base import Backend
+    from roxxel_dist.launcher.backends.base import Backend, Options
 
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",
     "ssh": "roxxel_dist.launcher.backends.ssh:SshBackend",
-    "member": "roxxel_dist.launcher.backends.local:MemberBackend",
-    "slurm": "roxxel_dist.launcher.backends.slurm.backend:SlurmBackend",
+    "slurm": "roxxel_dist.launcher.backends.slurm.options:SlurmBackend",
 }
-"""By the `kind` of their descriptions: those that a controller in a process of its own can have."""
 
 
 def make(description: Mapping[str, Any]) -> "Backend":
@@ -29,7 +27,6 @@ def make(description: Mapping[str, Any]) -> "Backend":
     return resolve_name(BACKENDS[kind])(**values)
 
 
-def options() -> dict[str, type[Any]]:
-    """The class `Options` of every backend that has one, by the backend's name."""
-    modules = {name: resolve_name(place.partition(":")[0]) for name, place in BACKENDS.items()}
-    return {name: module.Options for name, module in modules.items() if hasattr(module, "Options")}
+def options() -> dict[str, type["Options"]]:
+    """The class `Options` of every backend, by the backend's name."""
+    return {name: resolve_name(place.partition(":")[0]).Options for name, place in BACKENDS.items()}

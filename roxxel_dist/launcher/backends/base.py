@@ -1,7 +1,12 @@
-"""What a backend offers: hosts, programs on them, and the flags of its command."""
+"""What a backend offers: hosts, programs on them, and a command of its own under `launch`."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from typing import IO, Any, ClassVar, Protocol
+
+from roxxel_dist.launcher.spec import JobOptions, JobSpec
 
 
 class RemoteProcess(Protocol):
@@ -35,57 +40,112 @@ class RemoteProcess(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """Where the ranks run."""
+class Backend:
+    """Where the ranks run. A subclass is a dataclass of plain values, so that `backends.make` can make an equal one."""
 
-    @property
-    def hosts(self) -> Sequence[str]:
-        """One agent each; ranks are dealt to them in blocks."""
-        ...
-
-    @property
-    def address(self) -> str | None:
-        """Where rank 0 is for all ranks, if that is known before anybody has looked."""
-        ...
+    kind: ClassVar[str]
+    """Its name in `backends.BACKENDS`."""
+    is_local: ClassVar[bool] = False
+    """Whether its only host is this machine, of which nobody has to be asked."""
+    is_coordinator: bool = True
+    """Whether rank 0 is on one of these hosts."""
+    hosts: Sequence[str]
+    """One agent each; ranks are dealt to them in blocks."""
+    python: str = sys.executable
+    """The interpreter on the hosts."""
+    address: str | None = None
+    """Where rank 0 is for all ranks, if that is known before anybody has looked."""
+    heartbeat_timeout_s: float | None = None
+    """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
 
     @property
     def environment(self) -> Mapping[str, str]:
         """What is known of the variables that a host gives to its ranks, beside those of the job."""
-        ...
-
-    @property
-    def heartbeat_timeout_s(self) -> float | None:
-        """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
-        ...
-
-    @property
-    def python(self) -> str:
-        """The interpreter on the hosts."""
-        ...
+        return {}
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs on this machine."""
-        ...
+        raise NotImplementedError
 
     def start(self, host: str, module: str, *words: str) -> RemoteProcess:
         """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
-        ...
+        raise NotImplementedError
+
+    def reach(self, host: str) -> tuple[str, ...]:
+        """The words before a command of this program that run it on a host, for a person; none for this machine."""
+        return ()
 
     def describe(self) -> Mapping[str, Any]:
         """Plain values, from which `backends.make` makes an equal one."""
-        ...
+        return {"kind": self.kind, **asdict(self)}  # pyright: ignore[reportArgumentType] - a dataclass
 
 
-class Options(Protocol):
-    """A frozen dataclass: each field a flag with a default, and its docstring the flag's help.
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """A `launch NAME` command line, and what the command line does for each of its backends."""
 
-    The docstring of the class is what `--help` begins with. Fields of `spec.JobSpec` (min_hosts, spare_hosts,
-    host_timeout) go to the job as they are.
+    command: tuple[str, ...]
+    """The words after `--`."""
+    words: list[str]
+    """The words before it, without those that `Command.split_words` took out."""
+    passed: Mapping[str, str | None]
+    """What it took out."""
+    job: Callable[["Options", int, Backend], JobSpec]
+    """The job of these options, so many ranks and a backend. Raises ValueError for a slip of the user's."""
+    start: Callable[["Options", JobSpec, Backend], int]
+    """Run the job, leave it to a detached controller (--detach), or print it (--dry-run); the exit code."""
+    usage_errors: Callable[[], AbstractContextManager[None]]
+    """Within it a ValueError of this package is a message for the user, and exit code 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The command `launch NAME`: each field is a flag, and its docstring the flag's help.
+
+    The docstring of the class is what `--help` begins with.
     """
 
     example: ClassVar[str]
     """Flags as they may be given, for messages."""
 
+    @classmethod
+    def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
+        """Part the words for somebody else from those for this command. Raises ValueError for a slip."""
+        return {}, words
+
+    def launch(self, request: LaunchRequest) -> int:
+        """Do what was asked for, and return the exit code."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(JobOptions, Command):
+    """The flags of a command that starts ranks. A subclass adds its own, and has `backend`.
+
+    Flags of another base class that stands behind this one are shown before these by `--help`. Fields of
+    `spec.JobSpec` go to the job as they are.
+    """
+
+    env: tuple[str, ...] = ()
+    """K=V: a variable for every rank, for instance NCCL_DEBUG=INFO; K alone passes on the launcher's. Repeatable."""
+    env_from: str | None = None
+    """A file with a K=V a line, for every rank; --env wins over it."""
+    run_id: str | None = None
+    """Names the run, and its folder runs/run_ID; not given, the time."""
+    detach: bool = False
+    """Return when the job has started, and print its run id; see `ps`, `logs`, `attach` and `stop`."""
+    dry_run: bool = False
+    """Print what each rank would run, with secrets masked, and start nothing."""
+    json: bool = False
+    """With --dry-run: print it as JSON."""
+
     def backend(self) -> tuple[Backend, int]:
         """The backend, and how many processes there are in all. Raises ValueError for a slip."""
-        ...
+        raise NotImplementedError
+
+    def launch(self, request: LaunchRequest) -> int:
+        """Start the ranks."""
+        with request.usage_errors():
+            backend, nprocs = self.backend()
+            job = request.job(self, nprocs, backend)
+        return request.start(self, job, backend)

@@ -3,24 +3,23 @@
 import os
 import socket
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from roxxel_dist.launcher.backends import base
 
-class LocalBackend:
+
+class LocalBackend(base.Backend):
     """One agent, a child of the launcher in a session of its own (so that Ctrl-C reaches the launcher alone)."""
 
+    kind = "local"
+    is_local = True
     address: str | None = "127.0.0.1"
     """Loopback: nothing outside this machine can reach the job."""
-    heartbeat_timeout_s: float | None = None
-    python: str = sys.executable
 
-    @property
-    def hosts(self) -> Sequence[str]:
-        """This machine."""
-        return (socket.gethostname(),)
+    def __init__(self) -> None:
+        self.hosts = (socket.gethostname(),)
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -43,19 +42,25 @@ class LocalBackend:
 
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""
-        return {"kind": "local"}
+        return {"kind": self.kind}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LocalOptions:
+    """How many processes."""
+
+    nprocs: int = 1
+    """Processes to start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options, LocalOptions):
     """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
 
     CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.
     """
 
     example: ClassVar[str] = "--nprocs 2"
-    nprocs: int = 1
-    """Processes to start."""
 
     def backend(self) -> tuple[LocalBackend, int]:
         """This machine, and how many processes."""
@@ -72,10 +77,12 @@ class MemberBackend(LocalBackend):
         leads: whether rank 0 is one of them.
     """
 
+    kind = "member"
+
     def __init__(self, address: str, *, leads: bool) -> None:
-        self.address: str | None = address
-        self.leads = leads
+        super().__init__()
+        self.address, self.is_coordinator = address, leads
 
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""
-        return {"kind": "member", "address": self.address, "leads": self.leads}
+        return {"kind": self.kind, "address": self.address, "leads": self.is_coordinator}

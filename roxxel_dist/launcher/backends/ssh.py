@@ -6,13 +6,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
-from roxxel_dist.launcher.spec import count_working
+from roxxel_dist.launcher.spec import HostOptions, ranks_on
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
@@ -26,79 +27,52 @@ OPTIONS = (
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
 
 
-class SshBackend:
+@dataclass(eq=False)
+class SshBackend(base.Backend):
     """One agent a host, each at the other end of an ssh session, which is the channel.
-
-    Args:
-        hosts: names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks.
-        config: a file for `ssh -F`; by default ssh reads the user's own.
-        python: the interpreter on the hosts; by default the path of this one.
-        directory: the working directory on the hosts; by default that of this process.
 
     Raises:
         ValueError: a name that cannot be a host's, or one given twice; no ssh on this machine.
     """
 
-    address: str | None = None
-    heartbeat_timeout_s: float | None = HEARTBEAT_TIMEOUT_S
+    kind = "ssh"
+    heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
+    hosts: Sequence[str]
+    """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
+    config: str | None = field(default=None, kw_only=True)
+    """A file for `ssh -F`; None: ssh reads the user's own."""
+    python: str = field(default="", kw_only=True)
+    """The interpreter on the hosts; empty: the path of this one."""
+    directory: str = field(default="", kw_only=True)
+    """The working directory on the hosts; empty: that of this process."""
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        *,
-        config: str | None = None,
-        python: str | None = None,
-        directory: str | None = None,
-    ) -> None:
-        self._hosts = check_hosts(hosts)
+    def __post_init__(self) -> None:
+        self.hosts = check_hosts(self.hosts)
         if shutil.which("ssh") is None:
             raise ValueError("there is no `ssh` on this machine: install OpenSSH's client (openssh-client)")
-        if config is not None and not Path(config).is_file():
-            raise ValueError(f"--ssh-config {config}: no such file; leave it out to use ~/.ssh/config")
-        self._config = None if config is None else str(Path(config).absolute())
-        self._python = python or sys.executable
-        self._directory = directory or os.getcwd()
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """As they were given."""
-        return self._hosts
-
-    @property
-    def python(self) -> str:
-        """The interpreter on the hosts."""
-        return self._python
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Nothing of the launcher's own goes there by itself."""
-        return {}
+        if self.config is not None:
+            if not Path(self.config).is_file():
+                raise ValueError(f"--ssh-config {self.config}: no such file; leave it out to use ~/.ssh/config")
+            self.config = str(Path(self.config).absolute())
+        self.python = self.python or sys.executable
+        self.directory = self.directory or os.getcwd()
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The ssh that `start` runs. The remote shell gets everything quoted."""
-        remote = f"cd {shlex.quote(self._directory)} && exec {shlex.join([self._python, '-u', '-m', module, *words])}"
+        remote = f"cd {shlex.quote(self.directory)} && exec {shlex.join([self.python, '-u', '-m', module, *words])}"
         options = [word for option in OPTIONS for word in ("-o", option)]
-        config = [] if self._config is None else ["-F", self._config]
-        return ["ssh", *config, "-T", *options, "--", host, remote]
-
-    def reach(self, host: str) -> tuple[str, ...]:
-        """The words before a command of this program that run it on a host, for a person."""
-        config = () if self._config is None else ("-F", self._config)
-        return "ssh", *config, host, self._python, "-m", "roxxel_dist"
+        return ["ssh", *self._config_words(), "-T", *options, "--", host, remote]
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
         return start_near(self.argv(host, module, *words))
 
-    def describe(self) -> Mapping[str, Any]:
-        """What `backends.make` needs."""
-        return {
-            "kind": "ssh",
-            "hosts": list(self._hosts),
-            "config": self._config,
-            "python": self._python,
-            "directory": self._directory,
-        }
+    def reach(self, host: str) -> tuple[str, ...]:
+        """The words before a command of this program that run it on a host, for a person."""
+        return "ssh", *self._config_words(), host, self.python, "-m", "roxxel_dist"
+
+    def _config_words(self) -> tuple[str, ...]:
+        return () if self.config is None else ("-F", self.config)
 
 
 def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
@@ -158,26 +132,15 @@ def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
+class SshOptions(HostOptions):
+    """Which hosts, and how they are reached."""
 
-    It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each
-    host needs this Python environment, the working directory and the data at the same paths.
-    """
-
-    example: ClassVar[str] = "--hosts a,b"
     hosts: str | None = None
     """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
     hostfile: str | None = None
     """A file with a host a line, or `host slots=N`."""
     procs_per_host: int | None = None
     """Processes to start on each host; the slots of the host file, or 1."""
-    spare_hosts: int = 0
-    """How many of the hosts, the last ones, wait until another one fails, and take its place."""
-    min_hosts: int | None = None
-    """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
-    host_timeout: float = 60.0
-    """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
     ssh_config: str | None = None
     """A file for `ssh -F`; not given, ssh reads ~/.ssh/config."""
     python: str | None = None
@@ -185,11 +148,22 @@ class Options:
     directory: str | None = None
     """The working directory on the hosts; not given, that of the launcher."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options, SshOptions):
+    """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
+
+    It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each
+    host needs this Python environment, the working directory and the data at the same paths.
+    """
+
+    example: ClassVar[str] = "--hosts a,b"
+
     def backend(self) -> tuple[SshBackend, int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
         hosts, slots = hosts_of(self.hosts, self.hostfile)
-        procs = slots or 1 if self.procs_per_host is None else self.procs_per_host
-        if procs < 1:
-            raise ValueError(f"--procs-per-host {procs}: must be at least 1")
-        found = SshBackend(hosts, config=self.ssh_config, python=self.python, directory=self.directory)
-        return found, procs * count_working(len(hosts), self.spare_hosts, self.min_hosts)
+        backend = SshBackend(
+            hosts, config=self.ssh_config, python=self.python or "", directory=self.directory or ""
+        )
+        procs_per_host = slots or 1 if self.procs_per_host is None else self.procs_per_host
+        return backend, ranks_on(len(hosts), procs_per_host, self.spare_hosts, self.min_hosts)
