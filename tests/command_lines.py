@@ -13,13 +13,12 @@ import tyro
 import yaml
 
 from roxxel_dist.cli import COMMANDS, main
-from roxxel_dist.cli.arguments import Switch
 from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
 
 GROUPS = {
     "data": ("build", "info", "verify"),
-    "launch": (*options(), "slurm", "ray", "k8s", "member"),
+    "launch": (*options(), "ray", "k8s", "member"),
 }
 PATHS = [path for word in COMMANDS for path in ([(word, sub) for sub in GROUPS[word]] if word in GROUPS else [(word,)])]
 SPAN = re.compile(r"(?<![`\w])`([^`]+)`(?!`)")
@@ -91,7 +90,7 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
     from typing import get_type_hints
 
     hints = get_type_hints(kinds[0], include_extras=True)
-    return {f"--{name}": hint for name, hint in hints.items()} | {"--help": Switch}
+    return {f"--{name}": hint for name, hint in hints.items()} | {"--help": bool}
 
 
 FOREIGN = {

@@ -16,16 +16,16 @@ BACKEND = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
+from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.local import LocalBackend
 
 
 class Added(LocalBackend):
-    def describe(self):
-        return {"kind": "added"}
+    kind = "added"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(base.Options):
     """Start a program in an added way: `launch added [options] -- CMD…`."""
 
     example: ClassVar[str] = "--pairs 2"

@@ -19,7 +19,6 @@ from roxxel_dist.cli.launch import command_of
 from roxxel_dist.cli.models import evaluate, export, generate
 from roxxel_dist.cli.ray import launch_ray
 from roxxel_dist.cli.report import report
-from roxxel_dist.cli.slurm import launch_slurm
 from roxxel_dist.cli.sweep import sweep
 from roxxel_dist.cli.train import batch, find_lr, plan, save, train
 from roxxel_dist.cluster import interrupt
@@ -113,7 +112,7 @@ def launch(words: list[str]) -> int:
     from roxxel_dist.launcher.backends import options
 
     made = {name: command_of(name, kind) for name, kind in options().items()}
-    own = {"slurm": launch_slurm, "ray": launch_ray, "k8s": launch_k8s, "member": launch_member}
+    own = {"ray": launch_ray, "k8s": launch_k8s, "member": launch_member}
     return _dispatch("launch", made | own, words)
 
 

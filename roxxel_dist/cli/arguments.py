@@ -21,9 +21,7 @@ NESTED = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
 
 
-def parse(
-    kind: type[T], words: list[str], name: str, *, underscores: bool = True, marks: tuple[Any, ...] = ()
-) -> T:
+def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True, marks: tuple[Any, ...] = ()) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong.
 
     Args:
@@ -99,7 +97,7 @@ def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command:
 
 
 def normalise_switches(words: list[str], kind: Any) -> list[str]:
-    """The words with `--switch True` as `--switch`, `--switch False` as `--no-switch`, and none that changes nothing."""
+    """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
     result: list[str] = []
     rest = list(words)
@@ -128,9 +126,9 @@ class TrainArgs:
     """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
     run_dir: str | None = None
     """Where to keep the run; a new folder runs/run_YYYYMMDD_HHMMSS where not given."""
-    resume: Switch = False
+    resume: bool = False
     """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
-    amend: Switch = False
+    amend: bool = False
     """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
     fork: str | None = None
     """RUN@STEP: a new run that begins with the parameters, moments, random streams and position in the data of a kept

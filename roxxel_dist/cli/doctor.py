@@ -84,7 +84,7 @@ def _backend(args: DoctorArgs) -> "Backend":
     from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
 
     hosts, _ = hosts_of(args.hosts, args.hostfile)
-    return SshBackend(hosts, config=args.ssh_config, python=args.python, directory=args.directory)
+    return SshBackend(hosts, config=args.ssh_config, python=args.python or "", directory=args.directory or "")
 
 
 def _as_text(ready: "PreflightReport", hosts: int) -> str:

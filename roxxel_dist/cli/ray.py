@@ -57,7 +57,7 @@ def launch_ray(words: list[str]) -> int:
     with usage_errors():
         from roxxel_dist.launcher.backends.ray.backend import RayBackend
         from roxxel_dist.launcher.backends.ray.cluster import ClusterError
-        from roxxel_dist.launcher.spec import count_working
+        from roxxel_dist.launcher.spec import ranks_on
 
         if args.procs_per_host < 1:
             raise ValueError(f"--procs-per-host {args.procs_per_host}: must be at least 1")
@@ -65,7 +65,7 @@ def launch_ray(words: list[str]) -> int:
             args.address, args.hosts, cpus=args.cpus_per_host, gpus=args.gpus_per_host, python=args.python,
             directory=args.directory, insecure=args.insecure, place_s=args.place_timeout, say=_say,
         )  # fmt: skip
-        job = job_of(args, args.procs_per_host * count_working(args.hosts, 0, args.min_hosts), command, backend)
+        job = job_of(args, ranks_on(args.hosts, args.procs_per_host, 0, args.min_hosts), command, backend)
     if args.dry_run:
         return start(args, job, backend)
     with ExitStack() as stack:

@@ -128,9 +128,7 @@ class JobSpec(HostOptions, JobOptions):
                 raise ValueError(f"{flag} {seconds}: must be seconds, 0 or more; for instance {flag} 30")
         last_rank = self.first_rank + self.nprocs - 1
         if not 0 <= self.first_rank <= last_rank < self.total:
-            raise ValueError(
-                f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}"
-            )
+            raise ValueError(f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}")
         if reserved := sorted(set(self.env) & set(CONTRACT)):
             raise ValueError(f"--env {reserved[0]}: the launcher sets this variable itself; leave it out")
 

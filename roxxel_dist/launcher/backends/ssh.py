@@ -162,8 +162,6 @@ class Options(base.Options, SshOptions):
     def backend(self) -> tuple[SshBackend, int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
         hosts, slots = hosts_of(self.hosts, self.hostfile)
-        backend = SshBackend(
-            hosts, config=self.ssh_config, python=self.python or "", directory=self.directory or ""
-        )
+        backend = SshBackend(hosts, config=self.ssh_config, python=self.python or "", directory=self.directory or "")
         procs_per_host = slots or 1 if self.procs_per_host is None else self.procs_per_host
         return backend, ranks_on(len(hosts), procs_per_host, self.spare_hosts, self.min_hosts)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.backends.local import LocalBackend, MemberBackend
 from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
@@ -88,7 +87,7 @@ def survey(
 
 
 def _is_here(backend: Backend, hosts: Sequence[str]) -> bool:
-    return len(hosts) == 1 and isinstance(backend, LocalBackend)
+    return len(hosts) == 1 and backend.is_local
 
 
 def _question(wanted: Requirements, *, compare: bool) -> Message:
@@ -110,9 +109,9 @@ def _here(
     told = host_info.gather(_question(wanted, compare=compare))
     found = findings(wanted, {hosts[0]: told})
     address, free = backend.address or LOOPBACK, 0
-    if isinstance(backend, MemberBackend) and address != LOOPBACK:
+    if address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         found += own_name(wanted, hosts[0], told | host_info.own_name())
-    if isinstance(backend, MemberBackend) and not backend.leads:
+    if not backend.is_coordinator:
         return PreflightReport(address=address, port=port or 0, findings=tuple(found), unreachable={})
     try:
         free = coordinator_port(port, address)

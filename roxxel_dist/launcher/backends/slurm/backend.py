@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
 
+from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
 
 RUNTIMES = ("pyxis", "apptainer")
-Runtime = Literal["pyxis", "apptainer"]
 OPTIONS = (
     "--nodes=1",
     "--ntasks=1",
@@ -23,57 +23,38 @@ OPTIONS = (
 KEPT = ("SLURM_CONF", "SLURM_JWT")
 
 
-class SlurmBackend:
+@dataclass(eq=False)
+class SlurmBackend(base.Backend):
     """One agent a node of a job that SLURM has started, from anywhere where `srun` works.
-
-    Args:
-        job_id: of the job.
-        hosts: names of its nodes, in the order of the ranks.
-        python: the interpreter there; by default the path of this one, or `python3` of the container.
-        directory: the working directory there; by default that of this process.
-        container: an image, in which agents and ranks run.
-        runtime: what runs it: pyxis (a plugin of srun) or apptainer.
-        mounts: of the container, beside the working directory, as `/path` or `/path:/inside`.
-        gpus: whether the ranks use GPUs: apptainer has to be told.
-        binds: whether this SLURM would bind the agent, and with it its ranks, to some of the CPUs of the job.
 
     Raises:
         ValueError: a runtime that there is not.
     """
 
-    address: str | None = None
-    heartbeat_timeout_s: float | None = HEARTBEAT_TIMEOUT_S
+    kind = "slurm"
+    heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
+    job_id: str
+    hosts: Sequence[str]
+    """Names of its nodes, in the order of the ranks."""
+    python: str = field(default="", kw_only=True)
+    """The interpreter there; empty: the path of this one, or `python3` of the container."""
+    directory: str = field(default="", kw_only=True)
+    """The working directory there; empty: that of this process."""
+    container: str | None = field(default=None, kw_only=True)
+    """An image, in which agents and ranks run."""
+    runtime: str | None = field(default=None, kw_only=True)
+    """What runs it: pyxis (a plugin of srun) or apptainer."""
+    mounts: Sequence[str] = field(default=(), kw_only=True)
+    """Of the container, beside the working directory, as `/path` or `/path:/inside`."""
+    gpus: bool = field(default=False, kw_only=True)
+    """Whether the ranks use GPUs: apptainer has to be told."""
+    binds: bool = field(default=True, kw_only=True)
+    """Whether this SLURM would bind the agent, and with it its ranks, to some of the CPUs of the job."""
 
-    def __init__(
-        self,
-        job_id: str,
-        hosts: Sequence[str],
-        *,
-        python: str | None = None,
-        directory: str | None = None,
-        container: str | None = None,
-        runtime: str | None = None,
-        mounts: Sequence[str] = (),
-        gpus: bool = False,
-        binds: bool = True,
-    ) -> None:
-        check_container(container, runtime, mounts)
-        self.job_id = job_id
-        self._hosts = tuple(hosts)
-        self._python = python or ("python3" if container else sys.executable)
-        self._directory = directory or os.getcwd()
-        self._container, self._runtime, self._mounts, self._gpus = container, runtime, tuple(mounts), gpus
-        self._binds = binds
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The nodes, in the order in which SLURM names them."""
-        return self._hosts
-
-    @property
-    def python(self) -> str:
-        """The interpreter on the nodes."""
-        return self._python
+    def __post_init__(self) -> None:
+        check_container(self.container, self.runtime, self.mounts)
+        self.python = self.python or ("python3" if self.container else sys.executable)
+        self.directory = self.directory or os.getcwd()
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -83,35 +64,21 @@ class SlurmBackend:
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The srun that `start` runs."""
         step = ["srun", f"--jobid={self.job_id}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
-        step += ["--cpu-bind=none"] if self._binds else []
-        program = [self._python, "-u", "-m", module, *words]
-        if self._container is None:
-            return [*step, f"--chdir={self._directory}", *program]
-        binds = [self._directory, *self._mounts]
-        if self._runtime == "pyxis":
-            image = [f"--container-image={self._container}", f"--container-workdir={self._directory}"]
-            return [*step, *image, f"--container-mounts={','.join(map(_both_sides, binds))}", *program]
-        inside = ["apptainer", "exec", *(["--nv"] if self._gpus else []), f"--pwd={self._directory}"]
-        return [*step, *inside, *(f"--bind={bind}" for bind in binds), self._container, *program]
+        step += ["--cpu-bind=none"] if self.binds else []
+        program = [self.python, "-u", "-m", module, *words]
+        if self.container is None:
+            return [*step, f"--chdir={self.directory}", *program]
+        mounts = [self.directory, *self.mounts]
+        if self.runtime == "pyxis":
+            both_sides = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)  # it wants both
+            image = [f"--container-image={self.container}", f"--container-workdir={self.directory}"]
+            return [*step, *image, f"--container-mounts={both_sides}", *program]
+        inside = ["apptainer", "exec", *(["--nv"] if self.gpus else []), f"--pwd={self.directory}"]
+        return [*step, *inside, *(f"--bind={mount}" for mount in mounts), self.container, *program]
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a node. Call it from the main thread: srun ends with the thread."""
         return start_near(self.argv(host, module, *words), step_environment(os.environ))
-
-    def describe(self) -> Mapping[str, Any]:
-        """What `backends.make` needs."""
-        return {
-            "kind": "slurm",
-            "job_id": self.job_id,
-            "hosts": list(self._hosts),
-            "python": self._python,
-            "directory": self._directory,
-            "container": self._container,
-            "runtime": self._runtime,
-            "mounts": list(self._mounts),
-            "gpus": self._gpus,
-            "binds": self._binds,
-        }
 
 
 def check_container(container: str | None, runtime: str | None, mounts: Sequence[str]) -> None:
@@ -126,10 +93,5 @@ def check_container(container: str | None, runtime: str | None, mounts: Sequence
 
 def step_environment(outer: Mapping[str, str]) -> dict[str, str]:
     """The variables for an srun: those of the allocation would become options of the step (`SLURM_NTASKS=8`)."""
-    told = ("SLURM_", "SRUN_", "SBATCH_")
-    return {name: value for name, value in outer.items() if name in KEPT or not name.startswith(told)}
-
-
-def _both_sides(mount: str) -> str:
-    """pyxis wants the place inside too."""
-    return mount if ":" in mount else f"{mount}:{mount}"
+    of_slurm = ("SLURM_", "SRUN_", "SBATCH_")
+    return {name: value for name, value in outer.items() if name in KEPT or not name.startswith(of_slurm)}
