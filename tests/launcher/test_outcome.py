@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.control.outcome import (
+    AttemptResult,
     HostLost,
-    Outcome,
     RankExit,
     exit_code,
     failure_report,
@@ -67,7 +67,7 @@ def ends(*codes: int) -> list[RankExit]:
     ],
 )
 def test_the_code_of_a_job(codes: tuple[int, ...], more: dict[str, Any], code: int, culprit: int | None) -> None:
-    outcome = Outcome(exits=ends(*codes), **more)
+    outcome = AttemptResult(exits=ends(*codes), **more)
     assert exit_code(outcome) == code
     failure = first_failure(outcome)
     assert (failure.rank if failure else None) == culprit
@@ -90,7 +90,7 @@ def test_without_a_traceback_the_last_lines_are_fewer() -> None:
 
 
 def test_who_stayed() -> None:
-    text = late_report(Outcome(exits=ends(0, -9, -9), late=True), 60.0)
+    text = late_report(AttemptResult(exits=ends(0, -9, -9), late=True), 60.0)
     assert "rank 0 had ended, but rank 1 (in step 1), 2 (in step 2) still ran 60 s later" in text
 
 

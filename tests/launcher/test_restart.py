@@ -12,8 +12,8 @@ import pytest
 
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import HostLost, Outcome, RankExit
-from roxxel_dist.launcher.control.restart import Cause, Ended, classify, decide, ended
+from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
+from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, classify, next_action, summary
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -67,33 +67,33 @@ DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
     ],
 )
 def test_why_an_attempt_ended(codes: tuple[int, ...], more: dict[str, Any], cause: Cause) -> None:
-    assert classify(Outcome(exits=ends(*codes), **more)) is cause
+    assert classify(AttemptResult(exits=ends(*codes), **more)) is cause
 
 
 @pytest.mark.parametrize("code", [EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK])
 def test_what_is_of_no_ranks_making_is_tried_again(code: int) -> None:
     """A port that was taken, a file system that is away: it comes before the first step each time, from one rank."""
-    told = [ended(Outcome(exits=ends(code)), seconds=1.0, counts=True)] * 2
+    told = [summary(AttemptResult(exits=ends(code)), seconds=1.0, counts=True)] * 2
     assert told[0].cause is INFRA
-    assert decide(told, 3).again
-    assert decide(told, 1).code == 75
+    assert next_action(told, 3).again
+    assert next_action(told, 1).code == 75
 
 
 def test_who_is_to_blame() -> None:
-    failed = ended(Outcome(exits=ends(-9, -6, step=5), reached=6), seconds=3.0, counts=False)
-    assert failed == Ended(cause=INFRA, code=137, rank=0, step=5, reached=6, counts=True, seconds=3.0)
-    hung = ended(Outcome(exits=ends(-9, -9), hang=HANG), seconds=3.0, counts=True)
+    failed = summary(AttemptResult(exits=ends(-9, -6, step=5), reached=6), seconds=3.0, counts=False)
+    assert failed == AttemptSummary(cause=INFRA, code=137, rank=0, step=5, reached=6, counts=True, seconds=3.0)
+    hung = summary(AttemptResult(exits=ends(-9, -9), hang=HANG), seconds=3.0, counts=True)
     assert (hung.rank, hung.step, hung.code, hung.counts) == (2, 7, 124, True)
-    assert not ended(Outcome(exits=ends(-9)), seconds=1, counts=False).counts
+    assert not summary(AttemptResult(exits=ends(-9)), seconds=1, counts=False).counts
 
 
-def failure(rank: int | None, step: int, reached: int | None = None, **more: Any) -> Ended:
+def failure(rank: int | None, step: int, reached: int | None = None, **more: Any) -> AttemptSummary:
     fields = {"cause": INFRA, "code": 137, "counts": True, **more}
-    return Ended(rank=rank, step=step, reached=step if reached is None else reached, **fields)
+    return AttemptSummary(rank=rank, step=step, reached=step if reached is None else reached, **fields)
 
 
-PREEMPTION = Ended(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=1000)
-IDLE = Ended(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=1)
+PREEMPTION = AttemptSummary(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=1000)
+IDLE = AttemptSummary(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=1)
 CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
 
 
@@ -114,9 +114,9 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([failure(1, 5), failure(1, 0), failure(1, 0)], 3, False, 137, "failed in step 0 before"),
         ([failure(2, 7, code=124)], 3, True, 0, "restart 1 of 3"),
         ([failure(2, 7, code=124)] * 2, 3, False, 124, "failed in step 7 before"),
-        ([CRASHES[0], Ended(cause=USER, code=1, reached=9)], 3, False, 1, ""),
-        ([CRASHES[0], Ended(cause=DONE, code=0, reached=9)], 3, False, 0, ""),
-        ([Ended(cause=REQUESTED, code=42, reached=9)], 3, False, 42, ""),
+        ([CRASHES[0], AttemptSummary(cause=USER, code=1, reached=9)], 3, False, 1, ""),
+        ([CRASHES[0], AttemptSummary(cause=DONE, code=0, reached=9)], 3, False, 0, ""),
+        ([AttemptSummary(cause=REQUESTED, code=42, reached=9)], 3, False, 42, ""),
         ([PREEMPTION] * 50, 3, True, 0, "preempted; restart in 0.5 s"),
         ([PREEMPTION], 0, False, 42, ""),
         ([PREEMPTION] + [IDLE] * 9, 3, True, 0, "preempted; restart in 60 s"),
@@ -124,8 +124,8 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([PREEMPTION] + [IDLE] * 9 + [CRASHES[0]] + [IDLE], 3, True, 0, "restart in 0.5 s"),
     ],
 )
-def test_what_follows(attempts: list[Ended], limit: int, again: bool, code: int, words: str) -> None:
-    decision = decide(attempts, limit)
+def test_what_follows(attempts: list[AttemptSummary], limit: int, again: bool, code: int, words: str) -> None:
+    decision = next_action(attempts, limit)
     assert (decision.again, decision.code) == (again, code)
     assert words in decision.why
     assert bool(decision.why) == bool(words)

@@ -14,7 +14,7 @@ from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.slurm.allocation import Allocation, allocation, requeue
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, step_environment
 from roxxel_dist.launcher.backends.slurm.script import Request, hide_secrets, script, take_options
-from roxxel_dist.launcher.control.supervisor import Result
+from roxxel_dist.launcher.control.supervisor import JobResult
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "launch" / "train.sbatch"
@@ -213,31 +213,31 @@ TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 @pytest.mark.parametrize(
     ("result", "state", "restarts", "asked", "words"),
     [
-        (Result(code=0), "RUNNING", 0, False, ""),
-        (Result(code=1), "RUNNING", 0, False, ""),
-        (Result(code=137), "RUNNING", 0, False, ""),
-        (Result(code=42, requested=TERM), "RUNNING", 0, True, "requeue 1 of 3"),
-        (Result(code=143, requested=TERM), "RUNNING", 2, True, "did not save in time"),
-        (Result(code=42, requested=TERM), "RUNNING", 3, False, "--max-requeues is 3"),
-        (Result(code=42, requested=TERM), "SIGNALING", 0, True, "requeue 1 of 3"),
-        (Result(code=42, requested=TERM), "COMPLETING", 0, False, "SLURM decides"),
-        (Result(code=42, requested=INT), "RUNNING", 0, False, ""),
-        (Result(code=1, requested=TERM), "RUNNING", 0, False, ""),
-        (Result(code=137, requested=TERM), "RUNNING", 0, True, "did not save in time"),
-        (Result(code=42, requested=TERM, idle=True), "RUNNING", 0, True, "no time for a step"),
-        (Result(code=69, host_lost=True), "RUNNING", 0, True, "a node is out of reach"),
-        (Result(code=137, host_lost=True, requested=INT), "RUNNING", 0, False, ""),
-        (Result(code=69), "RUNNING", 0, False, ""),
+        (JobResult(code=0), "RUNNING", 0, False, ""),
+        (JobResult(code=1), "RUNNING", 0, False, ""),
+        (JobResult(code=137), "RUNNING", 0, False, ""),
+        (JobResult(code=42, requested=TERM), "RUNNING", 0, True, "requeue 1 of 3"),
+        (JobResult(code=143, requested=TERM), "RUNNING", 2, True, "did not save in time"),
+        (JobResult(code=42, requested=TERM), "RUNNING", 3, False, "--max-requeues is 3"),
+        (JobResult(code=42, requested=TERM), "SIGNALING", 0, True, "requeue 1 of 3"),
+        (JobResult(code=42, requested=TERM), "COMPLETING", 0, False, "SLURM decides"),
+        (JobResult(code=42, requested=INT), "RUNNING", 0, False, ""),
+        (JobResult(code=1, requested=TERM), "RUNNING", 0, False, ""),
+        (JobResult(code=137, requested=TERM), "RUNNING", 0, True, "did not save in time"),
+        (JobResult(code=42, requested=TERM, idle=True), "RUNNING", 0, True, "no time for a step"),
+        (JobResult(code=69, host_lost=True), "RUNNING", 0, True, "a node is out of reach"),
+        (JobResult(code=137, host_lost=True, requested=INT), "RUNNING", 0, False, ""),
+        (JobResult(code=69), "RUNNING", 0, False, ""),
     ],
 )
-def test_when_a_job_is_queued_again(result: Result, state: str, restarts: int, asked: bool, words: str) -> None:
+def test_when_a_job_is_queued_again(result: JobResult, state: str, restarts: int, asked: bool, words: str) -> None:
     inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=restarts, node="n1")
     told = requeue(result, inside, 3, state)
-    assert told.asked is asked
+    assert told.again is asked
     assert words in told.why
     assert bool(words) == bool(told.why)
 
 
 def test_an_interactive_job_is_never_queued_again() -> None:
     inside = Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
-    assert not requeue(Result(code=42, requested=TERM), inside, 3, "RUNNING").asked
+    assert not requeue(JobResult(code=42, requested=TERM), inside, 3, "RUNNING").again

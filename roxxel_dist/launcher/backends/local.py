@@ -3,7 +3,7 @@
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,11 +15,9 @@ class LocalBackend(base.Backend):
 
     kind = "local"
     is_local = True
+    hosts: Sequence[str] = (socket.gethostname(),)
     address: str | None = "127.0.0.1"
     """Loopback: nothing outside this machine can reach the job."""
-
-    def __init__(self) -> None:
-        self.hosts = (socket.gethostname(),)
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -80,7 +78,6 @@ class MemberBackend(LocalBackend):
     kind = "member"
 
     def __init__(self, address: str, *, leads: bool) -> None:
-        super().__init__()
         self.address, self.is_coordinator = address, leads
 
     def describe(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
-from roxxel_dist.launcher.control.outcome import USAGE_S, HostLost, Outcome, RankExit
+from roxxel_dist.launcher.control.outcome import USAGE_S, AttemptResult, HostLost, RankExit
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
@@ -97,7 +97,7 @@ class Attempt:
         self.stack: list[str] = []
         """The stack of the rank that hung."""
 
-    def run(self, backend: Backend, placed: Sequence[Placement]) -> Outcome:
+    def run(self, backend: Backend, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         try:
             self._links.start(self._job, backend, placed)
@@ -111,7 +111,7 @@ class Attempt:
                 self._on_clock(time.monotonic())
         finally:
             self._links.close()
-        return Outcome(
+        return AttemptResult(
             exits=self._exits,
             requested=self._requested,
             late=self._late,

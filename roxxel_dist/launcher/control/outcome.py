@@ -52,7 +52,7 @@ class HostLost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class AttemptResult:
     """All that decides the code of a job."""
 
     exits: Sequence[RankExit]
@@ -73,7 +73,7 @@ class Outcome:
     """The largest step that any rank had entered."""
 
 
-def first_failure(outcome: Outcome) -> RankExit | None:
+def first_failure(outcome: AttemptResult) -> RankExit | None:
     """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not.
 
     The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
@@ -99,7 +99,7 @@ def as_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def exit_code(outcome: Outcome) -> int:
+def exit_code(outcome: AttemptResult) -> int:
     """The job's exit code."""
     if outcome.hang is not None and outcome.requested is None:
         return EXIT_HANG
@@ -146,7 +146,7 @@ def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[st
     return [f"roxxel-dist: {who}; log {log}, last lines:", *last_words(tail)]
 
 
-def late_report(outcome: Outcome, exit_timeout: float) -> str:
+def late_report(outcome: AttemptResult, exit_timeout: float) -> str:
     """Who stayed when others had ended."""
     stayed = [end for end in outcome.exits if end.killed_by_us]
     ended = next(end.rank for end in outcome.exits if end.code in (*ORDERLY, EXIT_HANG))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
 from roxxel_dist.launcher.control.hang import hang_report
 from roxxel_dist.launcher.control.outcome import (
-    Outcome,
+    AttemptResult,
     RankExit,
     exit_code,
     failure_report,
@@ -19,7 +19,7 @@ from roxxel_dist.launcher.spec import JobSpec
 STACK_LINES = 60
 
 
-def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) -> list[str]:
+def report_of(job: JobSpec, outcome: AttemptResult, logs: Logs, stack: Sequence[str]) -> list[str]:
     """The lines about an attempt; none where all went well. `stack` is that of the rank that hung."""
     failure, code = first_failure(outcome), exit_code(outcome)
     if code == 0:
@@ -33,7 +33,7 @@ def report_of(job: JobSpec, outcome: Outcome, logs: Logs, stack: Sequence[str]) 
     return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome, logs)
 
 
-def _failed(job: JobSpec, outcome: Outcome, failure: RankExit, logs: Logs) -> list[str]:
+def _failed(job: JobSpec, outcome: AttemptResult, failure: RankExit, logs: Logs) -> list[str]:
     tail = logs.tail(failure.rank)
     refused = job.command[0] == "train" and (tail or logs.tail(0))
     if failure.code == EXIT_USAGE and (refused or logs.hold_refusals_alone):
@@ -44,7 +44,7 @@ def _failed(job: JobSpec, outcome: Outcome, failure: RankExit, logs: Logs) -> li
     return failure_report(failure, tail, logs.path(failure.rank))
 
 
-def _ended(job: JobSpec, outcome: Outcome, logs: Logs) -> list[str]:
+def _ended(job: JobSpec, outcome: AttemptResult, logs: Logs) -> list[str]:
     """Where no rank failed by itself."""
     if outcome.lost is not None:
         others = [end for end in outcome.exits if end.code not in ORDERLY and not end.killed_by_us][:1]
@@ -55,7 +55,7 @@ def _ended(job: JobSpec, outcome: Outcome, logs: Logs) -> list[str]:
     return _said(f"stopped on request ({how(-(outcome.requested or 0))}) before the ranks had saved")
 
 
-def _hung(outcome: Outcome, logs: Logs, stack: Sequence[str]) -> list[str]:
+def _hung(outcome: AttemptResult, logs: Logs, stack: Sequence[str]) -> list[str]:
     assert outcome.hang is not None
     rank = outcome.hang.rank
     lines = _said(hang_report(outcome.hang, outcome.hang_host))

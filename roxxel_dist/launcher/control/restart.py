@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
-from roxxel_dist.launcher.control.outcome import Outcome, as_code, exit_code, first_failure
+from roxxel_dist.launcher.control.outcome import AttemptResult, as_code, exit_code, first_failure
 
 EXIT_GIVEN_UP = 75
 """Restarts were made and used up."""
@@ -36,8 +36,8 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """One attempt, as far as it matters for the next."""
+class AttemptSummary:
+    """One attempt, as far as it matters for the next one and for the end of the job."""
 
     cause: Cause
     code: int
@@ -52,6 +52,12 @@ class Ended:
     """Whether the program tells its steps: without that nothing is said by step 0."""
     seconds: float = 0.0
     """How long the attempt lasted."""
+    requested: int | None = None
+    """The signal by which somebody asked for its end."""
+    host_lost: bool = False
+    """A host is out of reach."""
+    report: Sequence[str] = ()
+    """What a person reads about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,7 @@ class Decision:
     code: int = 0
 
 
-def classify(outcome: Outcome) -> Cause:
+def classify(outcome: AttemptResult) -> Cause:
     """Why an attempt ended. `bash -c` reports a signal as 128 + s, and is understood."""
     code = exit_code(outcome)
     if outcome.requested is not None:
@@ -81,13 +87,13 @@ def classify(outcome: Outcome) -> Cause:
     return Cause.INFRASTRUCTURE if code in INFRASTRUCTURE else Cause.USER
 
 
-def ended(outcome: Outcome, *, seconds: float, counts: bool) -> Ended:
-    """An attempt for `decide`. `counts`: the program is known to tell its steps, even if it has not yet."""
-    failure, hang = first_failure(outcome), outcome.hang
-    culprit = hang or failure
+def summary(outcome: AttemptResult, *, seconds: float, counts: bool, report: Sequence[str] = ()) -> AttemptSummary:
+    """An attempt for `next_action`. `counts`: the program is known to tell its steps, even if it has not yet."""
+    failure = first_failure(outcome)
+    culprit = outcome.hang or failure
     if failure is not None and failure.code in OF_NO_RANK:
         culprit = None
-    return Ended(
+    return AttemptSummary(
         cause=classify(outcome),
         code=exit_code(outcome),
         rank=culprit.rank if culprit else None,
@@ -95,25 +101,28 @@ def ended(outcome: Outcome, *, seconds: float, counts: bool) -> Ended:
         reached=outcome.reached,
         counts=counts or outcome.reached > 0,
         seconds=seconds,
+        requested=outcome.requested,
+        host_lost=outcome.lost is not None and outcome.lost.with_host,
+        report=report,
     )
 
 
-def decide(attempts: Sequence[Ended], max_restarts: int) -> Decision:
+def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decision:
     """What follows after these attempts (at least one), the newest last."""
-    now = attempts[-1]
-    if max_restarts == 0 or now.cause not in (Cause.PREEMPTED, Cause.INFRASTRUCTURE):
-        return Decision(again=False, code=now.code)
-    if now.cause is Cause.PREEMPTED:
+    last = attempts[-1]
+    if max_restarts == 0 or last.cause not in (Cause.PREEMPTED, Cause.INFRASTRUCTURE):
+        return Decision(again=False, code=last.code)
+    if last.cause is Cause.PREEMPTED:
         return _after_preemption(attempts)
-    failures = [one for one in attempts if one.cause is Cause.INFRASTRUCTURE]
-    by_rank = now.rank is not None  # not by a host or an agent that was lost: such things happen at any time
-    if now.counts and by_rank and max(one.reached for one in attempts) < 1:
+    failures = [attempt for attempt in attempts if attempt.cause is Cause.INFRASTRUCTURE]
+    by_rank = last.rank is not None  # not by a host or an agent that was lost: such things happen at any time
+    if last.counts and by_rank and max(attempt.reached for attempt in attempts) < 1:
         why = "not started again: no rank has come to step 1, and would not the next time"
-        return Decision(again=False, code=now.code, why=why)
-    before = [(one.rank, one.step) for one in failures[:-1]]
-    if now.counts and by_rank and (now.rank, now.step) in before:
-        why = f"not started again: rank {now.rank} has failed in step {now.step} before, so it would again"
-        return Decision(again=False, code=now.code, why=why)
+        return Decision(again=False, code=last.code, why=why)
+    before = [(failure.rank, failure.step) for failure in failures[:-1]]
+    if last.counts and by_rank and (last.rank, last.step) in before:
+        why = f"not started again: rank {last.rank} has failed in step {last.step} before, so it would again"
+        return Decision(again=False, code=last.code, why=why)
     if len(failures) > max_restarts:
         why = f"given up: {max_restarts} restart{'s' * (max_restarts > 1)} (--max-restarts) made and used up"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
@@ -121,13 +130,13 @@ def decide(attempts: Sequence[Ended], max_restarts: int) -> Decision:
     return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} in {wait:g} s")
 
 
-def _after_preemption(attempts: Sequence[Ended]) -> Decision:
+def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
     """Preemptions are free; but who leaves again and again before it has done anything is not preempted."""
-    idle, reached = 0, [one.reached for one in attempts]
+    idle, reached = 0, [attempt.reached for attempt in attempts]
     for number in reversed(range(len(attempts))):
-        one = attempts[number]
+        attempt = attempts[number]
         new_step = reached[number] > max(reached[:number], default=0)
-        if one.cause is not Cause.PREEMPTED or one.seconds >= BRIEF_S or new_step:
+        if attempt.cause is not Cause.PREEMPTED or attempt.seconds >= BRIEF_S or new_step:
             break
         idle += 1
     if idle >= IDLE_PREEMPTIONS:

@@ -9,7 +9,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_US
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.report import report_of
-from roxxel_dist.launcher.control.restart import Cause, Ended, decide, ended
+from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, next_action, summary
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
@@ -19,17 +19,7 @@ from roxxel_dist.launcher.spec import JobSpec, placements, working_hosts
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
-    """An attempt that is over."""
-
-    ended: Ended
-    report: list[str]
-    requested: int | None
-    lost: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
+class JobResult:
     """How a job ended."""
 
     code: int
@@ -50,7 +40,7 @@ def run(job: JobSpec, backend: Backend, register: JobRecorder | None = None) -> 
     return supervise(job, backend, register or JobRecorder(job, backend)).code
 
 
-def supervise(job: JobSpec, backend: Backend, register: JobRecorder) -> Result:
+def supervise(job: JobSpec, backend: Backend, register: JobRecorder) -> JobResult:
     """As `run`, and tells more of the end."""
     with register as entry:
         result = _supervise(job, backend, entry)
@@ -58,8 +48,8 @@ def supervise(job: JobSpec, backend: Backend, register: JobRecorder) -> Result:
         return result
 
 
-def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> Result:
-    told: list[_Told] = []
+def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> JobResult:
+    attempts: list[AttemptSummary] = []
     with (
         Console(all_ranks=job.all_ranks, first=job.first_rank) as screen,
         SignalPipe(screen.say, stays=backend.heartbeat_timeout_s is not None) as signals,
@@ -67,42 +57,44 @@ def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> Result:
         selector = HostSelector(job, backend, signals, screen)
         while True:
             try:
-                ready = selector.select(len(told))
+                ready = selector.select(len(attempts))
             except StoppedError as request:
-                return _stopped(request.number, told, screen)
+                return _stopped(request.number, attempts, screen)
             except NotReadyError as problem:
-                again = bool(told) or job.first_attempt > 0
-                return Result(code=_not_ready(problem, told, screen), host_lost=again and problem.unreachable)
-            reached = max((one.ended.reached for one in told), default=0)
-            told.append(_attempt(ready, backend, len(told), reached, signals, screen, entry))
-            decision = decide([one.ended for one in told], job.max_restarts)
-            screen.write(told[-1].report)
+                again = bool(attempts) or job.first_attempt > 0
+                return JobResult(code=_not_ready(problem, attempts, screen), host_lost=again and problem.unreachable)
+            reached = max((attempt.reached for attempt in attempts), default=0)
+            last = _attempt(ready, backend, len(attempts), reached, signals, screen, entry)
+            attempts.append(last)
+            decision = next_action(attempts, job.max_restarts)
+            screen.write(last.report)
             if decision.why:
                 screen.say(decision.why)
             if not decision.again:
-                if len(told) > 1:
-                    _tell_first_cause(told, screen)
-                last = told[-1]
-                idle = last.ended.counts and last.ended.reached == 0
-                return Result(code=decision.code, requested=last.requested, host_lost=last.lost, idle=idle)
+                _tell_first_cause(attempts, screen)
+                return JobResult(
+                    code=decision.code,
+                    requested=last.requested,
+                    host_lost=last.host_lost,
+                    idle=last.counts and last.reached == 0,
+                )
             entry.update(state="restarting")
             if numbers := signals.wait(decision.wait):
-                return _stopped(numbers[0], told, screen)
+                return _stopped(numbers[0], attempts, screen)
 
 
-def _stopped(number: int, told: Sequence[_Told], screen: Console) -> Result:
+def _stopped(number: int, attempts: Sequence[AttemptSummary], screen: Console) -> JobResult:
     """A job that a signal ended while no rank ran."""
-    screen.say(f"{signal.Signals(number).name}: not started{' again' * bool(told)}")
-    drained = bool(told) and told[-1].ended.code == EXIT_DRAINED
-    return Result(code=EXIT_DRAINED if drained else 128 + number, requested=number)
+    screen.say(f"{signal.Signals(number).name}: not started{' again' * bool(attempts)}")
+    drained = bool(attempts) and attempts[-1].code == EXIT_DRAINED
+    return JobResult(code=EXIT_DRAINED if drained else 128 + number, requested=number)
 
 
-def _not_ready(problem: NotReadyError, told: Sequence[_Told], screen: Console) -> int:
+def _not_ready(problem: NotReadyError, attempts: Sequence[AttemptSummary], screen: Console) -> int:
     """The code of a job whose hosts were not ready; says why, and what had ended it before."""
     screen.write([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
-    screen.say(f"not started{' again' * bool(told)}: see above; `roxxel-dist doctor` looks at everything")
-    if told:
-        _tell_first_cause(told, screen)
+    screen.say(f"not started{' again' * bool(attempts)}: see above; `roxxel-dist doctor` looks at everything")
+    _tell_first_cause(attempts, screen)
     return EXIT_PREFLIGHT
 
 
@@ -114,7 +106,7 @@ def _attempt(
     signals: SignalPipe,
     screen: Console,
     entry: JobRecorder,
-) -> _Told:
+) -> AttemptSummary:
     screen.flush()  # a detached launcher lets go of its terminal here
     job = ready.assignment.job
     count = job.first_attempt + number
@@ -130,19 +122,18 @@ def _attempt(
     finally:
         logs.close()
     entry.update(step=outcome.reached)
-    now = ended(outcome, seconds=time.monotonic() - begun, counts=job.command[0] == "train")
+    trains = job.command[0] == "train"
     report = report_of(job, outcome, logs, attempt.stack)
-    refused = job.command[0] == "train" or logs.hold_refusals_alone
-    if now.code == EXIT_USAGE and count == 0 and outcome.reached == 0 and refused:
+    result = summary(outcome, seconds=time.monotonic() - begun, counts=trains, report=report)
+    if result.code == EXIT_USAGE and count == 0 and outcome.reached == 0 and (trains or logs.hold_refusals_alone):
         logs.remove()
-    lost = outcome.lost is not None and outcome.lost.with_host
-    return _Told(ended=now, report=report, requested=outcome.requested, lost=lost)
+    return result
 
 
-def _tell_first_cause(told: Sequence[_Told], screen: Console) -> None:
+def _tell_first_cause(attempts: Sequence[AttemptSummary], screen: Console) -> None:
     """After restarts in vain: what it was that went wrong first."""
-    failures = [one for one in told if one.ended.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
-    if len(failures) < 2 or failures[-1] is not told[-1] or not failures[0].report:
+    failures = [attempt for attempt in attempts if attempt.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
+    if len(failures) < 2 or failures[-1] is not attempts[-1] or not failures[0].report:
         return
-    screen.say(f"the first cause, of {len(told)} attempts:")
+    screen.say(f"the first cause, of {len(attempts)} attempts:")
     screen.write(failures[0].report)

@@ -12,8 +12,8 @@ from signal import SIGTERM
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
-from roxxel_dist.launcher.control.restart import INFRASTRUCTURE
-from roxxel_dist.launcher.control.supervisor import Result, supervise
+from roxxel_dist.launcher.control.restart import INFRASTRUCTURE, Decision
+from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.spec import JobSpec
@@ -73,32 +73,24 @@ def binds_cpus() -> bool:
 
 def run_in_allocation(job: JobSpec, backend: SlurmBackend, inside: Allocation, max_requeues: int) -> int:
     """Run a job on the nodes of an allocation, and have SLURM queue it again where that helps; its exit code."""
-    register = JobRecorder(
+    recorder = JobRecorder(
         job,
         backend,
         detached=_is_stdout(job.log_dir / "launcher.log"),
         slurm_job=inside.job_id if inside.node else "",
     )
-    if register.entry.detached:
-        print(header(register.entry), end="", flush=True)
-    result = supervise(job, backend, register)
-    again = requeue(result, inside, max_requeues, job_state(inside.job_id) if inside.batch else "")
-    if again.why:
-        print(f"roxxel-dist: {again.why}", file=sys.stderr, flush=True)
-    if again.asked:
+    if recorder.entry.detached:
+        print(header(recorder.entry), end="", flush=True)
+    result = supervise(job, backend, recorder)
+    decision = requeue(result, inside, max_requeues, job_state(inside.job_id) if inside.batch else "")
+    if decision.why:
+        print(f"roxxel-dist: {decision.why}", file=sys.stderr, flush=True)
+    if decision.again:
         _requeue(inside.job_id)
     return result.code
 
 
-@dataclass(frozen=True, kw_only=True)
-class Requeue:
-    """Whether SLURM is asked to queue the job again, and the words for it (empty where there is nothing to say)."""
-
-    asked: bool
-    why: str = ""
-
-
-def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -> Requeue:
+def requeue(result: JobResult, inside: Allocation, max_requeues: int, state: str) -> Decision:
     """What a job that ended so does next; `state` is what SLURM says of it.
 
     SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT). A job
@@ -114,20 +106,22 @@ def requeue(result: Result, inside: Allocation, max_requeues: int, state: str) -
     elif result.requested in (None, SIGTERM) and result.host_lost:
         cause = "a node is out of reach"
     else:
-        return Requeue(asked=False)
+        return Decision(again=False)
     if result.idle:
         cause += "; there was no time for a step, which a longer --slurm-time gives"
     if not inside.batch:
-        return Requeue(asked=False)
+        return Decision(again=False)
     if state not in GOES_ON:
-        return Requeue(asked=False, why=f"{cause}; job {inside.job_id} is {state or 'unknown to SLURM'}: SLURM decides")
+        return Decision(
+            again=False, why=f"{cause}; job {inside.job_id} is {state or 'unknown to SLURM'}: SLURM decides"
+        )
     if inside.restarts >= max_requeues:
-        return Requeue(
-            asked=False,
+        return Decision(
+            again=False,
             why=f"{cause}; not queued again: it was {inside.restarts} times, and --max-requeues is {max_requeues}",
         )
     count = f"requeue {inside.restarts + 1} of {max_requeues}"
-    return Requeue(asked=True, why=f"{cause}; job {inside.job_id} is queued again ({count})")
+    return Decision(again=True, why=f"{cause}; job {inside.job_id} is queued again ({count})")
 
 
 def job_state(job_id: str) -> str:
