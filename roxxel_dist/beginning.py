@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.assemble import Recipe
-from roxxel_dist.cluster.distributed import differences, what_decides_bits
+from roxxel_dist.cluster.determinism import differences, what_decides_bits
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD
 from roxxel_dist.data.commit import write_file

@@ -11,14 +11,14 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.assemble import Recipe, check_vocabularies, recipe
-from roxxel_dist.cluster.distributed import (
+from roxxel_dist.cluster.determinism import (
     differences,
     enable_compilation_cache,
-    initialize,
     make_deterministic,
     pin_threads,
     what_decides_bits,
 )
+from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
 from roxxel_dist.beginning import write_down
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.distributed import agree, barrier, initialize, is_primary, make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
+from roxxel_dist.cluster.distributed import agree, barrier, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import RECORD, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.assemble import folder_for_now, open_corpus, recipe
-from roxxel_dist.cluster.distributed import initialize, make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
+from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.config import usage_errors
 from roxxel_dist.lineage import with_base
 from roxxel_dist.reading import primary_path

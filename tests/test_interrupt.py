@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from commands import TERMINAL, command, environment, make_corpus, wait_for
 
-from roxxel_dist.cluster.distributed import watching_for_stop
+from roxxel_dist.cluster.preemption import watching_for_stop
 
 CTRL_C = b"\x03"
 TRAIN = (

@@ -142,7 +142,8 @@ def generate(words: list[str]) -> int:
             raise ValueError(f"--num_samples is {args.num_samples}: it must be at least 1")
         if args.best and args.step is not None:
             raise ValueError("--best and --step name two checkpoints: use one of the two")
-        from roxxel_dist.cluster.distributed import enable_compilation_cache, initialize
+        from roxxel_dist.cluster.determinism import enable_compilation_cache
+        from roxxel_dist.cluster.distributed import initialize
         from roxxel_dist.generator import Generator
 
         initialize()

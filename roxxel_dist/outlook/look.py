@@ -10,7 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.assemble import Recipe, folder_for_now, open_corpus, recipe
-from roxxel_dist.cluster.distributed import enable_compilation_cache, initialize, make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
+from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.cluster.distributed import barrier, is_primary
-from roxxel_dist.cluster.request import SaveRequests
+from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import CheckpointStore, SaveError
 from roxxel_dist.train.cursor import write_cursor
 from roxxel_dist.train.exporter import BEST, NEWEST, Exporter

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.distributed import enable_compilation_cache
+from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.stream import Stream

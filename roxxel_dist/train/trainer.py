@@ -15,16 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from roxxel_dist.cluster.distributed import (
-    agree,
-    enable_compilation_cache,
-    is_primary,
-    process_count,
-    process_index,
-    stop_requested,
-    watching_for_stop,
-)
+from roxxel_dist.cluster.determinism import enable_compilation_cache
+from roxxel_dist.cluster.distributed import agree, is_primary, process_count, process_index
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
+from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan

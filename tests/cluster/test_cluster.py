@@ -9,7 +9,7 @@ import pytest
 import yaml
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster import distributed
+from roxxel_dist.cluster import determinism, distributed, preemption
 from roxxel_dist.cluster.exit_codes import LostRankError
 from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
 from roxxel_dist.cluster.progress import Progress, create, read
@@ -65,22 +65,22 @@ def test_initialize_is_harmless_after_jax_was_used():
 
 def test_a_request_to_stop_lasts_as_long_as_the_loop():
     before = signal.getsignal(signal.SIGTERM)
-    with distributed.watching_for_stop():
-        assert not distributed.stop_requested(1)
+    with preemption.watching_for_stop():
+        assert not preemption.stop_requested(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert distributed.stop_requested(2)
+        assert preemption.stop_requested(2)
     assert signal.getsignal(signal.SIGTERM) is before
-    with distributed.watching_for_stop():
-        assert not distributed.stop_requested(1)
+    with preemption.watching_for_stop():
+        assert not preemption.stop_requested(1)
         os.kill(os.getpid(), signal.SIGINT)
-        assert distributed.stop_requested(2)
+        assert preemption.stop_requested(2)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_a_home_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    code = "from roxxel_dist.cluster.distributed import enable_compilation_cache as enable; enable(); enable()"
+    code = "from roxxel_dist.cluster.determinism import enable_compilation_cache as enable; enable(); enable()"
     code += "; import jax; print(jax.jit(lambda x: x + 1)(1))"
     others = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(
@@ -95,12 +95,12 @@ def test_a_home_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_the_thread_pool_is_one_number(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "7")
-    assert distributed.pin_threads() == 7
-    assert distributed.pin_threads(5) == 5
+    assert determinism.pin_threads() == 7
+    assert determinism.pin_threads(5) == 5
     assert os.environ["PJRT_NPROC"] == "5"
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setenv("ROXXEL_LOCAL_DEVICES", "64")
-    assert distributed.pin_threads() == max(64, os.cpu_count())
+    assert determinism.pin_threads() == max(64, os.cpu_count())
 
 
 def test_the_users_own_flags_stay(monkeypatch, tmp_path):
@@ -109,16 +109,16 @@ def test_the_users_own_flags_stay(monkeypatch, tmp_path):
     cases = {"": ours, theirs: f"{theirs} {ours}", str(tmp_path / "flags"): f"{theirs} {ours}", ours: ours}
     for given, expected in (cases | {"--xla_gpu_deterministic_ops": "--xla_gpu_deterministic_ops"}).items():
         monkeypatch.setenv("XLA_FLAGS", given)
-        distributed.make_deterministic()
-        distributed.make_deterministic()
+        determinism.make_deterministic()
+        determinism.make_deterministic()
         assert os.environ["XLA_FLAGS"] == expected
 
 
 def test_xla_knows_the_flag_of_determinism():
     """XLA ends a process that has a flag which it does not know; and a jaxlib without GPU support must know it, too."""
     code = (
-        "import jax; from roxxel_dist.cluster import distributed; distributed.make_deterministic(); "
-        "print(jax.jit(lambda x: x + 1)(1), distributed.what_decides_bits()['xla_flags'])"
+        "import jax; from roxxel_dist.cluster import determinism; determinism.make_deterministic(); "
+        "print(jax.jit(lambda x: x + 1)(1), determinism.what_decides_bits()['xla_flags'])"
     )
     for given, said in (("", "2 --xla_gpu_deterministic_ops=true\n"), ("--xla_unheard_of=1", "")):
         environment = os.environ | {"XLA_FLAGS": given}
@@ -130,27 +130,27 @@ def test_xla_knows_the_flag_of_determinism():
 def test_flags_that_forbid_determinism(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
     with pytest.raises(ValueError, match="XLA_FLAGS has --xla_gpu_deterministic_ops=false: take it out, or set"):
-        distributed.make_deterministic()
+        determinism.make_deterministic()
     monkeypatch.setenv("XLA_FLAGS", "nowhere")
     with pytest.raises(ValueError, match="XLA_FLAGS is 'nowhere', a file that cannot be read"):
-        distributed.make_deterministic()
+        determinism.make_deterministic()
 
 
 def test_what_decides_bits_is_kept_and_compared(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-    before = distributed.what_decides_bits()
+    before = determinism.what_decides_bits()
     assert before["pjrt_nproc"] == 8
     assert before["processes"] == 1
     assert list(before["devices"].values()) == [8]
     path = tmp_path / "record.yaml"
     path.write_text(yaml.safe_dump(before))
     saved = yaml.safe_load(path.read_text())
-    assert distributed.differences(saved, distributed.what_decides_bits()) == []
+    assert determinism.differences(saved, determinism.what_decides_bits()) == []
     monkeypatch.setenv("PJRT_NPROC", "4")
     with jax.default_matmul_precision("highest"):
-        told = distributed.differences(saved, distributed.what_decides_bits())
+        told = determinism.differences(saved, determinism.what_decides_bits())
     assert told == ["pjrt_nproc: 8 -> 4", "jax_default_matmul_precision: None -> 'highest'"]
-    assert distributed.differences({"of another version": 1}, before) == []
+    assert determinism.differences({"of another version": 1}, before) == []
 
 
 def test_progress_is_seen_by_others(tmp_path):
@@ -201,7 +201,7 @@ def test_what_the_user_keeps_in_jaxs_cache_is_left_to_them(monkeypatch, tmp_path
     try:
         for chosen, then in ((5.0, 5.0), (1.0, 0.0)):  # 1 s is jax's default
             jax.config.update(name, chosen)
-            distributed.enable_compilation_cache(tmp_path)
+            determinism.enable_compilation_cache(tmp_path)
             assert getattr(jax.config, name) == then
     finally:
         jax.config.update(name, before)

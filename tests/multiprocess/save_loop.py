@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import barrier, initialize, is_primary, process_index
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.request import SaveRequests
+from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.run_directory import RunDirectory
 
 PAUSES = (0.0, 0.0, 0.001, 0.02)

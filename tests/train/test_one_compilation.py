@@ -16,7 +16,7 @@ import sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.distributed import enable_compilation_cache
+from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.train.programs import Programs
 enable_compilation_cache()
 scale = float(sys.argv[2])

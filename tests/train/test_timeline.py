@@ -14,7 +14,7 @@ from runs import make, train
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.cluster.request import SaveRequests
+from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.goodput import SPENT, time_spent
 from roxxel_dist.train.timeline import Timeline, read_timeline
 

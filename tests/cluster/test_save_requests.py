@@ -3,7 +3,7 @@
 import os
 
 from roxxel_dist.cluster.mailbox import post_request, take_answer
-from roxxel_dist.cluster.request import SaveRequests
+from roxxel_dist.cluster.save_requests import SaveRequests
 
 
 def every_fifth(step: int) -> bool:

@@ -1,0 +1,59 @@
+"""A request to stop: heard by one rank, answered by all of them after the same step."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import jax
+
+from roxxel_dist.cluster import interrupt
+
+_stop, _stepped = threading.Event(), threading.Event()
+
+
+@contextlib.contextmanager
+def watching_for_stop() -> Iterator[None]:
+    """Within it SIGTERM, SIGHUP and Ctrl-C ask the training loop to stop after the step in hand; another Ctrl-C kills.
+
+    A command that has done no step yet has nothing to save: it ends at once. A SIGHUP that is ignored (`nohup`) stays
+    so. In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
+    """
+    _stop.clear()
+    _stepped.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watched = [signal.SIGINT] + ([signal.SIGTERM] if jax.process_count() == 1 else [])
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        watched.append(signal.SIGHUP)
+    with interrupt.paused():
+        before = {number: signal.signal(number, _ask_to_stop) for number in watched}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _ask_to_stop(signum: int, frame: FrameType | None) -> None:
+    again = signum == signal.SIGINT and _stop.is_set()
+    if interrupt.active() and (again or not (_stepped.is_set() or jax.process_count() > 1)):
+        interrupt.leave(signum)
+    if again:
+        raise KeyboardInterrupt
+    _stop.set()
+    if jax.process_count() > 1:
+        # Tell everybody by the way that jax knows: all ranks must leave after the same step.
+        signal.raise_signal(signal.SIGTERM)
+
+
+def stop_requested(step: int) -> bool:
+    """Whether to save and leave after `step`: the same answer on every rank, which must all ask after every step."""
+    _stepped.set()
+    if jax.process_count() == 1:
+        return _stop.is_set()
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.reached_preemption_sync_point(step)
