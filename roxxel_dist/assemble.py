@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.distributed import agree, is_primary, process_count, process_index
-from roxxel_dist.cluster.mesh import make_mesh, row_pieces
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
+from roxxel_dist.cluster.mesh import make_mesh, row_shards
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
@@ -85,7 +85,7 @@ class Recipe:
                 f"n_devices is {config.n_devices}, which leaves none to {every - used} of {every} processes: use "
                 f"0 for all, or launch fewer"
             )
-        check_division(self.curriculum, row_pieces(mesh), self.grad_accum)
+        check_division(self.curriculum, row_shards(mesh), self.grad_accum)
         return mesh
 
 
@@ -234,7 +234,7 @@ def folder_for_now(data_path: str | Path | None, name: str) -> Iterator[Path]:
 
     try:
         with _ended_by_signals(), interrupt.cleanup(take_away):
-            yield Path(agree("folder of the corpus", str(folder))) / "data"
+            yield Path(broadcast_from_primary("folder of the corpus", str(folder))) / "data"
     finally:
         take_away()
 
@@ -270,7 +270,7 @@ def on_primary(what: str, act: Callable[[], Any]) -> None:
                 act()
         except UsageError as error:
             message = str(error) or repr(error)
-    if message := agree(what, message, BUILD_LIMIT_S):
+    if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
         raise UsageError(message)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.assemble import Recipe
-from roxxel_dist.cluster.determinism import differences, what_decides_bits
+from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD
 from roxxel_dist.data.commit import write_file
@@ -38,7 +38,7 @@ def write_down(
     if moved or not trainer.finished:
         record = _record(trainer, made, saved, str(Path(data_path or run / DATA).absolute()))
         if before := saved.get(RECORD):
-            changed = [*changed, *differences(before.get("bits", {}), what_decides_bits())]
+            changed = [*changed, *determinism.changed(before.get("bits", {}), determinism.numerics_fingerprint())]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         made.config.save_yaml(run / CONFIG, record)
@@ -68,7 +68,7 @@ def write_down(
 def _record(trainer: Trainer, made: Recipe, saved: dict[str, Any], place: str) -> dict[str, Any]:
     """What a config keeps beside its fields: where and with what the run was made, and each time it was resumed."""
     now = {"data_path": place, "corpus": made.data.fingerprint}
-    record = describe_environment() | now | trainer.start.record | {"bits": what_decides_bits()}
+    record = describe_environment() | now | trainer.start.record | {"bits": determinism.numerics_fingerprint()}
     if not (before := saved.get(RECORD)):
         return record
     this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record

@@ -11,13 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.assemble import Recipe, check_vocabularies, recipe
-from roxxel_dist.cluster.determinism import (
-    differences,
-    enable_compilation_cache,
-    make_deterministic,
-    pin_threads,
-    what_decides_bits,
-)
+from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
@@ -108,11 +102,11 @@ def evaluate(run: str | Path, asked: Asked = OWN, *, best: bool = False) -> Eval
     with usage_errors():
         saved = _saved(wanted, best)
         if saved.get("deterministic"):
-            make_deterministic()
+            determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
-    pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
+    determinism.pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
     initialize()
-    enable_compilation_cache()
+    determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:
         with usage_errors():
             store, step = held.enter_context(_checkpoint(wanted, best))
@@ -141,7 +135,7 @@ def _different(record: Mapping[str, Any]) -> tuple[str, ...]:
     """What decides bits and was another when the step was done."""
     if "bits" not in record:
         return ("the run has not written down what decides bits",)
-    return tuple(differences(record["bits"], what_decides_bits()))
+    return tuple(determinism.changed(record["bits"], determinism.numerics_fingerprint()))
 
 
 def _mesh(made: Recipe) -> Mesh:

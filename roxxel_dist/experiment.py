@@ -13,7 +13,7 @@ from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
 from roxxel_dist.beginning import write_down
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
-from roxxel_dist.cluster.distributed import agree, barrier, initialize, is_primary
+from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import RECORD, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel
@@ -111,7 +111,7 @@ class Experiment:
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(before.get(RECORD, {}).get("pjrt_nproc"))
         initialize()
-        run = Path(agree("run directory", str(run_dir or default_run_dir())))
+        run = Path(broadcast_from_primary("run directory", str(run_dir or default_run_dir())))
         if resume and not amend and from_step is None and self._was_finished(run, saved, other_data):
             return run
         with _held(run, resume) as directory:
@@ -238,7 +238,9 @@ class Experiment:
         longer = "max_steps" in changed and (self.config.max_steps is None or self.config.max_steps > step)
         # A base that was moved is looked for, and written down, though nothing is trained any more.
         goes_on = longer or "patience" in changed or saved.get("init_from") != self.config.init_from
-        finished = agree("the run was finished", "yes" if cursor.get("finished") and not goes_on else "")
+        finished = broadcast_from_primary(
+            "the run was finished", "yes" if cursor.get("finished") and not goes_on else ""
+        )
         if not finished:
             return False
         self._check_nothing_new(run, step, changed | ({"data_path": saved[RECORD]["data_path"]} if other_data else {}))
@@ -261,7 +263,7 @@ class Experiment:
         """The corpus, made from text by rank 0 if need be."""
         # Rank 0 looks for all: it may be making it already when another rank comes here.
         made = resume and is_tokens(run / DATA) and not (data_path and is_tokens(data_path))
-        if agree("corpus is made", "yes" if made else ""):
+        if broadcast_from_primary("corpus is made", "yes" if made else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
         return open_corpus(self.config, data_path, run / DATA, begins=begins)
 
@@ -298,7 +300,9 @@ class Experiment:
         def at_the_end() -> None:
             """The run is done and saved: what fails here is told, and harms nothing."""
             model, no_sample = None, ""
-            long = agree("long enough for a sample", "yes" if time.monotonic() - begun >= SAMPLE_AFTER_S else "")
+            long = broadcast_from_primary(
+                "long enough for a sample", "yes" if time.monotonic() - begun >= SAMPLE_AFTER_S else ""
+            )
             if wish == "off" or (wish == "auto" and not long):
                 pass
             elif tokenizer is None:

@@ -7,7 +7,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from roxxel_dist.cluster import mailbox
+from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.data import file_lock
 from roxxel_dist.data.commit import make_folder
@@ -55,7 +55,7 @@ class RunDirectory:
             who = file_lock.holder(self.path / LOCK)
             raise ValueError(f"{who} is training in {self.path}: wait for its end, or name another")
         HELD.add(self.path.absolute())
-        mailbox.sweep(self.path)
+        save_requests.sweep(self.path)
         for left in self.path.glob(".*.tmp"):  # by somebody who was killed while he wrote
             left.unlink(missing_ok=True)
 

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from roxxel_dist.cluster.mailbox import post_request, take_answer, withdraw
+from roxxel_dist.cluster.save_requests import post_request, take_answer, withdraw
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, is_held
 
 POLL_S = 0.1

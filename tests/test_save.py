@@ -7,7 +7,7 @@ import pytest
 from commands import run
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.mailbox import post_answer, take_requests
+from roxxel_dist.cluster.save_requests import post_answer, take_requests
 from roxxel_dist.run_directory import RunDirectory, is_held
 from roxxel_dist.save import NotSaved, ask_for_checkpoint
 

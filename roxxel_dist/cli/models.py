@@ -37,7 +37,7 @@ def evaluate(words: list[str]) -> int:
     args = parse(EvalArgs, words, "eval")
     with usage_errors():
         validation = _named_sets(args.validation)
-    from roxxel_dist.cluster.distributed import agree, is_primary
+    from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
     from roxxel_dist.evaluation import Asked, evaluate
 
     asked = Asked(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)
@@ -46,7 +46,7 @@ def evaluate(words: list[str]) -> int:
         print(json.dumps(_as_json(found)) if args.json else _as_text(found), flush=True)
         if found.broken:
             print(_alarm(found), file=sys.stderr, flush=True)
-    return EXIT_FAILED if agree("eval", "broken" if found.broken else "") else 0
+    return EXIT_FAILED if broadcast_from_primary("eval", "broken" if found.broken else "") else 0
 
 
 def _named_sets(text: str | None) -> dict[str, str] | None:

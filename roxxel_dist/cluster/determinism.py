@@ -75,7 +75,7 @@ def make_deterministic() -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --{DETERMINISTIC}=true".strip()
 
 
-def what_decides_bits() -> dict[str, Any]:
+def numerics_fingerprint() -> dict[str, Any]:
     """All that can change the last bits of a loss, besides config and data; plain values, to be kept with a run.
 
     Makes jax's devices, so it comes after `make_deterministic` and `initialize`.
@@ -95,7 +95,7 @@ def what_decides_bits() -> dict[str, Any]:
     }
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each thing that decides bits and is not what it was; what only one of the two knows is left out."""
     return [f"{name}: {saved[name]!r} -> {now[name]!r}" for name in now if name in saved and saved[name] != now[name]]
 

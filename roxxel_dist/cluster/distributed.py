@@ -8,18 +8,18 @@ import errno
 import os
 import socket
 import time
-from typing import Any
+from collections import Counter
 
 import jax
 
 from roxxel_dist.cluster.determinism import pin_threads
 from roxxel_dist.cluster.exit_codes import LostRankError
-from roxxel_dist.cluster.jax_private import coordinator_client
+from roxxel_dist.cluster.jax_private import key_value_store
 
 INIT_TIMEOUT_S = 300
 WAIT_LIMIT_S = 600.0
 
-_calls: dict[str, int] = {}
+_calls: Counter[str] = Counter()
 
 
 def initialize() -> None:
@@ -93,14 +93,6 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def key_value_store() -> Any:
-    """The client of jax's coordinator: keys that all processes see, barriers with a limit.
-
-    Keys are written once. A wait that times out costs the coordinator some 34 KB that it never gives back.
-    """
-    return coordinator_client()
-
-
 def unanswered(error: Exception, what: str) -> TimeoutError | LostRankError:
     """The exception for a wait at jax's coordinator that came to nothing: `what` says for whom and how long it was."""
     first = str(error).splitlines()[0]
@@ -109,10 +101,23 @@ def unanswered(error: Exception, what: str) -> TimeoutError | LostRankError:
     return LostRankError(f"rank {process_index()} has lost another rank, or jax's coordinator in rank 0: {first}")
 
 
-def once(name: str) -> str:
+def unique_key(name: str) -> str:
     """A key that is new each time: all ranks make the same calls in the same order, so they get the same keys."""
-    _calls[name] = _calls.get(name, 0) + 1
+    _calls[name] += 1
     return f"roxxel/{name}/{_calls[name]}"
+
+
+def wait_for_key(key: str, limit_s: float, what: str) -> str:
+    """The value that a rank has set, or sets within `limit_s` seconds, in jax's key-value store.
+
+    Raises:
+        TimeoutError: none did; `what` says which rank, what for, and how long it was.
+        LostRankError: a rank is lost, by jax's own heartbeat.
+    """
+    try:
+        return key_value_store().blocking_key_value_get(key, max(1, int(limit_s * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        raise unanswered(error, what) from error
 
 
 def barrier(name: str, limit_s: float = WAIT_LIMIT_S) -> None:
@@ -122,54 +127,47 @@ def barrier(name: str, limit_s: float = WAIT_LIMIT_S) -> None:
         TimeoutError: somebody did not come within `limit_s` seconds; names the place and who is missing.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return
     try:
-        key_value_store().wait_at_barrier(once(name), int(limit_s * 1000))
+        key_value_store().wait_at_barrier(unique_key(name), int(limit_s * 1000))
     except jax.errors.JaxRuntimeError as error:
-        raise unanswered(
-            error, f"waited {limit_s:.0f} s at '{name}' and not all of the {process_count()} processes came"
-        ) from error
+        what = f"waited {limit_s:.0f} s at '{name}' and not all of the {process_count()} processes came"
+        raise unanswered(error, what) from error
 
 
-def agree(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
+def broadcast_from_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> str:
     """Rank 0's `value`, on every rank.
 
     Raises:
         TimeoutError: rank 0 did not say it within `limit_s` seconds.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return value
-    key = once(name)
-    if is_primary():
-        key_value_store().key_value_set(key, value)
-        return value
-    try:
-        return key_value_store().blocking_key_value_get(key, int(limit_s * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        raise unanswered(error, f"waited {limit_s:.0f} s for rank 0 to decide '{name}'") from error
+    key = unique_key(name)
+    if not is_primary():
+        return wait_for_key(key, limit_s, f"waited {limit_s:.0f} s for rank 0 to decide '{name}'")
+    key_value_store().key_value_set(key, value)
+    return value
 
 
-def collect(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
+def gather_to_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
     """On rank 0 every rank's `value`, in their order, when all have said it; on the others nothing.
 
     Raises:
         TimeoutError: on rank 0, a rank did not say it within `limit_s` seconds.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return [value]
-    key = once(f"collect {name}")
+    key = unique_key(f"gather {name}")
     if not is_primary():
         key_value_store().key_value_set(f"{key}/{process_index()}", value)
         return []
     values, end = [value], time.monotonic() + limit_s
     for rank in range(1, process_count()):
-        left_ms = int(1000 * max(end - time.monotonic(), 0.001))
-        try:
-            values.append(key_value_store().blocking_key_value_get(f"{key}/{rank}", left_ms))
-        except jax.errors.JaxRuntimeError as error:
-            raise unanswered(error, f"waited {limit_s:.0f} s for rank {rank} to say '{name}'") from error
+        what = f"waited {limit_s:.0f} s for rank {rank} to say '{name}'"
+        values.append(wait_for_key(f"{key}/{rank}", end - time.monotonic(), what))
     key_value_store().key_value_delete(key)
     return values

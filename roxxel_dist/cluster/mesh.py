@@ -79,7 +79,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P((first, *more) if more else first, None))
 
 
-def row_pieces(mesh: Any) -> int:
+def row_shards(mesh: Any) -> int:
     """Into how many pieces the rows of a batch are cut."""
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
@@ -133,7 +133,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     Raises:
         ValueError: the first axis does not divide by the devices.
     """
-    size = row_pieces(mesh)
+    size = row_shards(mesh)
     for leaf in jax.tree.leaves(batch):
         if leaf.shape[0] % size:
             raise ValueError(

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_pieces
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_shards
 
 Axes = tuple[str | None, ...]
 """The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers
@@ -86,13 +86,13 @@ def table_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> 
     return P(*found)
 
 
-def on_their_rows(x: jax.Array) -> jax.Array:
+def constrain_rows(x: jax.Array) -> jax.Array:
     """`x` [B, ...] with its rows where those of a batch are, if a mesh from `make_mesh` is set and divides them.
 
     Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around.
     """
     mesh = _mesh_of_ours()
-    if mesh is None or x.shape[0] % row_pieces(mesh):
+    if mesh is None or x.shape[0] % row_shards(mesh):
         return x
     return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))
 

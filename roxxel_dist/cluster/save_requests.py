@@ -1,23 +1,86 @@
-"""A checkpoint on request: rank 0 looks for requests at logged steps, and all ranks save the same step.
+"""A checkpoint on request: a command puts a file into the run directory, and the job answers with another one.
 
-Among several processes rank 0 says one step ahead what it has found, so at the logged step nobody waits for it. (A rank
-that stops before it has said so has entered fewer steps than those that wait: the launcher names it.)
+Each request has an id of its own, so several people may ask at once, and nobody's file is written by another. Rank 0
+looks for requests at logged steps, and all ranks save the same one. Among several processes rank 0 announces one step
+ahead whether to save: nobody waits for it at the logged step, and where it is stuck it has entered fewer steps than
+those that wait, so the launcher names it (decisions.md: one step ahead).
+
+The command that asks does not import jax.
 """
 
+import contextlib
+import json
+import os
+import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from roxxel_dist.cluster.distributed import is_primary, key_value_store, once, process_count, unanswered
-from roxxel_dist.cluster.mailbox import post_answer, take_requests
-
-LIMIT_S = 3600.0
+REQUEST, ANSWER = ".save-request-", ".save-answer-"
+ANNOUNCEMENT_TIMEOUT_S = 3600.0
 """Seconds that the other ranks wait for rank 0, which may have to validate or to write for long."""
-KEPT = 16
+KEPT_ANNOUNCEMENTS = 16
 """Keys of jax's key-value store that are not deleted yet: more logged steps than one rank can be ahead of another."""
+
+
+def post_request(folder: Path) -> str:
+    """Ask the job that trains in `folder`, and return the id under which it will answer.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    request = secrets.token_hex(8)
+    (folder / f"{REQUEST}{request}").touch(exist_ok=False)  # an empty file is whole as soon as it is there
+    return request
+
+
+def withdraw(folder: Path, request: str) -> None:
+    """Take a request back, if the job has not seen it, or throw its answer away."""
+    for name in (REQUEST, ANSWER):
+        with contextlib.suppress(OSError):
+            (folder / f"{name}{request}").unlink()
+
+
+def take_requests(folder: Path) -> list[str]:
+    """The ids of all who ask now; the next call gives only new ones.
+
+    Raises:
+        OSError: the folder cannot be read or written.
+    """
+    requests = [name.removeprefix(REQUEST) for name in os.listdir(folder) if name.startswith(REQUEST)]
+    for request in requests:
+        (folder / f"{REQUEST}{request}").unlink(missing_ok=True)  # it may be withdrawn in this moment
+    return requests
+
+
+def post_answer(folder: Path, request: str, answer: Mapping[str, Any]) -> None:
+    """Write the answer to one request, whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = folder / f"{ANSWER}{request}"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(dict(answer)) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def take_answer(folder: Path, request: str) -> dict[str, Any] | None:
+    """The answer to a request, which is gone then; None where there is none yet."""
+    path = folder / f"{ANSWER}{request}"
+    try:
+        answer = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    path.unlink(missing_ok=True)
+    return answer
+
+
+def sweep(folder: Path) -> None:
+    """Take away what was asked of runs that are dead, and what they answered too late."""
+    for path in (*folder.glob(f"{REQUEST}*"), *folder.glob(f"{ANSWER}*")):
+        path.unlink(missing_ok=True)
 
 
 class SaveRequests:
@@ -29,84 +92,89 @@ class SaveRequests:
     """
 
     def __init__(self, folder: str | Path, logged: Callable[[int], bool]) -> None:
+        from roxxel_dist.cluster.distributed import is_primary, process_count
+
         self._folder, self._logged = Path(folder), logged
+        self._primary, self._alone = is_primary(), process_count() == 1
         self._new: list[str] = []
-        self._saving: dict[str, int] = {}
-        self._answers: dict[str, dict[str, Any]] = {}
-        self._key: str | None = None
+        self._step_of: dict[str, int] = {}  # requests whose step is being saved
+        self._answers: dict[str, dict[str, Any]] = {}  # by request; not written yet
+        self._key: str | None = None  # of the announcement for the next logged step
         self._old_keys: deque[str] = deque()
 
-    def due(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """Whether to save `step` because somebody asked. Every rank calls this once a step, at the same place.
 
         Raises:
             TimeoutError: rank 0 did not come to the step before within an hour.
+            LostRankError: a rank is lost, by jax's own heartbeat.
         """
-        due = False
+        save = False
         if self._logged(step):
-            if process_count() == 1:
+            if self._alone:
                 self._look()
-            due = bool(self._new) if is_primary() else self._said()
+            save = bool(self._new) if self._primary else self._announced()
             self._key = None
-            if due:
-                self._saving |= dict.fromkeys(self._new, step)
-                self._new = []
-        if process_count() > 1 and self._logged(step + 1):
-            self._say()
-        return due
+            self._assign(step)
+        if not self._alone and self._logged(step + 1):
+            self._announce()
+        return save
 
-    def answered(self, step: int) -> None:
+    def saved(self, step: int) -> None:
         """Say that the checkpoint of `step` is complete."""
-        self._settle({"step": step}, [request for request, due in self._saving.items() if due <= step])
+        self._answer({"step": step}, [request for request, begun in self._step_of.items() if begun <= step])
 
     def failed(self, step: int, why: str) -> None:
         """Say that `step` could not be saved, so that who asked for it does not wait."""
         answer = {"error": f"step {step} could not be saved: {why}"}
-        self._settle(answer, [request for request, due in self._saving.items() if due == step])
+        self._answer(answer, [request for request, begun in self._step_of.items() if begun == step])
 
     def finish(self, step: int) -> None:
         """The run ends, and `step`, its last one, is saved: the answer to all who asked until now."""
         self._look()
-        self._saving |= dict.fromkeys(self._new, step)
-        self.answered(step)
+        self._assign(step)
+        self.saved(step)
 
-    def _say(self) -> None:
-        """Rank 0's word for the next step, which is a logged one; the others note under which key it will be."""
-        self._key = once("save")
-        if not is_primary():
-            return
-        self._look()
-        key_value_store().key_value_set(self._key, "yes" if self._new else "no")
-        self._old_keys.append(self._key)
-        if len(self._old_keys) > KEPT:
-            key_value_store().key_value_delete(self._old_keys.popleft())
+    def _announce(self) -> None:
+        """On rank 0, tell whether to save the next step, which is a logged one; elsewhere, note under which key."""
+        from roxxel_dist.cluster.distributed import unique_key
+        from roxxel_dist.cluster.jax_private import key_value_store
 
-    def _said(self) -> bool:
+        self._key = unique_key("save")
+        if self._primary:
+            self._look()
+            key_value_store().key_value_set(self._key, "yes" if self._new else "no")
+            self._old_keys.append(self._key)
+            if len(self._old_keys) > KEPT_ANNOUNCEMENTS:
+                key_value_store().key_value_delete(self._old_keys.popleft())
+
+    def _announced(self) -> bool:
+        from roxxel_dist.cluster.distributed import wait_for_key
+
         if self._key is None:  # the first step of all
             return False
-        try:
-            return key_value_store().blocking_key_value_get(self._key, int(LIMIT_S * 1000)) == "yes"
-        except jax.errors.JaxRuntimeError as error:
-            raise unanswered(
-                error, f"waited {LIMIT_S:.0f} s for rank 0 to say whether to save (look at its log)"
-            ) from error
+        what = f"waited {ANNOUNCEMENT_TIMEOUT_S:.0f} s for rank 0 to say whether to save (look at its log)"
+        return wait_for_key(self._key, ANNOUNCEMENT_TIMEOUT_S, what) == "yes"
 
     def _look(self) -> None:
         """Take in new requests; also a chance for an answer that could not be written."""
-        if is_primary():
-            self._settle({}, [])
-            try:
+        if self._primary:
+            self._write_answers()
+            with contextlib.suppress(OSError):  # a network file system that is away for a moment
                 self._new += take_requests(self._folder)
-            except OSError:  # a network file system that is away for a moment; training goes on without
-                return
 
-    def _settle(self, answer: dict[str, Any], requests: list[str]) -> None:
+    def _assign(self, step: int) -> None:
+        self._step_of |= dict.fromkeys(self._new, step)
+        self._new = []
+
+    def _answer(self, answer: dict[str, Any], requests: list[str]) -> None:
         for request in requests:
-            del self._saving[request]
+            del self._step_of[request]
             self._answers[request] = answer
-        for request in list(self._answers):
-            try:
+        self._write_answers()
+
+    def _write_answers(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: again at the next logged step
+            for request in list(self._answers):
                 post_answer(self._folder, request, self._answers[request])
-            except OSError:  # a full disk: again at the next logged step
-                return
-            del self._answers[request]
+                del self._answers[request]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.parameter_sharding import on_their_rows
+from roxxel_dist.cluster.parameter_sharding import constrain_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         mixed_BxLxD, held = self.attention(self.attention_norm(x_BxLxD), reading, held)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return on_their_rows(x_BxLxD + self._drop(y_BxLxD)), balance, held
+        return constrain_rows(x_BxLxD + self._drop(y_BxLxD)), balance, held
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -165,7 +165,7 @@ class Transformer(nnx.Module):
             reading = Reading(position, same)
         else:
             reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
-        x_BxLxD = on_their_rows(self._embed(tokens_BxL, reading.position_L))
+        x_BxLxD = constrain_rows(self._embed(tokens_BxL, reading.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = self._run(x_BxLxD, reading, None if cache is None else cache.layers, remat=remat)
         if self.config.use_moe:

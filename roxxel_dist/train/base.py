@@ -19,7 +19,7 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.distributed import agree, is_primary
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
 from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train import restack
@@ -271,7 +271,7 @@ def _agreed(wanted: RunStep, parcels: Iterator[Mapping[str, np.ndarray]]) -> str
             text = "=" + _digest(parcels)
         except Exception as error:  # Orbax has no error of its own; the other ranks must hear of any
             text = files.cause(error)
-    text = agree("fingerprint of the base", text, READ_LIMIT_S)
+    text = broadcast_from_primary("fingerprint of the base", text, READ_LIMIT_S)
     if not text.startswith("="):
         raise ValueError(f"init_from is {wanted}: its weights cannot be read ({text})")
     return text[1:]

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from roxxel_dist.cluster.distributed import agree, collect, is_primary, process_index
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.train import checkpoint_files as files
 from roxxel_dist.train.standing import META
@@ -110,7 +110,7 @@ class CheckpointStore:
         A rank that could not hear how a save ended, as its agreement timed out, knows an older list.
         """
         self.settle()
-        known = json.loads(agree(self._name, json.dumps(list(self._saved.items()))))
+        known = json.loads(broadcast_from_primary(self._name, json.dumps(list(self._saved.items()))))
         self._saved = {int(step): val_loss for step, val_loss in known}
         return self.latest_step()
 
@@ -157,13 +157,13 @@ class CheckpointStore:
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
             problem = f"rank {process_index()}: {files.cause(error)}"
         try:
-            problems = collect(self._name, problem, SAVE_LIMIT_S)
+            problems = gather_to_primary(self._name, problem, SAVE_LIMIT_S)
         except TimeoutError as error:
             problems = [str(error)]
         if is_primary():
             problem = next(filter(None, problems), "") or self._commit(save)
             files.sweep(self.folder)  # now: the others begin the next save when they have read what follows
-        return agree(self._name, problem, SAVE_LIMIT_S)
+        return broadcast_from_primary(self._name, problem, SAVE_LIMIT_S)
 
     def _commit(self, save: _Save) -> str:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
@@ -284,7 +284,7 @@ class CheckpointStore:
                 )  # in this order: cut off, the old run is there
             except OSError as error:
                 problem = error.strerror or str(error)
-        if problem := agree(self._name, problem):
+        if problem := broadcast_from_primary(self._name, problem):
             raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from roxxel_dist.cluster.distributed import agree, collect, process_index
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.data.commit import sync_folder, write_file
 from roxxel_dist.train.standing import META
 
@@ -67,9 +67,9 @@ def open_folder(folder: Path, *, read_only: bool) -> dict[int, float | None]:
         except OSError as error:
             problem = error.strerror or str(error)
     # Read by the others when rank 0 has done its part.
-    saved, problem = json.loads(agree("checkpoints", json.dumps([list(saved.items()), problem])))
-    problems = collect("checkpoints", problem or ("" if read_only else _unusable(folder)))
-    if problem := agree("checkpoints", next(filter(None, problems), "")):
+    saved, problem = json.loads(broadcast_from_primary("checkpoints", json.dumps([list(saved.items()), problem])))
+    problems = gather_to_primary("checkpoints", problem or ("" if read_only else _unusable(folder)))
+    if problem := broadcast_from_primary("checkpoints", next(filter(None, problems), "")):
         raise ValueError(
             f"the checkpoint folder {folder} cannot be used ({problem}): choose another run directory, or mend it"
         )

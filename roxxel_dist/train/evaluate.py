@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from roxxel_dist.cluster.distributed import agree, is_primary
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
@@ -159,4 +159,4 @@ def ask(eval_fn: Callable[[Any], Any] | None, state: Any, say: Callable[[str], N
         numbers = {str(name): float(value) for name, value in said.items()}
     elif said is not None and is_primary():
         say(str(said))
-    return json.loads(agree("evaluation", json.dumps(numbers), EVAL_LIMIT_S))
+    return json.loads(broadcast_from_primary("evaluation", json.dumps(numbers), EVAL_LIMIT_S))

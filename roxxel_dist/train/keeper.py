@@ -60,7 +60,7 @@ class Keeper:
 
     def asked(self, step: int) -> bool:
         """Whether somebody wants `step` saved; to be called once a step, on every rank."""
-        return self._requests.due(step)
+        return self._requests.should_save(step)
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any], val_loss: float | None) -> None:
         """Begin to save; of the first checkpoint, wait until it is there.
@@ -83,7 +83,7 @@ class Keeper:
                 self._say(f"{ended.problem}. Training goes on, and the next save is tried")
                 self._requests.failed(ended.step, ended.problem)
             else:
-                self._requests.answered(ended.step)
+                self._requests.saved(ended.step)
                 self._point(ended.step, finished=False)
                 if self._store.best_step() == ended.step:
                     self._exporter.want(BEST, ended.step)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.distributed import agree, collect, process_index
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.train.hardware import free_device_bytes
 from roxxel_dist.train.state import ModelParts, TrainState
 
@@ -118,6 +118,6 @@ def _check_room(size: int) -> None:
     """Raises MemoryError, on all processes alike, where so many bytes more do not fit on each device of this one."""
     free = free_device_bytes()
     problem = f"{size / 1e9:.1f} GB do not fit in the {free / 1e9:.1f} GB free on a device of rank {process_index()}"
-    problems = collect("room for the whole model", problem if size > ROOM * free else "")
-    if problem := agree("room for the whole model", next(filter(None, problems), "")):
+    problems = gather_to_primary("room for the whole model", problem if size > ROOM * free else "")
+    if problem := broadcast_from_primary("room for the whole model", next(filter(None, problems), "")):
         raise MemoryError(f"the whole model on one device: {problem}")

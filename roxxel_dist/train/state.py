@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.distributed import agree, collect, is_primary
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.train.hardware import device_bytes, free_device_bytes
 from roxxel_dist.train.health import Health, healthy
@@ -147,7 +147,8 @@ def _check_room(
 def _ranks_here() -> int:
     """How many processes of the run are on this host."""
     host = socket.gethostname()
-    return agree("hosts of the ranks", "\n".join(collect("hosts of the ranks", host))).split("\n").count(host) or 1
+    hosts = broadcast_from_primary("hosts of the ranks", "\n".join(gather_to_primary("hosts of the ranks", host)))
+    return hosts.split("\n").count(host) or 1
 
 
 @contextlib.contextmanager

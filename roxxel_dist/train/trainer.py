@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.cluster.distributed import agree, is_primary, process_count, process_index
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
@@ -404,7 +404,7 @@ def hold_together(run: Path) -> Callable[[], None]:
             let_go = hold(run)
         except ValueError as error:
             problem = str(error)
-    if problem := agree("run directory is free", problem):
+    if problem := broadcast_from_primary("run directory is free", problem):
         raise ValueError(problem)
     return let_go
 

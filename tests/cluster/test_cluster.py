@@ -38,8 +38,8 @@ def test_alone_everything_is_agreed_at_once():
     distributed.initialize()
     distributed.initialize()
     assert (distributed.process_index(), distributed.process_count(), distributed.is_primary()) == (0, 1, True)
-    assert distributed.agree("anything", "mine") == "mine"
-    assert distributed.collect("anything", "mine") == ["mine"]
+    assert distributed.broadcast_from_primary("anything", "mine") == "mine"
+    assert distributed.gather_to_primary("anything", "mine") == ["mine"]
     distributed.barrier("nobody else")
 
 
@@ -118,7 +118,7 @@ def test_xla_knows_the_flag_of_determinism():
     """XLA ends a process that has a flag which it does not know; and a jaxlib without GPU support must know it, too."""
     code = (
         "import jax; from roxxel_dist.cluster import determinism; determinism.make_deterministic(); "
-        "print(jax.jit(lambda x: x + 1)(1), determinism.what_decides_bits()['xla_flags'])"
+        "print(jax.jit(lambda x: x + 1)(1), determinism.numerics_fingerprint()['xla_flags'])"
     )
     for given, said in (("", "2 --xla_gpu_deterministic_ops=true\n"), ("--xla_unheard_of=1", "")):
         environment = os.environ | {"XLA_FLAGS": given}
@@ -138,19 +138,19 @@ def test_flags_that_forbid_determinism(monkeypatch):
 
 def test_what_decides_bits_is_kept_and_compared(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-    before = determinism.what_decides_bits()
+    before = determinism.numerics_fingerprint()
     assert before["pjrt_nproc"] == 8
     assert before["processes"] == 1
     assert list(before["devices"].values()) == [8]
     path = tmp_path / "record.yaml"
     path.write_text(yaml.safe_dump(before))
     saved = yaml.safe_load(path.read_text())
-    assert determinism.differences(saved, determinism.what_decides_bits()) == []
+    assert determinism.changed(saved, determinism.numerics_fingerprint()) == []
     monkeypatch.setenv("PJRT_NPROC", "4")
     with jax.default_matmul_precision("highest"):
-        told = determinism.differences(saved, determinism.what_decides_bits())
+        told = determinism.changed(saved, determinism.numerics_fingerprint())
     assert told == ["pjrt_nproc: 8 -> 4", "jax_default_matmul_precision: None -> 'highest'"]
-    assert determinism.differences({"of another version": 1}, before) == []
+    assert determinism.changed({"of another version": 1}, before) == []
 
 
 def test_progress_is_seen_by_others(tmp_path):

@@ -48,7 +48,7 @@ def test_a_rank_that_missed_the_end_of_a_save_learns_of_it(tmp_path, state, monk
     saver.save(2, state, {})
     saver.close()
     behind = CheckpointStore(tmp_path / "c", read_only=True)
-    monkeypatch.setattr(checkpoint, "agree", lambda name, value: "[[1, null], [2, null], [3, 0.5]]")
+    monkeypatch.setattr(checkpoint, "broadcast_from_primary", lambda name, value: "[[1, null], [2, null], [3, 0.5]]")
     assert behind.latest_of_all() == 3
     assert (behind.steps(), behind.best_step()) == ([1, 2, 3], 3)
 

@@ -71,7 +71,7 @@ def test_a_failed_run_does_not_wait_for_the_next_phase_to_be_compiled(corpus, tm
 
 
 def test_a_failed_run_does_not_wait_for_a_save_that_hangs(corpus, tmp_path, monkeypatch):
-    go_on, collect, saves = threading.Event(), checkpoint.collect, []
+    go_on, collect, saves = threading.Event(), checkpoint.gather_to_primary, []
 
     def hang(*words):
         saves.append(words)
@@ -84,7 +84,7 @@ def test_a_failed_run_does_not_wait_for_a_save_that_hangs(corpus, tmp_path, monk
             raise RuntimeError("the user's own")
 
     made = make(corpus, tmp_path, [Phase(4, 8, 17)], eval_fn=fail, eval_every=3, checkpoint_every=2)
-    monkeypatch.setattr(checkpoint, "collect", hang)
+    monkeypatch.setattr(checkpoint, "gather_to_primary", hang)
     try:
         with pytest.raises(RuntimeError, match="the user's own"):
             made.run()

@@ -137,12 +137,12 @@ def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
 
 def test_a_checkpoint_on_request_is_time_spent_on_saving(corpus, tmp_path):
     made = make(corpus, tmp_path, [Phase(9, 8, 17)], eval_every=100, checkpoint_every=100)
-    asked = SaveRequests.due
+    asked = SaveRequests.should_save
     try:
-        SaveRequests.due = lambda self, step: step == 5 or asked(self, step)
+        SaveRequests.should_save = lambda self, step: step == 5 or asked(self, step)
         made.run()
     finally:
-        SaveRequests.due = asked
+        SaveRequests.should_save = asked
         made.close()
     rows = read_timeline(tmp_path)
     index = next(i for i, one in enumerate(rows) if one.get("steps", [0, 0])[1] == 5)
