@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from roxxel_dist.cluster import save_requests
-from roxxel_dist.cluster.exit_codes import REACHED_ENV
+from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
 from roxxel_dist.data import file_lock
 from roxxel_dist.data.commit import make_folder
 from roxxel_dist.train.run_lock import HELD, LOCK
@@ -27,7 +27,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        inside = (DATA, CHECKPOINTS, LOGS, LOG, METRICS, LOCK)
+        logs = () if os.environ.get(STATUS_ENV) == "1" else (LOGS,)  # a launcher's stay: they say why it was refused
+        inside = (DATA, CHECKPOINTS, *logs, LOG, METRICS, LOCK)
         mine = (*(path / name for name in inside), path, *path.parents)
         self._new = [one for one in mine if not os.path.exists(one)]  # Path.exists raises for a name that is too long
         self._lock: int | None = None

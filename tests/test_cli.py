@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,6 +125,11 @@ def test_a_mistake_is_one_message_and_code_2(work, words, message, monkeypatch, 
 @pytest.mark.parametrize(("words", "message"), IN_PROCESSES, ids=named)
 def test_a_mistake_that_processes_find_is_one_message_and_exit_2(work, words, message):
     result = run(*words, cwd=work)
+    for logs in {log.parent for log in work.rglob("rank-*.log")}:  # of a launch they stay, and nothing else
+        assert words[0] == "launch"
+        shutil.rmtree(logs)
+        for folder in logs.relative_to(work).parents[:-1]:
+            (work / folder).rmdir()
     check(work, message, result.returncode, result.stdout, result.stderr)
 
 
@@ -157,7 +163,7 @@ def test_an_existing_run_directory(work, tmp_path, words):
     text = result.stdout + result.stderr
     assert "old holds a run already: continue it with --resume, or name another run_dir" in text
     assert "Traceback" not in text
-    assert tree(tmp_path) == ["old", "old/config.yaml"]
+    assert [path for path in tree(tmp_path) if not path.startswith("old/logs")] == ["old", "old/config.yaml"]
 
 
 def test_a_folder_that_cannot_be_written(work, tmp_path, monkeypatch, capfd):

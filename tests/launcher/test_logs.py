@@ -107,28 +107,6 @@ def test_files_come_with_the_first_line_and_are_appended(tmp_path: Path) -> None
     assert lines[4].endswith(".062 host 3 | second")
 
 
-def test_remove_takes_away_what_was_made_here_alone(tmp_path: Path) -> None:
-    kept = Logs(job(tmp_path / "runs" / "run_1" / "logs"), said.append)
-    kept.write(0, "h", 0.0, ["x"])
-    kept.remove()
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "run" / "logs" / "rank-0.log").write_text("older\n")
-    kept = Logs(job(tmp_path / "run" / "logs"), said.append)
-    kept.write(0, "h", 0.0, ["x"])
-    kept.write(1, "h", 0.0, ["x"])
-    kept.write(2, "h", 0.0, ["x"])
-    other = Logs(job(tmp_path / "run" / "logs"), said.append)  # another launch in the same folder
-    for rank in (0, 2):
-        other.write(rank, "h", 0.0, ["of another launch"])
-    other.close()
-    kept.remove()
-    logs_left = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
-    assert logs_left.keys() == {"rank-0.log", "rank-2.log"}
-    assert logs_left["rank-0.log"].startswith("older\n")
-    assert all(text.endswith("of another launch\n") for text in logs_left.values())
-
-
 def test_the_tail_is_bounded(tmp_path: Path) -> None:
     kept = Logs(job(tmp_path), said.append)
     kept.write(0, "h", 0.0, [*map(str, range(1000)), "z" * 100_000])

@@ -320,7 +320,7 @@ sys.exit(2)
 
 
 @pytest.mark.parametrize(("says", "late"), [("0", "0"), ("0", "1"), ("1", "0"), ("01", "0"), ("01", "1")])
-def test_a_configuration_error_is_said_once_and_leaves_nothing(
+def test_a_configuration_error_is_said_once_and_leaves_its_log(
     says: str, late: str, launch: Launch, tmp_path: Path
 ) -> None:
     log_dir = tmp_path / "runs" / "run_x" / "logs"
@@ -329,7 +329,7 @@ def test_a_configuration_error_is_said_once_and_leaves_nothing(
     assert code == 2
     assert (out + err).count("dim 7 is odd: use 8\n") == 1
     assert "failed first" not in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp"]
+    assert sorted(path.name for path in log_dir.iterdir()) == [f"rank-{rank}.log" for rank in says]
 
 
 def test_a_code_of_2_is_a_failure_like_others_where_a_program_has_spoken(launch: Launch) -> None:

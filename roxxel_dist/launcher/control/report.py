@@ -35,8 +35,8 @@ def report_of(job: JobSpec, outcome: AttemptResult, logs: Logs, stack: Sequence[
 
 def _failed(job: JobSpec, outcome: AttemptResult, failure: RankExit, logs: Logs) -> list[str]:
     tail = logs.tail(failure.rank)
-    refused = job.command[0] == "train" and (tail or logs.tail(0))
-    if failure.code == EXIT_USAGE and (refused or logs.hold_refusals_alone):
+    words = tail or logs.tail(0)
+    if failure.code == EXIT_USAGE and words and (job.command[0] == "train" or words[-1].startswith("roxxel-dist: ")):
         shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
         return [] if shown else tail
     if failure.code == EXIT_HANG and any(WAITED in line for line in tail[-1:]):

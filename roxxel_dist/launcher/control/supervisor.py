@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, EXIT_USAGE
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.report import report_of
@@ -124,10 +124,7 @@ def _attempt(
     entry.update(step=outcome.reached)
     trains = job.command[0] == "train"
     report = report_of(job, outcome, logs, attempt.stack)
-    result = summary(outcome, seconds=time.monotonic() - begun, counts=trains, report=report)
-    if result.code == EXIT_USAGE and count == 0 and outcome.reached == 0 and (trains or logs.hold_refusals_alone):
-        logs.remove()
-    return result
+    return summary(outcome, seconds=time.monotonic() - begun, counts=trains, report=report)
 
 
 def _tell_first_cause(attempts: Sequence[AttemptSummary], screen: Console) -> None:

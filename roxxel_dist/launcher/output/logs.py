@@ -16,7 +16,6 @@ from roxxel_dist.launcher.spec import JobSpec
 
 T = TypeVar("T")
 LONGEST = 8 << 20
-REFUSAL = "roxxel-dist: "
 NOISE = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
 """How lines begin in which a library tells of connections made, or of a SIGTERM: kept in the log, not shown."""
 TAIL_LINES = 200
@@ -110,17 +109,8 @@ class Logs:
         command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
-        self._made: dict[Path, int] = {}  # and their sizes, when they were closed
-        # A rank may make the run directory before its first line makes `logs` in it: what is new is told beforehand.
-        self._new = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._tails: dict[int, deque[str]] = {}
         self._broken = False
-        self._words_of_others = False
-
-    @property
-    def hold_refusals_alone(self) -> bool:
-        """Whether nothing was said but why the command cannot be done: then a slip of the user has left nothing."""
-        return bool(self._tails) and not self._words_of_others
 
     def path(self, rank: int) -> Path:
         """Where the lines of a rank are."""
@@ -132,7 +122,6 @@ class Logs:
 
     def write(self, rank: int, host: str, when: float, lines: list[str]) -> None:
         """Append lines that arrived at `when` (seconds since 1970)."""
-        self._words_of_others |= not all(line.startswith(REFUSAL) or NOISE.match(line) for line in lines)
         tail = self._tails.setdefault(rank, deque(maxlen=TAIL_LINES))
         tail.extend(line[:TAIL_COLUMNS] for line in lines[-TAIL_LINES:])
         clock = time.strftime("%H:%M:%S", time.localtime(when))
@@ -148,32 +137,15 @@ class Logs:
                 self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from here on")
 
     def _open(self, rank: int) -> TextIO:
-        path = self.path(rank)
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            self._made[path] = 0
-        self._files[rank] = file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+        file = self.path(rank).open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+        self._files[rank] = file
         file.write(self._header)
         return file
 
-    def remove(self) -> None:
-        """Take away the files and folders that this launch alone has made and written; all others stay as they are."""
-        self.close()
-        for path, size in self._made.items():
-            with suppress(OSError):
-                if path.stat().st_size == size:  # nobody else has written to it
-                    path.unlink()
-        self._made.clear()
-        with suppress(OSError):  # not empty, or never made
-            for folder in self._new:
-                folder.rmdir()
-
     def close(self) -> None:
         """Close the files."""
-        for rank, file in self._files.items():
-            with suppress(OSError):  # the disk is full
-                if self.path(rank) in self._made:
-                    self._made[self.path(rank)] = file.tell()
+        for file in self._files.values():
             _close(file)
         self._files.clear()
 
