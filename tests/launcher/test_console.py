@@ -20,7 +20,7 @@ def test_the_screen_shows_rank_0_or_all(capfd: pytest.CaptureFixture[str]) -> No
             screen.lines(0, 0.0, ["[/x] a", "[Gloo] Rank 0 is connected", PREEMPTION, "b"])
             screen.lines(1, 0.0, ["c"])
             screen.status(0, {"step": 1, "total": 2, "start": 0})
-            screen.say("the launcher")
+            screen.info("the launcher")
         out, err = capfd.readouterr()
         shown = [line.split(" ", 1)[1] for line in out.splitlines()]
         assert shown == ["0 | [/x] a", "0 | b", *(["1 | c"] if everybody else [])]
@@ -31,7 +31,7 @@ def test_who_does_not_look_is_not_waited_for_and_is_told_what_was_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reads, writes = os.pipe()
-    monkeypatch.setattr(screen_file, "MOST", 100_000)
+    monkeypatch.setattr(screen_file, "MAX_WAITING", 100_000)
     with open(writes, "w") as out, (tmp_path / "err").open("w") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)

@@ -33,7 +33,7 @@ def select(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], atte
     job = JobSpec(
         **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
     )
-    with Console(all_ranks=False) as screen, SignalPipe(screen.say) as signals:
+    with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals:
         ready = HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(attempt)
     assert ready.assignment.hosts == asked[-1]
     assert ready.assignment.job.nprocs == 2 * len(asked[-1])
@@ -88,7 +88,7 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
     job = replace(job, micro_batches=(8,))
     with (
         Console(all_ranks=False) as screen,
-        SignalPipe(screen.say) as signals,
+        SignalPipe(screen.info) as signals,
         pytest.raises(NotReadyError, match="b does not reach a"),
     ):
         HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(1)

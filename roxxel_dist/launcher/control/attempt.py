@@ -174,7 +174,7 @@ class Attempt:
                 self._watch.forget(rank)
             self._kill()
         elif isinstance(event, str):
-            self._screen.write([f"{link.host}: {event}"])
+            self._screen.print([f"{link.host}: {event}"])
         else:
             self._on_message(link, event)
 
@@ -222,10 +222,10 @@ class Attempt:
     def _on_signal(self, number: int) -> None:
         name = "Ctrl-C or stop" if number == signal.SIGINT else signal.Signals(number).name
         if self._requested is not None:
-            self._screen.say(f"{name} again: killing the ranks")
+            self._screen.info(f"{name} again: killing the ranks")
             self._kill()
             return
-        self._screen.say(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
+        self._screen.info(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
         self._requested = number
         self._entry.update(state="stopping")
         self._deadline = None

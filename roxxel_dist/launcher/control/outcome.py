@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.output.logs import NOISE
+from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
@@ -130,11 +130,11 @@ def how(code: int) -> str:
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
     """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
-    told = [line for line in tail if not NOISE.match(line)] or tail  # a thread may write behind a traceback
-    for number, line in enumerate(told):
+    lines = [line for line in tail if not NOISE_PREFIXES.match(line)] or tail  # a thread may write behind a traceback
+    for number, line in enumerate(lines):
         if line.startswith(CRASH_HEADERS):
-            return told[number:]
-    return told[-TAIL_WITHOUT_TRACEBACK:]
+            return lines[number:]
+    return lines[-TAIL_WITHOUT_TRACEBACK:]
 
 
 def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[str]:

@@ -52,7 +52,7 @@ def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> JobResult:
     attempts: list[AttemptSummary] = []
     with (
         Console(all_ranks=job.all_ranks, first=job.first_rank) as screen,
-        SignalPipe(screen.say, stays=backend.heartbeat_timeout_s is not None) as signals,
+        SignalPipe(screen.info, stays=backend.heartbeat_timeout_s is not None) as signals,
     ):
         selector = HostSelector(job, backend, signals, screen)
         while True:
@@ -67,9 +67,9 @@ def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> JobResult:
             last = _attempt(ready, backend, len(attempts), reached, signals, screen, entry)
             attempts.append(last)
             decision = next_action(attempts, job.max_restarts)
-            screen.write(last.report)
+            screen.print(last.report)
             if decision.why:
-                screen.say(decision.why)
+                screen.info(decision.why)
             if not decision.again:
                 _tell_first_cause(attempts, screen)
                 return JobResult(
@@ -85,15 +85,15 @@ def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> JobResult:
 
 def _stopped(number: int, attempts: Sequence[AttemptSummary], screen: Console) -> JobResult:
     """A job that a signal ended while no rank ran."""
-    screen.say(f"{signal.Signals(number).name}: not started{' again' * bool(attempts)}")
+    screen.info(f"{signal.Signals(number).name}: not started{' again' * bool(attempts)}")
     drained = bool(attempts) and attempts[-1].code == EXIT_DRAINED
     return JobResult(code=EXIT_DRAINED if drained else 128 + number, requested=number)
 
 
 def _not_ready(problem: NotReadyError, attempts: Sequence[AttemptSummary], screen: Console) -> int:
     """The code of a job whose hosts were not ready; says why, and what had ended it before."""
-    screen.write([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
-    screen.say(f"not started{' again' * bool(attempts)}: see above; `roxxel-dist doctor` looks at everything")
+    screen.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
+    screen.info(f"not started{' again' * bool(attempts)}: see above; `roxxel-dist doctor` looks at everything")
     _tell_first_cause(attempts, screen)
     return EXIT_PREFLIGHT
 
@@ -114,7 +114,7 @@ def _attempt(
     placed = placements(
         job, ready.assignment.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores, reached
     )
-    logs = Logs(job, screen.say, count)
+    logs = Logs(job, screen.info, count)
     begun = time.monotonic()
     attempt = Attempt(job, logs, screen, signals, entry)
     try:
@@ -132,5 +132,5 @@ def _tell_first_cause(attempts: Sequence[AttemptSummary], screen: Console) -> No
     failures = [attempt for attempt in attempts if attempt.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
     if len(failures) < 2 or failures[-1] is not attempts[-1] or not failures[0].report:
         return
-    screen.say(f"the first cause, of {len(attempts)} attempts:")
-    screen.write(failures[0].report)
+    screen.info(f"the first cause, of {len(attempts)} attempts:")
+    screen.print(failures[0].report)

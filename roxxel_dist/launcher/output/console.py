@@ -5,25 +5,31 @@ meanwhile, so a thread of its own does the writing, and what is too much for it 
 """
 
 import os
+import re
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
-
-from roxxel_dist.launcher.output.logs import NOISE
 
 if TYPE_CHECKING:
     from roxxel_dist.train.bar import Bar
 
-MOST = 4 << 20
+MAX_WAITING = 4 << 20
 """Characters of ranks that wait for the terminal at most."""
 LAST_S = 2.0
 """How long the terminal may take for the last words."""
+NOISE_PREFIXES = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
+"""How lines begin in which a library tells of connections made, or of a SIGTERM: kept in the log, not shown."""
 
-Kind = Literal["rank", "launcher", "status"]
+Kind = Literal["rank", "launcher", "status", "flush"]
+
+
+def info(text: str) -> None:
+    """A line of this command's own on stderr, at once."""
+    print(f"roxxel-dist: {text}", file=sys.stderr, flush=True)
 
 
 class Console:
@@ -32,104 +38,90 @@ class Console:
     def __init__(self, *, all_ranks: bool, first: int = 0) -> None:
         self._all = all_ranks
         self._first = first
-        self._waiting: deque[tuple[Kind, Any]] = deque()
-        self._size = self._left_out = 0
-        self._idle = True
-        self._closing = False
-        self._change = threading.Condition()
+        self._queue: SimpleQueue[tuple[Kind, Any] | None] = SimpleQueue()
+        self._queued = self._left_out = 0  # characters and lines of ranks, counted by who calls
+        self._written = self._reported = 0  # the same, by the thread: no lock is needed
         self._bar: Bar | None = None
-        self._gone: set[int] = set()
-        self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
-
-    def shows(self, rank: int) -> bool:
-        """Whether the lines of this rank are shown."""
-        return self._all or rank == self._first
+        self._status: dict[str, Any] = {}
+        self._status_is_queued = False
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     def lines(self, rank: int, when: float, lines: Sequence[str]) -> None:
         """Show lines of a rank, if there is room."""
-        lines = [line for line in lines if not NOISE.match(line)]
-        if not self.shows(rank) or not lines:
+        lines = [line for line in lines if not NOISE_PREFIXES.match(line)]
+        if not lines or not (self._all or rank == self._first):
+            return
+        if self._queued - self._written > MAX_WAITING:
+            self._left_out += len(lines)
             return
         prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "
         text = prefix + f"\n{prefix}".join(lines)
-        with self._change:
-            if self._size > MOST:
-                self._left_out += len(lines)
-                return
-            self._size += len(text)
-            self._put("rank", text)
+        self._queued += len(text)
+        self._queue.put(("rank", text))
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """A line of the launcher itself."""
-        self.write([f"roxxel-dist: {text}"])
+        self.print([f"roxxel-dist: {text}"])
 
-    def write(self, lines: Sequence[str]) -> None:
+    def print(self, lines: Sequence[str]) -> None:
         """Lines for people, on stderr."""
         if lines:
-            with self._change:
-                self._put("launcher", "\n".join(lines))
+            self._queue.put(("launcher", "\n".join(lines)))
 
     def status(self, rank: int, record: dict[str, Any]) -> None:
-        """Move the bar by a record of rank 0."""
+        """Move the bar by a record of rank 0; of those that wait for the terminal only the newest counts."""
         if rank == 0 and sys.stdout.isatty():
-            with self._change:
-                if self._waiting and self._waiting[-1][0] == "status":
-                    self._waiting.pop()  # only the newest counts
-                self._put("status", record)
+            self._status = record
+            if not self._status_is_queued:
+                self._status_is_queued = True
+                self._queue.put(("status", None))
 
     def flush(self) -> None:
         """Wait until all was shown, or the terminal has taken nothing for a while."""
-        with self._change:
-            self._change.wait_for(lambda: self._idle and not self._waiting, LAST_S)
-
-    def _put(self, kind: Kind, what: Any) -> None:
-        self._waiting.append((kind, what))
-        self._change.notify_all()
+        done = threading.Event()
+        self._queue.put(("flush", done))
+        done.wait(LAST_S)
 
     def _run(self) -> None:
-        while True:
-            with self._change:
-                self._idle = True
-                self._change.notify_all()
-                self._change.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    break
-                kind, what = self._waiting.popleft()
-                self._idle = False
-                missing, self._left_out = (self._left_out, 0) if self._size < MOST // 2 else (0, self._left_out)
-                self._size -= len(what) if kind == "rank" else 0
+        for kind, what in iter(self._queue.get, None):
             self._show(kind, what)
-            if missing:
+            self._written += len(what) if kind == "rank" else 0
+            missing = self._left_out - self._reported
+            if missing and self._queued - self._written < MAX_WAITING // 2:
+                self._reported += missing
                 self._show("launcher", f"roxxel-dist: {missing} lines were too many for this terminal: see the logs")
         if self._bar is not None:
             self._safely(sys.stdout, self._bar.close)
 
     def _show(self, kind: Kind, what: Any) -> None:
-        if kind == "status":
-            self._safely(sys.stdout, lambda: self._move(what))
+        if kind == "flush":
+            what.set()
+        elif kind == "status":
+            self._safely(sys.stdout, self._move)
         elif self._bar is not None and (kind == "rank" or sys.stderr.isatty()):
-            self._safely(sys.stdout, lambda: self._bar and self._bar.print(what))
+            self._safely(sys.stdout, self._bar.print, what)
         else:
             stream = sys.stdout if kind == "rank" else sys.stderr
-            self._safely(stream, lambda: _write(stream, what + "\n"))
+            self._safely(stream, _write, stream, what + "\n")
 
-    def _move(self, record: dict[str, Any]) -> None:
+    def _move(self) -> None:
         if self._bar is None:
             from roxxel_dist.train.bar import Bar
 
             # A file of its own: who waits in it must not hold a lock that the interpreter needs at its end.
             self._bar = Bar(open(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors="replace"))  # noqa: SIM115
-        self._bar.update(record)
+        self._status_is_queued = False  # before it is read: a newer one is queued again
+        self._bar.update(self._status)
 
-    def _safely(self, stream: TextIO, act: Any) -> None:
-        """Without an end of the job where the terminal or the pipe is gone; the logs go on."""
-        if stream.fileno() in self._gone:
-            return
+    def _safely(self, stream: TextIO, act: Callable[..., None], *args: Any) -> None:
+        """Without an end of the job where the terminal or the pipe is gone: from then on its stream leads nowhere."""
         try:
-            act()
-        except OSError:
-            self._gone.add(stream.fileno())
-            silence(stream)
+            act(*args)
+        except OSError:  # and what is buffered must not fail again at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            self._bar = None if stream is sys.stdout else self._bar
 
     def __enter__(self) -> "Console":
         self._thread.start()
@@ -138,9 +130,7 @@ class Console:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._change:
-            self._closing = True
-            self._change.notify_all()
+        self._queue.put(None)
         self._thread.join(LAST_S)
 
 
@@ -149,10 +139,3 @@ def _write(stream: TextIO, text: str) -> None:
     rest = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
     while rest:
         rest = rest[os.write(stream.fileno(), rest) :]
-
-
-def silence(stream: TextIO) -> None:
-    """Send what is buffered, and all that follows, nowhere: its reader is gone, and it would fail again at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)

@@ -1,10 +1,9 @@
 """The lines of the ranks: cut from their bytes, and kept in one file a rank."""
 
 import json
-import re
 import shlex
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +15,6 @@ from roxxel_dist.launcher.spec import JobSpec
 
 T = TypeVar("T")
 LONGEST = 8 << 20
-NOISE = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
-"""How lines begin in which a library tells of connections made, or of a SIGTERM: kept in the log, not shown."""
 TAIL_LINES = 200
 """Of a rank: enough for a long traceback from its first line on."""
 TAIL_COLUMNS = 2000
@@ -109,7 +106,7 @@ class Logs:
         command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
         self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
         self._files: dict[int, TextIO] = {}
-        self._tails: dict[int, deque[str]] = {}
+        self._tails = defaultdict[int, deque[str]](lambda: deque(maxlen=TAIL_LINES))
         self._broken = False
 
     def path(self, rank: int) -> Path:
@@ -118,16 +115,20 @@ class Logs:
 
     def tail(self, rank: int) -> list[str]:
         """The last lines of a rank, at most `TAIL_LINES`."""
-        return list(self._tails.get(rank, ()))
+        return list(self._tails[rank])
 
     def write(self, rank: int, host: str, when: float, lines: list[str]) -> None:
         """Append lines that arrived at `when` (seconds since 1970)."""
-        tail = self._tails.setdefault(rank, deque(maxlen=TAIL_LINES))
-        tail.extend(line[:TAIL_COLUMNS] for line in lines[-TAIL_LINES:])
+        self._tails[rank].extend(line[:TAIL_COLUMNS] for line in lines[-TAIL_LINES:])
         clock = time.strftime("%H:%M:%S", time.localtime(when))
         prefix = f"{clock}.{int(when * 1000) % 1000:03d} {host} {rank} | "
         try:
-            file = self._files.get(rank) or self._open(rank)
+            file = self._files.get(rank)
+            if file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                file = self.path(rank).open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+                self._files[rank] = file
+                file.write(self._header)
             file.write(prefix + f"\n{prefix}".join(lines) + "\n")
             file.flush()
         except OSError as error:  # a full disk must not end the job, and may have room again
@@ -135,13 +136,6 @@ class Logs:
             if not self._broken:
                 self._broken = True
                 self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from here on")
-
-    def _open(self, rank: int) -> TextIO:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self.path(rank).open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
-        self._files[rank] = file
-        file.write(self._header)
-        return file
 
     def close(self) -> None:
         """Close the files."""

@@ -183,7 +183,7 @@ class HostSelector:
         for line in lines:
             if line not in told:
                 told.add(line)
-                self._screen.say(prefix + line)
+                self._screen.info(prefix + line)
 
 
 def _problems(seen: PreflightReport) -> list[str]:
