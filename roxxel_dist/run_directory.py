@@ -6,11 +6,13 @@ import os
 import shutil
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
 from roxxel_dist.data import file_lock
-from roxxel_dist.data.commit import make_folder
+from roxxel_dist.data.commit import COMMIT, SUFFIX, make_folder
+from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.train.run_lock import HELD, LOCK
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
@@ -90,6 +92,37 @@ def default_run_dir() -> Path:
     name = Path("runs") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = (name if i == 0 else name.with_name(f"{name.name}_{i + 1}") for i in range(1_000_000))
     return next(path for path in candidates if not path.exists())
+
+
+def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) -> dict[str, Any] | None:
+    """What `train` would read with these flags on this host, for the launcher's preflight; None where nothing is named.
+
+    Returns `path`, and the `fingerprint` of tokens, `text` (True), or `why` it cannot be read; the path alone where an
+    interrupted write has to be finished first. Imports numpy where there are tokens, and no jax.
+    """
+    path = data_path
+    try:
+        if resume and run_dir is not None:  # a resumed run remembers its own
+            run = Path(run_dir)
+            if is_tokens(run / DATA):
+                path = str(run / DATA)
+            elif path is None and (run / CONFIG).exists():
+                from roxxel_dist.config import RECORD, load_yaml
+
+                path = load_yaml(run / CONFIG).get(RECORD, {}).get("data_path")
+        if path is None:
+            return None
+        folder = Path(path) if os.path.isdir(path) else Path(path).parent
+        if any(folder.glob(f".*{SUFFIX}/{COMMIT}")):  # opening would finish that write: not for us to do
+            return {"path": path}
+        if not is_tokens(path):
+            return {"path": path} | ({"text": True} if os.path.exists(path) else {"why": "there is no such file"})
+        from roxxel_dist.data.dataset import Roxxel
+
+        with Roxxel(path) as data:
+            return {"path": path, "fingerprint": data.fingerprint}
+    except (OSError, ValueError) as error:
+        return {"path": data_path, "why": str(error)}
 
 
 def check_still_there(run: Path) -> None:

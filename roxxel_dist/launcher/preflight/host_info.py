@@ -6,6 +6,7 @@ Nothing here changes the host: the one file that is made (to learn whether that 
 import errno
 import fcntl
 import hashlib
+import importlib
 import ipaddress
 import os
 import platform
@@ -22,6 +23,9 @@ from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 STALE = ("MEGASCALE_", "OMPI_")
 """Variables of other launchers, by their beginning: jax and its libraries would believe them."""
+
+DATA_FUNCTION = "roxxel_dist.run_directory:data_to_read"
+"""Says what `train` would read, called on the host by its name: the launcher imports nothing of the trainer."""
 
 HostInfo = dict[str, Any]
 
@@ -53,7 +57,7 @@ def gather(question: HostInfo) -> HostInfo:
             "versions": _versions(),
             "code": hash_of_code(),
             "script": _hash_of(question["script"]),
-            "data": _data_set(question["data_path"], run_dir, resume=question["resume"]),
+            "data": _data(question["data_path"], run_dir, resume=question["resume"]),
         }
     return told | {"clock": time.time()}  # last, so that it is as new as it can be where it is read
 
@@ -182,40 +186,11 @@ def _hash_of(script: str | None) -> str | None:
         return "absent"
 
 
-def _data_set(data_path: str | None, run_dir: str | None, *, resume: bool) -> HostInfo | None:
-    """What `train` would read: its path, and its fingerprint, or `text`, or why it cannot be read."""
-    from roxxel_dist.data.commit import COMMIT, SUFFIX
-    from roxxel_dist.data.locate import is_tokens
-
-    try:
-        path = _data_path(data_path, Path(run_dir), resume=resume) if run_dir is not None else data_path
-        if path is None:
-            return None
-        place = Path(path) if os.path.isdir(path) else Path(path).parent
-        if any(place.glob(f".*{SUFFIX}/{COMMIT}")):  # opening would finish that write: not for us to do
-            return {"path": path}
-        if not is_tokens(path):
-            return {"path": path} | ({"text": True} if os.path.exists(path) else {"why": "there is no such file"})
-        from roxxel_dist.data.dataset import Roxxel
-
-        with Roxxel(path) as data:
-            return {"path": path, "fingerprint": data.fingerprint}
-    except (OSError, ValueError) as error:
-        return {"path": data_path, "why": str(error)}
-
-
-def _data_path(data_path: str | None, run: Path, *, resume: bool) -> str | None:
-    """As `train` decides it: a resumed run remembers its own."""
-    from roxxel_dist.data.locate import is_tokens
-    from roxxel_dist.run_directory import CONFIG, DATA
-
-    if resume and is_tokens(run / DATA):
-        return str(run / DATA)
-    if data_path is None and resume and (run / CONFIG).exists():
-        from roxxel_dist.config import RECORD, load_yaml
-
-        return load_yaml(run / CONFIG).get(RECORD, {}).get("data_path")
-    return data_path
+def _data(data_path: str | None, run_dir: str | None, *, resume: bool) -> HostInfo | None:
+    if data_path is None and not resume:
+        return None
+    module, _, function = DATA_FUNCTION.partition(":")
+    return getattr(importlib.import_module(module), function)(data_path, run_dir, resume=resume)
 
 
 # libtpu opens this file for writing and takes a POSIX lock on it (lockf) for the life of its process. The file stays.
