@@ -8,12 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from roxxel_dist.config import UsageError
+from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.sweep import estimate
 from roxxel_dist.sweep.corpus import make_shards
 from roxxel_dist.sweep.engine import Engine, UsedUp
 from roxxel_dist.sweep.history import History
 from roxxel_dist.sweep.study import flat, short
-from roxxel_dist.train.bar import clock
 
 LOOKS = 5
 """Trials that are looked at."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.sweep.history import History, Trial
 from roxxel_dist.sweep.report import STATES
 from roxxel_dist.sweep.study import flat, short
-from roxxel_dist.train.bar import clock
 
 ROWS = 12
 """Running trials that the table shows."""

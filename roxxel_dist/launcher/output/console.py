@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 if TYPE_CHECKING:
-    from roxxel_dist.train.bar import Bar
+    from roxxel_dist.launcher.output.bar import Bar
 
 MAX_WAITING = 4 << 20
 """Characters of ranks that wait for the terminal at most."""
@@ -106,7 +106,7 @@ class Console:
 
     def _move(self) -> None:
         if self._bar is None:
-            from roxxel_dist.train.bar import Bar
+            from roxxel_dist.launcher.output.bar import Bar
 
             # A file of its own: who waits in it must not hold a lock that the interpreter needs at its end.
             self._bar = Bar(open(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors="replace"))  # noqa: SIM115

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import STATUS_ENV, STATUS_MARK
-from roxxel_dist.train.bar import Bar
+from roxxel_dist.launcher.output.bar import Bar
 
 STATUS_EVERY_S = 0.2
 LINE = {
