@@ -23,7 +23,7 @@ from roxxel_dist.launcher.transport.panel import Panel
 
 NAMES = ("a", "b", "c")
 SILENT = "import sys; sys.stdin.read()"
-FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "script": None, "data_path": None, "resume": False}
+FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False}
 
 
 class Children(LocalBackend):
@@ -94,15 +94,14 @@ def test_this_machine_alone_starts_no_process(tmp_path: Path, monkeypatch: pytes
 
 
 def test_three_that_are_alike(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("pass\n")
-    ready = check({name: {"cwd": tmp_path} for name in NAMES}, "python", "a.py")
+    ready = check({name: {"cwd": tmp_path} for name in NAMES})
     assert ready.fit, ready
     with socket.socket() as free:  # nobody holds it any more, and no closed connection does
         free.bind((ready.address, ready.port))
     checks = {one.check: one.level for one in ready.findings if one.check not in ("leftovers", "disk")}
-    equal = dict.fromkeys(("devices", "variables", "versions", "code", "script", "clock", "cpus", "port"), "ok")
+    equal = dict.fromkeys(("devices", "versions", "code", "port"), "ok")
     assert checks == {**equal, "host": "warning"}  # they are one machine
-    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_hosts_that_differ(tmp_path: Path) -> None:
@@ -114,20 +113,15 @@ def test_hosts_that_differ(tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "other" / "roxxel_dist", ignore=ignored)
     (tmp_path / "other" / "roxxel_dist" / "more.py").write_text("")
     hosts: dict[str, dict[str, Any]] = {name: {"cwd": tmp_path / name} for name in NAMES}
-    hosts["b"]["env"] = {"OMPI_COMM_WORLD_SIZE": "7", "TMPDIR": str(tmp_path / "a" / "data.txt")}
+    (tmp_path / "b" / "runs").write_text("a file")
     hosts["c"]["env"] = {"PYTHONPATH": str(tmp_path / "other")}
     ready = check(hosts, "train", "--data_path", "data.txt", "--run_dir", "runs/x")
     assert errors(ready) == {"code": NAMES, "disk": ("b",), "run directory": ("b", "c")}
     told = {one.check: one.text for one in ready.findings if one.level != "ok"}
     assert " on a, b; " in told["code"]
     assert told["code"].count(" on c") == 1
-    assert "OMPI_COMM_WORLD_SIZE" in told["variables"]
     assert not ready.fit
     assert ready.port
-    (tmp_path / "a.py").write_text("pass")
-    for name in NAMES:
-        (tmp_path / name / "a.py").write_text(f"# {name == 'c'}")
-    assert "script" in errors(check(hosts, "python", "a.py"))
 
 
 def test_all_code_but_the_launchers_is_the_same(tmp_path: Path) -> None:
@@ -169,8 +163,7 @@ def test_no_host_is_there() -> None:
 def test_a_silent_host_has_a_limit() -> None:
     hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
     with Panel(Children(hosts), tuple(hosts)) as panel:
-        facts = panel.ask({"a": {**FACTS, "compare": False}})["a"]
-        assert abs(facts["clock"] - facts["heard"]) < 60
+        assert "machine" in panel.ask({"a": {**FACTS, "compare": False}})["a"]
         answers = panel.ask({host: {"ask": "nothing"} for host in hosts}, limit=3)
         assert set(answers) == {"a"}
         assert "did not answer within 3 s" in panel.gone["b"]
@@ -237,7 +230,6 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     hosts.resolve("h2", own="127.0.1.1")
     hosts.tmpfs("h3", tmp_path / "runs", "128k")
     hosts.bind("h2", tmp_path / "other" / "a.rox", tmp_path / "corpus_00001.rox")
-    hosts.set_env("h3", OMPI_COMM_WORLD_SIZE="7")
     hosts.run(["ip", "route", "add", "blackhole", hosts.address("h1")], on="h2")
     leftover = hosts.popen(
         [sys.executable, "-c", "input()", "roxxel_dist.launcher.host.worker", "train", "--run_dir", "runs/x"],
@@ -259,7 +251,6 @@ def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     assert f"{hosts.address('h2')} h2" in found["name"]["text"]
     assert "0.1 MiB" in found["disk"]["text"]
     assert f"kill {leftover.pid}" in found["leftovers"]["text"]
-    assert wrong(told, "warning")["variables"]["hosts"] == ["h3"]
 
 
 @pytest.mark.cluster

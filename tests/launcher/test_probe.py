@@ -18,7 +18,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.preflight.host_info import hash_of_code
 
 LIMIT_S = 60
-FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "script": None, "data_path": None, "resume": False}
+FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False}
 SLEEP = "import time; print(flush=True); time.sleep(600)"
 
 
@@ -89,31 +89,17 @@ def tree(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def test_facts_of_this_machine(start: Start, tmp_path: Path) -> None:
-    script = tmp_path / "a.py"
-    script.write_text("pass\n")
-    before = time.time()
-    told = start(SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22", OMPI_X="1", MEGASCALE_X="x", OMPIX="no").facts(
-        script="a.py"
-    )
-    assert before <= told["clock"] <= time.time()
+def test_facts_of_this_machine(start: Start) -> None:
+    told = start(SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 22").facts()
     assert told["name"] == socket.gethostname()
     assert told["ssh_address"] == "10.0.0.2"
-    assert {"OMPI_X", "MEGASCALE_X"} <= set(told["variables"])
-    assert "OMPIX" not in told["variables"]
     assert told["versions"]["python"] == sys.version.split()[0]
     assert {"jax", "jaxlib", "numpy", "roxxel-dist", "orbax-checkpoint"} <= set(told["versions"])
     assert told["code"] == hash_of_code()
-    assert told["cpus"] == len(os.sched_getaffinity(0))
     assert isinstance(told["tpus"], int)
     assert told["data"] is None
     assert told["run_dir"] is None
-    first = told["script"]
-    script.write_text("pass  # changed\n")
-    again = start().facts(script="a.py")
-    assert again["script"] not in (first, "absent")
-    assert start().facts(script="b.py")["script"] == "absent"
-    assert again["machine"] == told["machine"]
+    assert start().facts()["machine"] == told["machine"]
 
 
 def test_it_is_light() -> None:
@@ -138,8 +124,6 @@ def test_the_run_directory_is_looked_at_and_left_as_it_was(start: Start, tmp_pat
     assert probe.facts(run_dir="/proc/new")["run_dir"]["why"] is not None  # not even root writes there
     assert tree(tmp_path) == before
     assert (tmp_path / "old").stat().st_mode == changed
-    assert start(TMPDIR=str(tmp_path / "file")).facts()["tmp"]["why"] is not None
-    assert start(TMPDIR=str(tmp_path)).facts()["tmp"]["why"] is None
 
 
 @pytest.mark.parametrize("how", ["end of file", "SIGTERM", "SIGHUP"])

@@ -32,7 +32,6 @@ def check_result(level: Level, check: str, hosts: Sequence[str], text: str) -> C
 
 ROOM, ENOUGH = 1 << 18, 2 << 30
 """Bytes that must be free, and that should be."""
-CLOCK_S = 2.0
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
 NAMED = 8
 """Hosts that a text names; of more it gives the count."""
@@ -45,12 +44,11 @@ def findings(wanted: Requirements, hosts: Hosts) -> list[CheckResult]:
         tpu_locks,
         _disk,
         _leftovers,
-        _variables,
         _versions,
         _data,
     ]
     if len(hosts) > 1:
-        checks += [_one_machine, _name, _clock, _cpus]
+        checks += [_one_machine, _name]
     return [found for check in checks for found in check(wanted, hosts)]
 
 
@@ -141,11 +139,6 @@ def _versions(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     codes = _groups(hosts, lambda facts: facts["code"])
     fix = "install the same one, or bring the checkouts to the same commit"
     yield from _same("code", hosts, codes, "the code of roxxel_dist", fix)
-    if wanted.script is not None:
-        scripts = _groups(hosts, lambda facts: facts["script"])
-        if list(scripts) == ["absent"]:  # the worker says that, with the folder in which it looked
-            return
-        yield from _same("script", hosts, scripts, f"the script {wanted.script}", "copy the same file to all hosts")
 
 
 def speak_alike(hosts: Hosts, here: str) -> Iterator[CheckResult]:
@@ -212,54 +205,25 @@ def _gpus(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
         yield check_result("ok", "devices", list(hosts), text)
 
 
-def _cpus(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    groups = _groups(hosts, lambda facts: facts["cpus"])
-    if len(groups) > 1:
-        told = _who_has_what({f"{count} CPUs": names for count, names in groups.items()})
-        yield check_result("warning", "cpus", list(hosts), f"CPUs differ: {told}; the slowest host sets the pace")
-    else:
-        yield check_result("ok", "cpus", list(hosts), f"{next(iter(groups))} CPUs each")
-
-
-def _clock(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    ahead = {host: facts["ahead"] for host, facts in hosts.items()}
-    low, high = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
-    apart = ahead[high] - ahead[low]
-    if apart > CLOCK_S:
-        text = (
-            f"the clock of {high} is {apart:.1f} s ahead of that of {low} (at most {CLOCK_S:g}): the times in the logs "
-            "do not compare; start chrony or systemd-timesyncd there"
-        )
-        yield check_result("warning", "clock", [low, high], text)
-    else:
-        yield check_result("ok", "clock", list(hosts), f"clocks within {max(apart, 0.1):.1f} s")
-
-
 def _disk(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    for what, floor, flag_text in (("run_dir", "error", "--run_dir"), ("tmp", "warning", "TMPDIR")):
-        good = []
-        for host, facts in hosts.items():
-            place = facts[what]
-            if place is None:
-                continue
-            where = f"{host}: {place['path']}"
-            fix = f"or name another folder with {flag_text}"
-            if place["why"] is not None:
-                text = f"{where} cannot be written ({place['why']}); change its permissions, {fix}"
-                yield check_result("error", "disk", [host], text)
-            elif place["free"] < ROOM:
-                text = f"{where} has {size(place['free'])} free, and {size(ROOM)} is the least; make room, {fix}"
-                yield check_result("error" if floor == "error" else "warning", "disk", [host], text)
-            elif place["free"] < ENOUGH and what == "run_dir":
-                text = f"{where} has {size(place['free'])} free: few checkpoints fit; make room, {fix}"
-                yield check_result("warning", "disk", [host], text)
-            else:
-                good.append(host)
-        if good:
-            least = min(good, key=lambda host: hosts[host][what]["free"])
-            place = hosts[least][what]
-            text = f"{place['path']} can be written on {named(good)}; at least {size(place['free'])} free"
-            yield check_result("ok", "disk", good, text)
+    good = {host: facts["run_dir"]["free"] for host, facts in hosts.items() if facts["run_dir"] is not None}
+    for host in list(good):
+        path, free, why = (hosts[host]["run_dir"][name] for name in ("path", "free", "why"))
+        fix = "or name another folder with --run_dir"
+        if why is not None:
+            text = f"{host}: {path} cannot be written ({why}); change its permissions, {fix}"
+        elif free < ROOM:
+            text = f"{host}: {path} has {size(free)} free, and {size(ROOM)} is the least; make room, {fix}"
+        elif free < ENOUGH:
+            text = f"{host}: {path} has {size(free)} free: few checkpoints fit; make room, {fix}"
+        else:
+            continue
+        del good[host]
+        yield check_result("error" if why is not None or free < ROOM else "warning", "disk", [host], text)
+    if good:
+        least = min(good, key=good.__getitem__)
+        text = f"{hosts[least]['run_dir']['path']} can be written on {named(list(good))}"
+        yield check_result("ok", "disk", list(good), f"{text}; at least {size(good[least])} free")
 
 
 def _leftovers(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -293,21 +257,6 @@ def _ranks(ranks: Sequence[HostInfo]) -> str:
 
 def _kill(ranks: Sequence[HostInfo]) -> str:
     return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
-
-
-def _variables(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    clean = []
-    for host, facts in hosts.items():
-        if stale := facts["variables"]:
-            text = (
-                f"{host}: {named(stale)} are set there, and jax or its libraries may believe that another launcher "
-                f"started them; unset them"
-            )
-            yield check_result("warning", "variables", [host], text)
-        else:
-            clean.append(host)
-    if clean:
-        yield check_result("ok", "variables", clean, f"no variables of other launchers on {named(clean)}")
 
 
 def tpu_locks(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:

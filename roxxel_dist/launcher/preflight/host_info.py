@@ -13,7 +13,6 @@ import platform
 import re
 import socket
 import struct
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ from typing import Any
 from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-STALE = ("MEGASCALE_", "OMPI_")
-"""Variables of other launchers, by their beginning: jax and its libraries would believe them."""
-
 DATA_FUNCTION = "roxxel_dist.run_directory:data_to_read"
 """Says what `train` would read, called on the host by its name: the launcher imports nothing of the trainer."""
 
@@ -33,8 +29,8 @@ HostInfo = dict[str, Any]
 def gather(question: HostInfo) -> HostInfo:
     """All that preflight compares or judges, as plain values.
 
-    The question: `run_dir` (text, or None where the job keeps nothing on this host), `run_id`, `script` and `data_path`
-    (text or None), `resume`, and `compare`: whether to tell what matters beside other hosts (versions, code, data).
+    The question: `run_dir` (text, or None where the job keeps nothing on this host), `run_id` and `data_path` (text or
+    None), `resume`, and `compare`: whether to tell what matters beside other hosts (versions, code, data).
     """
     run_dir = question["run_dir"]
     told: HostInfo = {
@@ -43,12 +39,9 @@ def gather(question: HostInfo) -> HostInfo:
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
         "tpus": len(_devices("/dev", r"accel\d+")),
-        "cpus": len(os.sched_getaffinity(0)),
         "cores": os.cpu_count() or 1,
         "platforms": os.environ.get("JAX_PLATFORMS"),
-        "variables": sorted(name for name in os.environ if name.startswith(STALE)),
-        "run_dir": folder(run_dir, writes=True) if run_dir is not None else None,
-        "tmp": folder(os.environ.get("TMPDIR") or "/tmp", writes=False),
+        "run_dir": folder(run_dir) if run_dir is not None else None,
         "left": stale_ranks(question["run_id"], run_dir),
     }
     if question["compare"]:
@@ -56,10 +49,9 @@ def gather(question: HostInfo) -> HostInfo:
             "ssh_address": _ssh_address(os.environ.get("SSH_CONNECTION", "")),
             "versions": _versions(),
             "code": hash_of_code(),
-            "script": _hash_of(question["script"]),
             "data": _data(question["data_path"], run_dir, resume=question["resume"]),
         }
-    return told | {"clock": time.time()}  # last, so that it is as new as it can be where it is read
+    return told
 
 
 def own_name() -> HostInfo:
@@ -76,23 +68,17 @@ def existing(path: str) -> Path:
     return place
 
 
-def folder(path: str, *, writes: bool) -> HostInfo:
-    """Free bytes where a folder is or would be, and why it cannot be written (None: it can).
-
-    With `writes` a file is made and taken away; without, the permissions are believed.
-    """
+def folder(path: str) -> HostInfo:
+    """Free bytes where a folder is or would be, and why no file can be made there (None: one was, and is gone)."""
     place = existing(path)
     free, why = 0, None
     try:
         room = os.statvfs(place)
         free = room.f_bavail * room.f_frsize
-        if not place.is_dir():
+        if place.is_dir():
+            touch(path).unlink()
+        else:
             why = f"{place} is a file"
-        elif writes:
-            mark = touch(path)
-            mark.unlink()
-        elif not os.access(place, os.W_OK | os.X_OK) or room.f_flag & os.ST_RDONLY:
-            why = "no permission"
     except OSError as error:
         why = error.strerror or str(error)
     return {"path": str(place), "free": free, "why": why}
@@ -174,16 +160,6 @@ def hash_of_code() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _hash_of(script: str | None) -> str | None:
-    """Of a script's contents; "absent" where it cannot be read."""
-    if script is None:
-        return None
-    try:
-        return hashlib.blake2b(Path(script).read_bytes(), digest_size=8).hexdigest()
-    except OSError:
-        return "absent"
 
 
 def _data(data_path: str | None, run_dir: str | None, *, resume: bool) -> HostInfo | None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.launcher.host.worker import PYTHON, _options
 from roxxel_dist.launcher.spec import JobSpec, flag, log_dir_for
 
 
@@ -18,7 +17,6 @@ class Requirements:
     """Whether all hosts must see the same run directory."""
     data_path: str | None = None
     resume: bool = False
-    script: str | None = None
     gpus_per_host: int | None = None
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES, where somebody set it for all ranks."""
@@ -41,7 +39,6 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
         shared=train,
         data_path=flag(job.command, "data_path") if train else None,
         resume=train and _resumes(job.command),
-        script=script_of(job.command),
         gpus_per_host=job.gpus_per_host,
         visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
         platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
@@ -60,18 +57,9 @@ def requirements_by_hand(
         shared=run_dir is not None,
         data_path=data_path or (flag(command, "data_path") if train else None),
         resume=train and _resumes(command),
-        script=script_of(command),
         gpus_per_host=gpus,
     )
 
 
 def _resumes(command: Sequence[str]) -> bool:
     return "--resume" in command and (flag(command, "resume") or "").lower() != "false"
-
-
-def script_of(command: Sequence[str]) -> str | None:
-    """The file of `python [options] FILE.py …` or `FILE.py …`."""
-    words = list(command)
-    if words and words[0] in PYTHON:
-        words = words[1 + len(_options(words[1:])) :]
-    return words[0] if words and words[0].endswith(".py") else None

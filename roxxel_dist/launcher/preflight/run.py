@@ -95,7 +95,6 @@ def _question(wanted: Requirements, *, compare: bool) -> Message:
         "ask": "facts",
         "run_dir": wanted.run_dir,
         "run_id": wanted.run_id,
-        "script": wanted.script,
         "data_path": wanted.data_path,
         "resume": wanted.resume,
         "compare": compare,
@@ -164,7 +163,7 @@ def allow_open_files(hosts: int) -> str:
 
 
 def _facts(panel: Panel, hosts: Sequence[str], question: Message) -> Hosts:
-    """What the hosts say about themselves, with how far their clocks are `ahead` of this one's, in seconds."""
+    """What the hosts say about themselves."""
     told = {}
     answers = panel.ask(dict.fromkeys(hosts, question))
     for host in hosts:
@@ -172,7 +171,7 @@ def _facts(panel: Panel, hosts: Sequence[str], question: Message) -> Hosts:
             if "why" in answer:
                 panel.gone[host] = answer["why"]
             else:
-                told[host] = answer | {"ahead": answer["clock"] - answer["heard"]}
+                told[host] = answer
     return told
 
 
