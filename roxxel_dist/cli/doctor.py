@@ -57,12 +57,12 @@ def doctor(words: list[str]) -> int:
 def examine(args: DoctorArgs, command: Sequence[str], backend: "Backend") -> int:
     """Check the hosts of a backend, print what was found, and return the exit code."""
     from roxxel_dist.launcher.preflight.requirements import requirements_by_hand
-    from roxxel_dist.launcher.preflight.run import survey
+    from roxxel_dist.launcher.preflight.run import check_hosts
 
     wanted = requirements_by_hand(command, run_dir=args.run_dir, data_path=args.data_path, gpus=args.gpus_per_host)
-    ready = survey(wanted, backend, backend.hosts, port=args.port)
+    ready = check_hosts(wanted, backend, backend.hosts, port=args.port)
     print(_as_json(ready) if args.json else _as_text(ready, len(backend.hosts)))
-    return 0 if ready.fit else EXIT_PREFLIGHT
+    return 0 if ready.passed else EXIT_PREFLIGHT
 
 
 def _check(args: DoctorArgs) -> None:
@@ -102,7 +102,7 @@ def _as_text(ready: "PreflightReport", hosts: int) -> str:
 
 def _as_json(ready: "PreflightReport") -> str:
     told = {
-        "fit": ready.fit,
+        "fit": ready.passed,
         "address": ready.address,
         "port": ready.port,
         "findings": [dataclasses.asdict(one) for one in ready.findings],

@@ -17,7 +17,7 @@ from hosts import Cluster
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, look
+from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 from roxxel_dist.launcher.transport.panel import Panel
 
@@ -64,7 +64,7 @@ def job(*command: str, **more: Any) -> JobSpec:
 def check(
     hosts: Mapping[str, Mapping[str, Any]], *command: str, port: int | None = None, **more: Any
 ) -> PreflightReport:
-    return look(job(*command, **more), Children(hosts), tuple(hosts), port=port)
+    return check_job_hosts(job(*command, **more), Children(hosts), tuple(hosts), port=port)
 
 
 def errors(ready: PreflightReport) -> dict[str, tuple[str, ...]]:
@@ -79,23 +79,23 @@ def test_this_machine_alone_starts_no_process(tmp_path: Path, monkeypatch: pytes
             raise AssertionError("a process for what this one can see itself")
 
     backend = Here()
-    ready = look(job(), backend, backend.hosts, port=None)
-    assert ready.fit
+    ready = check_job_hosts(job(), backend, backend.hosts, port=None)
+    assert ready.passed
     assert ready.address == "127.0.0.1"
     with socket.socket() as free:
         free.bind((ready.address, ready.port))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        taken = look(job(), backend, backend.hosts, port=port)
+        taken = check_job_hosts(job(), backend, backend.hosts, port=port)
     assert errors(taken) == {"port": tuple(backend.hosts)}
     assert f"--port {port}" in next(one.text for one in taken.findings if one.level == "error")
-    assert look(job(), backend, backend.hosts, port=port).port == port
+    assert check_job_hosts(job(), backend, backend.hosts, port=port).port == port
     assert list(tmp_path.iterdir()) == []
 
 
 def test_three_that_are_alike(tmp_path: Path) -> None:
     ready = check({name: {"cwd": tmp_path} for name in NAMES})
-    assert ready.fit, ready
+    assert ready.passed, ready
     with socket.socket() as free:  # nobody holds it any more, and no closed connection does
         free.bind((ready.address, ready.port))
     checks = {one.check: one.level for one in ready.findings if one.check not in ("leftovers", "disk")}
@@ -120,7 +120,7 @@ def test_hosts_that_differ(tmp_path: Path) -> None:
     told = {one.check: one.text for one in ready.findings if one.level != "ok"}
     assert " on a, b; " in told["code"]
     assert told["code"].count(" on c") == 1
-    assert not ready.fit
+    assert not ready.passed
     assert ready.port
 
 
@@ -148,7 +148,7 @@ def test_a_host_that_is_not_there(argv: list[str], words: list[str]) -> None:
     ready = check({"a": {}, "b": {"argv": argv}, "c": {}})
     assert set(ready.unreachable) == {"b"}
     assert not [word for word in words if word not in ready.unreachable["b"]], ready.unreachable
-    assert not ready.fit
+    assert not ready.passed
     assert errors(ready) == {}
     assert all("b" not in one.hosts for one in ready.findings)
     assert ready.port  # of the others, who may go on without it
@@ -176,7 +176,7 @@ def test_a_signal_breaks_it_off() -> None:
     hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
     try:
         with pytest.raises(Interrupted):
-            look(job(), Children(hosts), tuple(hosts), port=None, wake=reads)
+            check_job_hosts(job(), Children(hosts), tuple(hosts), port=None, wake=reads)
         assert os.read(reads, 9) == b"\x02"
     finally:
         os.close(reads)

@@ -23,13 +23,13 @@ def select(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], atte
     """The hosts that were looked at, in order, until some can start: the last ones."""
     asked: Asked = []
 
-    def look(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
+    def check_job_hosts(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
         asked.append(hosts)
         assert len(asked) < 9
         away = {host: "no route" for host in hosts if host in gone}
         return PreflightReport(address="10.0.0.1", port=1, findings=(), unreachable=away)
 
-    monkeypatch.setattr(select_hosts, "look", look)
+    monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
     job = JobSpec(
         **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
     )
@@ -76,14 +76,14 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
     """Three of four hosts are there, two work (the batch asks for it), and those two do not reach each other."""
     asked: list[tuple[str, ...]] = []
 
-    def look(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
+    def check_job_hosts(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
         asked.append(hosts)
         assert len(asked) < 5
         gone = {"d": "no route"} if "d" in hosts else {}
         wrong = () if gone else (check_result("error", "port", hosts, "b does not reach a"),)
         return PreflightReport(address="10.0.0.1", port=1, findings=wrong, unreachable=gone)
 
-    monkeypatch.setattr(select_hosts, "look", look)
+    monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
     job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
     job = replace(job, micro_batches=(8,))
     with (

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import CheckResult, tpu_locks
 from roxxel_dist.launcher.preflight.host_info import tpu_lock
 from roxxel_dist.launcher.preflight.requirements import Requirements
-from roxxel_dist.launcher.preflight.run import survey
+from roxxel_dist.launcher.preflight.run import check_hosts
 
 # As libtpu does it.
 HOLD = """
@@ -101,6 +101,6 @@ def test_a_lock_of_another_user() -> None:
 def test_doctor_looks_at_it(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_info, "LOCK", tmp_path / "lock")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    seen = survey(Requirements(run_dir=str(tmp_path)), LocalBackend(), ["here"])
+    seen = check_hosts(Requirements(run_dir=str(tmp_path)), LocalBackend(), ["here"])
     (found,) = [one for one in seen.findings if one.check == "tpu lock"]
-    assert (found.level, str(holder.pid) in found.text, seen.fit) == ("error", True, False)
+    assert (found.level, str(holder.pid) in found.text, seen.passed) == ("error", True, False)

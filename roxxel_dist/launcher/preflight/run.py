@@ -1,7 +1,7 @@
 """Before each start: are the hosts there, are they fit, and where do the ranks find each other?
 
-The controller starts a probe on every host, all at once, and asks in a few rounds. `look` is for a job, `survey` for
-whoever only wants to know.
+The controller starts a probe on every host, all at once, and asks in a few rounds. `check_job_hosts` is for
+a job, `check_hosts` for whoever only wants to know.
 """
 
 import os
@@ -25,7 +25,7 @@ from roxxel_dist.launcher.preflight.requirements import Requirements, requiremen
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port
 from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
 
-__all__ = ["Interrupted", "PreflightReport", "look", "survey"]
+__all__ = ["Interrupted", "PreflightReport", "check_hosts", "check_job_hosts"]
 
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
@@ -49,12 +49,12 @@ class PreflightReport:
     """The most CPUs that a host has, whatever a process may use of them."""
 
     @property
-    def fit(self) -> bool:
+    def passed(self) -> bool:
         """Whether all hosts are there, and nothing is wrong with them."""
         return not self.unreachable and all(check_result.level != "error" for check_result in self.findings)
 
 
-def look(
+def check_job_hosts(
     job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, wake: int | None = None
 ) -> PreflightReport:
     """Check the hosts of a job, and choose the address of its coordinator.
@@ -77,10 +77,10 @@ def look(
     return _there(wanted, backend, hosts, port, wake)
 
 
-def survey(
+def check_hosts(
     wanted: Requirements, backend: Backend, hosts: Sequence[str], *, port: int | None = None, wake: int | None = None
 ) -> PreflightReport:
-    """As `look`, where there is no job: all that can be known of each host."""
+    """As `check_job_hosts`, where there is no job: all that can be known of each host."""
     if _is_here(backend, hosts):
         return _here(wanted, backend, hosts, port, compare=True)
     return _there(wanted, backend, hosts, port, wake)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, look
+from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec, working_hosts
 
-AGAIN_S = 2.0
+RETRY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +41,14 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
         note = f"going on without {', '.join(gone)}, with {instead} instead" if gone else ""
         return Assignment(hosts=chosen, job=job, note=note)
     procs = job.nprocs // len(working)
-    devices = _devices_per_process(job, procs)
-    count, used = max(
-        (
-            (number * procs * some, number)
-            for number in range(1, len(present) + 1)
-            for some in range(1, devices + 1)
-            if not any(rows % (number * procs * some) for rows in job.micro_batches)
-        ),
-        default=(len(present) * procs * devices, len(present)),  # the program itself will say why it cannot be
-        key=lambda choice: (choice[0], -choice[1]),  # few hosts, each with many devices: the network is what is slow
-    )
-    share = count // (used * procs)
+    devices = job.devices_per_proc  # of a process; 1 where only jax knows, so that whole processes are counted
+    if devices is None:
+        devices = job.gpus_per_host // procs if job.gpus_per_host is not None else 1
+    most, used, share = len(present) * procs * devices, len(present), devices  # the program will say why that cannot be
+    choices = [(number * procs * part, number, part) for number in range(1, used + 1) for part in range(1, devices + 1)]
+    if choices := [choice for choice in choices if not any(rows % choice[0] for rows in job.micro_batches)]:
+        # Few hosts, each with many devices: the network is what is slow.
+        most, used, share = max(choices, key=lambda choice: (choice[0], -choice[1]))
     smaller = replace(
         job,
         nprocs=used * procs,
@@ -60,20 +56,13 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
         gpus_per_host=share * procs if job.gpus_per_host is not None else None,
     )
     missing = [host for host in hosts if host not in present]
-    note = f"going on without {', '.join(missing)}: {count} of {len(working) * procs * devices} devices"
+    note = f"going on without {', '.join(missing)}: {most} of {len(working) * procs * devices} devices"
     idle = [f"{host} ({procs * devices})" for host in present[used:]]
     if share < devices:
         idle += [f"{host} ({procs * (devices - share)})" for host in present[:used]]
     if idle:
         note += f"; idle, because every phase's batch must divide by the devices: {', '.join(idle)}"
     return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
-
-
-def _devices_per_process(job: JobSpec, procs: int) -> int:
-    """As far as the command line tells; 1 where only jax knows, so that whole processes are counted."""
-    if job.devices_per_proc is not None:
-        return job.devices_per_proc
-    return job.gpus_per_host // procs if job.gpus_per_host is not None else 1
 
 
 class NotReadyError(Exception):
@@ -119,7 +108,7 @@ class HostSelector:
         self._backend = backend
         self._signals = signals
         self._screen = screen
-        self._warned: set[str] = set()
+        self._warnings: set[str] = set()
         self._cores: int | None = None
 
     def select(self, attempt: int) -> ReadyHosts:
@@ -129,73 +118,58 @@ class HostSelector:
             NotReadyError: there are too few.
             StoppedError: somebody asked the launcher to stop.
         """
-        hosts = tuple(self._backend.hosts)
-        chosen = Assignment(hosts=tuple(working_hosts(self._job, hosts)), job=self._job)
-        present, told = hosts, set[str]()
-        again = attempt > 0 or self._job.first_attempt > 0  # the job has run before: its hosts may need a moment
-        until = time.monotonic() + (self._job.host_timeout if again else 0)
+        job, hosts = self._job, tuple(self._backend.hosts)
+        working = len(working_hosts(job, hosts))
+        assignment = Assignment(hosts=hosts[:working], job=job)
+        present, said = hosts, set[str]()
+        is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
+        deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
         while True:
-            seen = self._look(chosen, attempt)
-            if seen.fit:
-                self._cores = self._cores or seen.cores
+            report = self._check(assignment, attempt)
+            if report.passed:
+                self._cores = self._cores or report.cores
+                address = f"[{report.address}]" if ":" in report.address else report.address
+                coordinator = f"{address}:{report.port}"
                 return ReadyHosts(
-                    assignment=chosen, coordinator=_endpoint(seen), visible=seen.visible, cores=self._cores
+                    assignment=assignment, coordinator=coordinator, visible=report.visible, cores=self._cores
                 )
-            problems, unfit = _problems(seen), _unfit(seen)
-            rest = tuple(host for host in present if host not in unfit)
-            is_other = rest != present
-            replaced = is_other and len(rest) >= len(working_hosts(self._job, hosts))
-            if not replaced and time.monotonic() < until:
-                self._tell(problems, told)
-                self._pause()
+            errors = [result for result in report.findings if result.level == "error"]
+            reasons = [result.text for result in errors]
+            reasons += [f"host {host} cannot be used: {why}" for host, why in report.unreachable.items()]
+            to_blame = {result.hosts[0] for result in errors if len(result.hosts) == 1} | set(report.unreachable)
+            rest = tuple(host for host in present if host not in to_blame)
+            is_replaced = rest != present and len(rest) >= working
+            if not is_replaced and time.monotonic() < deadline:
+                self._say(reasons, said)
+                if numbers := self._signals.wait(RETRY_S):
+                    raise StoppedError(numbers[0])
                 continue
-            if not replaced and not (again and is_other and self._are_enough(rest)):
-                raise NotReadyError("\n".join(problems), unreachable=bool(seen.unreachable))
+            may_shrink = is_retry and rest != present and job.min_hosts is not None and len(rest) >= job.min_hosts
+            if not (is_replaced or may_shrink):
+                raise NotReadyError("\n".join(reasons), unreachable=bool(report.unreachable))
             present = rest
-            self._tell(problems, told)
-            chosen = assign(self._job, hosts, present)
-            self._tell([chosen.note], told)
+            assignment = assign(job, hosts, present)
+            self._say([*reasons, assignment.note], said)
 
-    def _look(self, chosen: Assignment, attempt: int) -> PreflightReport:
+    def _check(self, assignment: Assignment, attempt: int) -> PreflightReport:
         # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
         port = None if self._job.port is None else min(self._job.port + attempt, 65535)
         while True:
             try:
-                seen = look(chosen.job, self._backend, chosen.hosts, port=port, wake=self._signals.fd)
+                report = check_job_hosts(
+                    assignment.job, self._backend, assignment.hosts, port=port, wake=self._signals.fd
+                )
             except Interrupted:
                 if numbers := self._signals.take():
                     raise StoppedError(numbers[0]) from None
             else:
-                warnings = [finding.text for finding in seen.findings if finding.level == "warning"]
-                self._tell(warnings, self._warned, "warning: ")
-                return seen
+                warnings = [result.text for result in report.findings if result.level == "warning"]
+                self._say(warnings, self._warnings, "warning: ")
+                return report
 
-    def _are_enough(self, present: Sequence[str]) -> bool:
-        least = self._job.min_hosts
-        return least is not None and len(present) >= least
-
-    def _pause(self) -> None:
-        if numbers := self._signals.wait(AGAIN_S):
-            raise StoppedError(numbers[0])
-
-    def _tell(self, lines: Sequence[str], told: set[str], prefix: str = "") -> None:
+    def _say(self, lines: Sequence[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""
         for line in lines:
-            if line not in told:
-                told.add(line)
+            if line not in said:
+                said.add(line)
                 self._screen.info(prefix + line)
-
-
-def _problems(seen: PreflightReport) -> list[str]:
-    errors = [finding.text for finding in seen.findings if finding.level == "error"]
-    return errors + [f"host {host} cannot be used: {why}" for host, why in seen.unreachable.items()]
-
-
-def _unfit(seen: PreflightReport) -> set[str]:
-    """The hosts that alone are to blame for something."""
-    single = [finding.hosts for finding in seen.findings if finding.level == "error" and len(finding.hosts) == 1]
-    return {host for (host,) in single} | set(seen.unreachable)
-
-
-def _endpoint(seen: PreflightReport) -> str:
-    return f"[{seen.address}]:{seen.port}" if ":" in seen.address else f"{seen.address}:{seen.port}"
