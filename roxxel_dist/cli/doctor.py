@@ -1,8 +1,8 @@
 """The command that checks hosts by hand, as each launch does before it starts."""
 
 import dataclasses
-import json as json_text
-from collections.abc import Sequence
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cli.arguments import Switch, parse, parse_train
@@ -11,6 +11,7 @@ from roxxel_dist.config import usage_errors
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend
+    from roxxel_dist.launcher.preflight.checks import Requirements
     from roxxel_dist.launcher.preflight.run import PreflightReport
 
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class DoctorArgs:
     """Check hosts: `doctor [options] [-- CMD…]`; without hosts, this machine. Exits with 69 where something is wrong.
 
-    With a command after `--`, as for `launch`, its script, its data and its run directory are checked too.
+    With a command after `--`, as for `launch`, its data and its run directory are checked too.
     """
 
     hosts: str | None = None
@@ -47,65 +48,61 @@ def doctor(words: list[str]) -> int:
     """Check hosts: are they there, alike, and fit to train on?"""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor", underscores=False), words[cut + 1 :]
-    with usage_errors():
-        _check(args)
-        if command[:1] == ["train"]:
-            parse_train(command[1:])
-        return examine(args, command, _backend(args))
-
-
-def examine(args: DoctorArgs, command: Sequence[str], backend: "Backend") -> int:
-    """Check the hosts of a backend, print what was found, and return the exit code."""
-    from roxxel_dist.launcher.preflight.requirements import requirements_by_hand
     from roxxel_dist.launcher.preflight.run import check_hosts
 
-    wanted = requirements_by_hand(command, run_dir=args.run_dir, data_path=args.data_path, gpus=args.gpus_per_host)
-    ready = check_hosts(wanted, backend, backend.hosts, port=args.port)
-    print(_as_json(ready) if args.json else _as_text(ready, len(backend.hosts)))
-    return 0 if ready.passed else EXIT_PREFLIGHT
+    with usage_errors():
+        needs = requirements(args, tuple(command))
+        if command[:1] == ["train"]:
+            parse_train(command[1:])
+        backend = _backend(args)
+        report = check_hosts(needs, backend, backend.hosts, port=args.port)
+        as_json = {"fit": report.passed, **dataclasses.asdict(report)}
+        print(json.dumps(as_json, indent=2) if args.json else _as_text(report, len(backend.hosts)))
+        return 0 if report.passed else EXIT_PREFLIGHT
 
 
-def _check(args: DoctorArgs) -> None:
-    if args.port is not None and not 1 <= args.port <= 65535:
-        raise ValueError(f"--port {args.port}: must be within 1 and 65535; leave --port out to take a free one")
-    if args.gpus_per_host is not None and args.gpus_per_host < 1:
-        raise ValueError(f"--gpus-per-host {args.gpus_per_host}: must be at least 1; leave it out where there are none")
+def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
+    """What hosts need for a job that does not exist yet; `command` may be empty. Raises ValueError for a slip."""
+    from roxxel_dist.launcher.preflight.checks import requirements_of
+    from roxxel_dist.launcher.spec import JobSpec, log_dir_for
+
+    log_dir = Path(args.run_dir, "logs") if args.run_dir else log_dir_for(command, "new")
+    job = JobSpec(
+        command=command or ("true",),
+        nprocs=1,
+        run_id="new",
+        log_dir=log_dir,
+        port=args.port,
+        gpus_per_host=args.gpus_per_host,
+        max_restarts=0,
+    )
+    needs = requirements_of(job, {}, writes=True)
+    shared, data_path = needs.shared or bool(args.run_dir), args.data_path or needs.data_path
+    return dataclasses.replace(needs, run_id=None, shared=shared, data_path=data_path)
 
 
 def _backend(args: DoctorArgs) -> "Backend":
-    if args.hosts is None and args.hostfile is None:
-        for name in ("ssh_config", "python", "directory"):
-            if (value := getattr(args, name)) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {value} is for other hosts: name them with --hosts or --hostfile")
-        from roxxel_dist.launcher.backends.local import LocalBackend
-
-        return LocalBackend()
+    from roxxel_dist.launcher.backends.local import LocalBackend
     from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
 
-    hosts, _ = hosts_of(args.hosts, args.hostfile)
-    return SshBackend(hosts, config=args.ssh_config, python=args.python or "", directory=args.directory or "")
+    if args.hosts is not None or args.hostfile is not None:
+        hosts, _ = hosts_of(args.hosts, args.hostfile)
+        return SshBackend(hosts, config=args.ssh_config, python=args.python or "", directory=args.directory or "")
+    for name in ("ssh_config", "python", "directory"):
+        if (value := getattr(args, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value} is for other hosts: name them with --hosts or --hostfile")
+    return LocalBackend()
 
 
-def _as_text(ready: "PreflightReport", hosts: int) -> str:
+def _as_text(report: "PreflightReport", hosts: int) -> str:
     """A line a finding; then the count."""
     from roxxel_dist.launcher.control.report import count
 
-    rows = [(one.level, one.check, one.text) for one in ready.findings]
-    rows += [("error", "host", f"{host}: {why}") for host, why in ready.unreachable.items()]
+    rows = [(result.level, result.check, result.text) for result in report.findings]
+    rows += [("error", "host", f"{host}: {why}") for host, why in report.unreachable.items()]
     width = max(len(check) for _, check, _ in rows)
     lines = [f"{level:<8} {check:<{width}}  {text}" for level, check, text in rows]
     levels = [level for level, _, _ in rows]
     total = ", ".join(count(levels.count(level), level) for level in ("error", "warning"))
     return "\n".join([*lines, f"{count(hosts, 'host')}: {total}"])
-
-
-def _as_json(ready: "PreflightReport") -> str:
-    told = {
-        "fit": ready.passed,
-        "address": ready.address,
-        "port": ready.port,
-        "findings": [dataclasses.asdict(one) for one in ready.findings],
-        "unreachable": dict(ready.unreachable),
-    }
-    return json_text.dumps(told, indent=2)

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.preflight.checks import ENOUGH, ROOM, CheckResult, findings, named, size, speak_alike
-from roxxel_dist.launcher.preflight.requirements import (
+from roxxel_dist.cli.doctor import DoctorArgs, requirements
+from roxxel_dist.launcher.preflight.checks import (
+    ADVISED_FREE_BYTES,
+    MIN_FREE_BYTES,
+    CheckResult,
     Requirements,
-    flag,
-    requirements_by_hand,
+    named,
     requirements_of,
+    run_checks,
+    size,
 )
-from roxxel_dist.launcher.spec import JobSpec, log_dir_for
+from roxxel_dist.launcher.spec import JobSpec, flag, log_dir_for
 
 VERSIONS = {"python": "3.11.7", "roxxel-dist": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
 Hosts = dict[str, dict[str, Any]]
@@ -46,11 +50,11 @@ def judge(change: Callable[[Hosts], Any], wanted: Requirements | None = None) ->
     """What is not ok with three hosts of which something is changed."""
     hosts = three_hosts()
     change(hosts)
-    return [found for found in findings(wanted or Requirements(), hosts) if found.level != "ok"]
+    return [found for found in run_checks(wanted or Requirements(), hosts) if found.level != "ok"]
 
 
 def test_nothing_is_wrong_with_healthy_hosts() -> None:
-    found = findings(Requirements(), three_hosts())
+    found = run_checks(Requirements(), three_hosts())
     assert {one.level for one in found} == {"ok"}
     checks = {"devices", "disk", "leftovers", "versions", "code", "name"}
     assert {one.check for one in found} == checks
@@ -59,7 +63,7 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
 
 def test_of_one_host_less_is_said() -> None:
     only = {"h1": {name: value for name, value in healthy(1).items() if name not in ("versions", "code", "data")}}
-    assert {one.check for one in findings(Requirements(), only)} == {"devices", "disk", "leftovers"}
+    assert {one.check for one in run_checks(Requirements(), only)} == {"devices", "disk", "leftovers"}
 
 
 def put(host: str, **values: Any) -> Callable[[Hosts], None]:
@@ -99,8 +103,8 @@ CASES = [
     ("data", "error", with_data(h3={"path": "d", "why": "no such file"}), ["h3", "d", "no such file"]),
     ("data", "error", with_data(h3={"path": "d", "text": True}), ["h3", "text", "tokens on h1"]),
     ("devices", "warning", put("h1", tpus=4), ["4 TPU chips on h1", "0 TPU chips on h2, h3"]),
-    ("disk", "error", put("h1", run_dir=disk(ROOM - 1)), ["h1", "/data/runs", "0.2 MiB", "--run_dir"]),
-    ("disk", "warning", put("h1", run_dir=disk(ENOUGH - 1)), ["h1", "/data/runs", "--run_dir"]),
+    ("disk", "error", put("h1", run_dir=disk(MIN_FREE_BYTES - 1)), ["h1", "/data/runs", "0.2 MiB", "--run_dir"]),
+    ("disk", "warning", put("h1", run_dir=disk(ADVISED_FREE_BYTES - 1)), ["h1", "/data/runs", "--run_dir"]),
     ("disk", "error", put("h1", run_dir=disk(1 << 40, "no permission")), ["h1", "/data/runs", "no permission"]),
     (
         "leftovers",
@@ -182,11 +186,10 @@ def test_text_is_read_by_rank_0_alone() -> None:
 
 
 def test_the_launcher_has_the_code_of_its_hosts() -> None:
-    assert list(speak_alike(three_hosts(), "c0de")) == []
-    (told,) = speak_alike(three_hosts(), "mine")
+    assert judge(lambda hosts: None, Requirements(code="c0de")) == []
+    (told,) = judge(lambda hosts: None, Requirements(code="mine"))
     assert (told.level, told.check) == ("error", "code")
-    assert "mine" in told.text
-    assert "c0de on h1, h2, h3" in told.text
+    assert "c0de on h1, h2, h3; mine on the launcher here" in told.text
 
 
 def test_many_hosts_are_counted() -> None:
@@ -196,7 +199,7 @@ def test_many_hosts_are_counted() -> None:
 
 
 def test_sizes() -> None:
-    assert [size(ROOM), size(3 << 29), size(5000 << 30)] == ["0.2 MiB", "1.5 GiB", "5,000.0 GiB"]
+    assert [size(MIN_FREE_BYTES), size(3 << 29), size(5000 << 30)] == ["0.2 MiB", "1.5 GiB", "5,000.0 GiB"]
 
 
 def job(*command: str, **more: Any) -> JobSpec:
@@ -220,10 +223,10 @@ def test_what_a_job_wants() -> None:
 
 
 def test_what_somebody_wants_by_hand() -> None:
-    assert requirements_by_hand([], run_dir=None, data_path=None, gpus=None) == Requirements(run_dir="runs")
-    told = requirements_by_hand(["train", "--data_path", "a"], run_dir="x", data_path=None, gpus=2)
+    assert requirements(DoctorArgs(), ()) == Requirements(run_dir="runs/run_new")
+    told = requirements(DoctorArgs(run_dir="x", gpus_per_host=2), ("train", "--data_path", "a"))
     assert told == Requirements(run_dir="x", shared=True, data_path="a", gpus_per_host=2)
-    told = requirements_by_hand(["train", "--run_dir", "y"], run_dir=None, data_path="b", gpus=None)
+    told = requirements(DoctorArgs(data_path="b"), ("train", "--run_dir", "y"))
     assert told == Requirements(run_dir="y", shared=True, data_path="b")
 
 

@@ -130,7 +130,7 @@ def test_all_code_but_the_launchers_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "roxxel_dist" / "more.py").write_text("")
     ready = check({name: {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}} for name in ("a", "b")})
     assert errors(ready) == {"code": ("a", "b")}
-    assert "in the launcher here" in next(one.text for one in ready.findings if one.level == "error")
+    assert "on the launcher here" in next(one.text for one in ready.findings if one.level == "error")
 
 
 UNREACHABLE = [

@@ -1,18 +1,66 @@
-"""From what hosts said about themselves to what is wrong with them: pure functions.
+"""What a job needs of its hosts, and what is wrong with them by what they say of themselves: pure functions.
 
-docs/howto/launching.md has a table of them.
+docs/howto/launching.md has a table of the checks. Those that take more questions (the port, the folder that hosts
+share) are in `run.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roxxel_dist.launcher.preflight.host_info import HostInfo, is_loopback, usable_gpus
-from roxxel_dist.launcher.preflight.requirements import Requirements
+from roxxel_dist.launcher.preflight.host_info import LOCK, HostInfo, is_loopback
+from roxxel_dist.launcher.spec import JobSpec, flag
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]
 """What each host said, in the order of the ranks."""
+Problems = Iterable[tuple[Level, str]]
+
+MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
+MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
+MAX_NAMES = 8
+"""Hosts that a text names; of more it gives the count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a job needs to find on its hosts."""
+
+    run_id: str | None = None
+    run_dir: str | None = None
+    """Where the hosts write; None where they do not."""
+    shared: bool = False
+    """Whether all hosts must see the same run directory."""
+    data_path: str | None = None
+    resume: bool = False
+    gpus_per_host: int | None = None
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES, where somebody set it for all ranks."""
+    platforms: str | None = None
+    """JAX_PLATFORMS, where the job sets it."""
+    code: str | None = None
+    """The hash of the launcher's own code, where hosts must have the same."""
+
+
+def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Requirements:
+    """What a job needs, by its command.
+
+    Args:
+        job: what shall run.
+        outer: the variables that ranks have beside those of the job, as far as they are known.
+        writes: whether its logs are written on the host, whatever the command.
+    """
+    train = job.command[0] == "train"
+    return Requirements(
+        run_id=job.run_id,
+        run_dir=str(job.log_dir.parent) if train or writes else None,
+        shared=train,
+        data_path=flag(job.command, "data_path") if train else None,
+        resume=train and "--resume" in job.command and (flag(job.command, "resume") or "").lower() != "false",
+        gpus_per_host=job.gpus_per_host,
+        visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
+        platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,37 +73,31 @@ class CheckResult:
     text: str
 
 
-def check_result(level: Level, check: str, hosts: Sequence[str], text: str) -> CheckResult:
-    """A finding about these hosts."""
+def check_result(level: Level, check: str, hosts: Iterable[str], text: str) -> CheckResult:
+    """The result of a check of these hosts."""
     return CheckResult(level=level, check=check, hosts=tuple(hosts), text=text)
 
 
-ROOM, ENOUGH = 1 << 18, 2 << 30
-"""Bytes that must be free, and that should be."""
-MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
-NAMED = 8
-"""Hosts that a text names; of more it gives the count."""
-
-
-def findings(wanted: Requirements, hosts: Hosts) -> list[CheckResult]:
-    """Everything that can be said from facts alone. Hosts are compared where there are several."""
+def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
+    """Everything that can be said without a further question."""
     checks: list[Callable[[Requirements, Hosts], Iterator[CheckResult]]] = [
-        _gpus,
+        _devices,
         tpu_locks,
         _disk,
-        _leftovers,
+        _stale_ranks,
         _versions,
         _data,
+        _one_machine,
     ]
-    if len(hosts) > 1:
-        checks += [_one_machine, _name]
-    return [found for check in checks for found in check(wanted, hosts)]
+    if not are_one_machine(hosts):
+        checks.append(own_names)
+    return [result for check in checks for result in check(requirements, hosts)]
 
 
 def named(hosts: Sequence[str]) -> str:
     """Host names for a text."""
-    rest = len(hosts) - NAMED
-    return ", ".join(hosts) if rest <= 1 else f"{', '.join(hosts[:NAMED])} and {rest} more"
+    rest = len(hosts) - MAX_NAMES
+    return ", ".join(hosts) if rest <= 1 else f"{', '.join(hosts[:MAX_NAMES])} and {rest} more"
 
 
 def size(count: float) -> str:
@@ -63,214 +105,185 @@ def size(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
+def are_one_machine(hosts: Hosts) -> bool:
+    """Whether all host names lead to one machine with one network."""
+    return len(_groups(hosts, lambda info: info["machine"])) == 1
+
+
 def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[str]]:
     """Which hosts have which value."""
     groups: dict[Any, list[str]] = {}
-    for host, facts in hosts.items():
-        groups.setdefault(value(facts), []).append(host)
+    for host, info in hosts.items():
+        groups.setdefault(value(info), []).append(host)
     return groups
 
 
-def _who_has_what(groups: Mapping[Any, Sequence[str]], absent: str = "none") -> str:
-    return "; ".join(f"{absent if value is None else value} on {named(names)}" for value, names in groups.items())
+def _listed(groups: Mapping[Any, Sequence[str]]) -> str:
+    return "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
 
 
-def are_one_machine(hosts: Hosts) -> bool:
-    """Whether all host names lead to one machine with one network."""
-    return len(_groups(hosts, lambda facts: facts["machine"])) == 1
+def _on_each(
+    check: str, hosts: Hosts, problems: Callable[[str, HostInfo], Problems], fine: Callable[[list[str]], str]
+) -> Iterator[CheckResult]:
+    """The problems of each host by itself, and a line about all hosts that have none."""
+    good = []
+    for host, info in hosts.items():
+        results = [check_result(level, check, [host], f"{host}: {text}") for level, text in problems(host, info)]
+        yield from results
+        if not results:
+            good.append(host)
+    if good:
+        yield check_result("ok", check, good, fine(good))
 
 
-def _one_machine(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    for names in _groups(hosts, lambda facts: facts["machine"]).values():
-        if len(names) > 1:
-            yield check_result(
-                "warning",
-                "host",
-                names,
-                f"{named(names)} are one machine: their ranks share its devices; name each machine once",
-            )
+def _same(
+    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str
+) -> CheckResult:
+    """Whether all hosts have the same value."""
+    if len(groups) == 1:
+        return check_result("ok", check, hosts, f"{what}: {next(iter(groups))}")
+    return check_result(level, check, hosts, f"{what} differs: {_listed(groups)}; {fix}")
 
 
-def _runs_on_cpu(wanted: Requirements, facts: HostInfo) -> bool:
-    platforms = wanted.platforms or facts["platforms"]
-    return platforms.split(",")[0] == "cpu" if platforms else facts["gpus"] == 0 and not facts["tpus"]
+def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
+    need = requirements.gpus_per_host if requirements.visible is None else None
+    is_short = False
+    for host, info in hosts.items():
+        listed = info["visible"]
+        count = info["gpus"] if listed is None else len([name for name in listed.split(",") if name.strip()])
+        if need and count is not None and count < need:
+            is_short = True
+            fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"
+            where = "/dev/nvidia*" if listed is None else f"CUDA_VISIBLE_DEVICES={listed}"
+            text = f"{host}: --gpus-per-host {need}, and it has {count} ({where}); {fix}, or leave this host out"
+            yield check_result("error", "devices", [host], text)
+    if not is_short:
+        groups = _groups(
+            hosts, lambda info: f"{info['gpus']} GPUs, {info['tpus']} TPU chips".replace("None", "uncounted")
+        )
+        yield _same("warning", "devices", hosts, groups, "the number of devices", "use hosts that are alike")
 
 
-def _name(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    if are_one_machine(hosts):
-        return
-    found = [one for host, facts in hosts.items() for one in own_name(wanted, host, facts)]
-    yield from found
-    if good := [host for host in hosts if not any(host in one.hosts for one in found)]:
-        yield check_result("ok", "name", good, f"own names resolve to addresses that others can reach on {named(good)}")
+def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    """What is wrong with the lock, for a job that may use TPUs."""
+    for host, info in hosts.items():
+        platforms = requirements.platforms or info["platforms"]
+        if info["tpu_lock"] is not None and (not platforms or "tpu" in platforms.split(",")):
+            yield check_result("error", "tpu lock", [host], f"{host}: {LOCK}, libtpu's lock, {info['tpu_lock']}")
 
 
-def own_name(wanted: Requirements, host: str, facts: HostInfo) -> Iterator[CheckResult]:
-    """What is wrong with a host's own name: on CPU a rank tells the others the address that it resolves to."""
-    name, addresses = facts["name"], facts["resolves"]
-    if addresses and not is_loopback(addresses[0]):
-        return
-    to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
-    level: Level = "error" if _runs_on_cpu(wanted, facts) else "warning"
-    own = facts.get("ssh_address") or "its address"
-    yield check_result(
-        level,
-        "name",
-        [host],
-        f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: have /etc/hosts on {host} "
-        f"say `{own} {name}` instead",
-    )
+def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    places = {host: info["run_dir"] for host, info in hosts.items() if info["run_dir"] is not None}
+
+    def problems(_: str, place: HostInfo) -> Problems:
+        fix = "or name another folder with --run_dir"
+        if place["why"] is not None:
+            yield "error", f"{place['path']} cannot be written ({place['why']}); change its permissions, {fix}"
+        elif place["free"] < ADVISED_FREE_BYTES:
+            is_full = place["free"] < MIN_FREE_BYTES
+            rule = f", and {size(MIN_FREE_BYTES)} is the least" if is_full else ": few checkpoints fit"
+            text = f"{place['path']} has {size(place['free'])} free{rule}; make room, {fix}"
+            yield "error" if is_full else "warning", text
+
+    def fine(good: list[str]) -> str:
+        least = min((places[host] for host in good), key=lambda place: place["free"])
+        return f"{least['path']} can be written on {named(good)}; at least {size(least['free'])} free"
+
+    return _on_each("disk", places, problems, fine)
 
 
-def _versions(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    if any("versions" not in facts for facts in hosts.values()):
+def _stale_ranks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    def problems(_: str, info: HostInfo) -> Problems:
+        ours = [rank for rank in info["left"] if rank["ours"]]
+        others = [rank for rank in info["left"] if rank["orphan"] and not rank["ours"]]
+        if ours:
+            text = f"processes of this run still run there: {described(ours)}; both would write to its folder"
+            yield "error", f"{text}; end them: {way_to_end(ours)}"
+        if others:
+            text = f"ranks that another launch has left run there: {described(others)}; they hold its devices"
+            yield "warning", f"{text}; if nobody needs them: {way_to_end(others)}"
+        for rank in info["left"]:
+            if rank["stuck"]:
+                text = f"process {rank['pid']} cannot be looked at: it seems to wait for a disk or a driver"
+                yield "warning", f"{text}; if it is a rank that was left, restart the host"
+
+    def described(ranks: Sequence[HostInfo]) -> str:
+        runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
+        return f"run {runs}, {len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
+
+    def way_to_end(ranks: Sequence[HostInfo]) -> str:
+        if watched := [rank for rank in ranks if not rank["orphan"]]:  # their launcher is well
+            return f"`roxxel-dist stop {watched[0]['run_id']}` where it was launched"
+        return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
+
+    fine = "no ranks that another launch has left on"
+    return _on_each("leftovers", hosts, problems, lambda good: f"{fine} {named(good)}")
+
+
+def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    if any("versions" not in info for info in hosts.values()):
         return
     equal = []
-    for name in dict.fromkeys(name for facts in hosts.values() for name in facts["versions"]):
-        groups = _groups(hosts, lambda facts, name=name: facts["versions"].get(name))
+    for name in dict.fromkeys(name for info in hosts.values() for name in info["versions"]):
+        groups = _groups(hosts, lambda info, name=name: info["versions"].get(name))
         if len(groups) == 1:
             equal.append(f"{name} {next(iter(groups))}")
-            continue
-        level: Level = "error" if name in MUST_MATCH else "warning"
-        text = f"{name} differs: {_who_has_what(groups)}; install the same version on all hosts"
-        yield check_result(level, "versions", list(hosts), text)
+        else:
+            level: Level = "error" if name in MUST_MATCH else "warning"
+            yield _same(level, "versions", hosts, groups, name, "install the same version on all hosts")
     if equal:
-        yield check_result("ok", "versions", list(hosts), ", ".join(equal))
-    codes = _groups(hosts, lambda facts: facts["code"])
+        yield check_result("ok", "versions", hosts, ", ".join(equal))
+    codes = _groups(hosts, lambda info: info["code"])
+    if requirements.code not in (None, *codes):  # it talks with the hosts
+        codes[requirements.code] = ["the launcher here"]
     fix = "install the same one, or bring the checkouts to the same commit"
-    yield from _same("code", hosts, codes, "the code of roxxel_dist", fix)
+    yield _same("error", "code", hosts, codes, "the code of roxxel_dist", fix)
 
 
-def speak_alike(hosts: Hosts, here: str) -> Iterator[CheckResult]:
-    """Whether the hosts have the launcher's own code (`here` is its hash)."""
-    groups = _groups(hosts, lambda facts: facts["code"])
-    if len(groups) == 1 and here not in groups:
-        text = (
-            f"the code of roxxel_dist is {here} in the launcher here, and {_who_has_what(groups)}: they talk with each "
-        )
-        yield check_result("error", "code", list(hosts), text + "other; install the same on both")
-
-
-def _same(check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str) -> Iterator[CheckResult]:
-    if len(groups) == 1:
-        yield check_result("ok", check, list(hosts), f"{what}: {next(iter(groups))}")
-    else:
-        yield check_result("error", check, list(hosts), f"{what} differs: {_who_has_what(groups)}; {fix}")
-
-
-def _data(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    told = {host: facts["data"] for host, facts in hosts.items() if facts.get("data") is not None}
-    if not told:
+def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    data = {host: info["data"] for host, info in hosts.items() if info.get("data") is not None}
+    if not data:
         return
-    first = next(iter(told.values()))
-    path = first["path"]
-    if first.get("text"):  # rank 0 makes shards in the run directory, the others read those
-        yield check_result("ok", "data", list(told)[:1], f"{path}: text, of which rank 0 makes shards")
+    first = next(iter(data))
+    path = data[first]["path"]
+    if data[first].get("text"):  # rank 0 makes shards in the run directory, the others read those
+        yield check_result("ok", "data", [first], f"{path}: text, of which rank 0 makes shards")
         return
-    unread = _groups({host: data for host, data in told.items() if "why" in data}, lambda data: data["why"])
-    for why, names in unread.items():
-        text = f"{named(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
-        yield check_result("error", "data", names, text)
-    texts = [host for host, data in told.items() if data.get("text")]
-    if texts:
-        text = f"{path} is text on {named(texts)}, and tokens on {next(iter(told))}; copy the same files to all hosts"
-        yield check_result("error", "data", texts, text)
-    prints = _groups(
-        {host: data for host, data in told.items() if "fingerprint" in data}, lambda one: one["fingerprint"]
-    )
-    if prints:
-        of_those = {host: hosts[host] for names in prints.values() for host in names}
-        fix = "copy the same shards to all hosts"
-        yield from _same("data", of_those, prints, f"the fingerprint of {path}", fix)
-
-
-def _gpus(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
-    need = wanted.gpus_per_host if wanted.visible is None else None
-    counts = {host: usable_gpus(facts) for host, facts in hosts.items()}
-    few = {host: count for host, count in counts.items() if need and count is not None and count < need}
-    for host, count in few.items():
-        fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"
-        listed = hosts[host]["visible"]
-        where = "/dev/nvidia*" if listed is None else f"CUDA_VISIBLE_DEVICES={listed}"
-        text = f"{host}: --gpus-per-host {need}, and it has {count} ({where}); {fix}, or leave this host out"
-        yield check_result("error", "devices", [host], text)
-    groups = _groups(hosts, lambda facts: (facts["gpus"], facts["tpus"]))
-    if len(groups) > 1 and not few:
-        told = _who_has_what({f"{gpus} GPUs, {tpus} TPU chips": names for (gpus, tpus), names in groups.items()})
-        yield check_result("warning", "devices", list(hosts), f"devices differ: {told}; use hosts that are alike")
-    elif not few:
-        gpus, tpus = next(iter(groups))
-        text = f"{'uncounted' if gpus is None else gpus} GPUs, {tpus} TPU chips each"
-        yield check_result("ok", "devices", list(hosts), text)
-
-
-def _disk(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    good = {host: facts["run_dir"]["free"] for host, facts in hosts.items() if facts["run_dir"] is not None}
-    for host in list(good):
-        path, free, why = (hosts[host]["run_dir"][name] for name in ("path", "free", "why"))
-        fix = "or name another folder with --run_dir"
+    other = f"it is text there, and tokens on {first}"
+    for why, names in _groups(data, lambda info: other if info.get("text") else info.get("why")).items():
         if why is not None:
-            text = f"{host}: {path} cannot be written ({why}); change its permissions, {fix}"
-        elif free < ROOM:
-            text = f"{host}: {path} has {size(free)} free, and {size(ROOM)} is the least; make room, {fix}"
-        elif free < ENOUGH:
-            text = f"{host}: {path} has {size(free)} free: few checkpoints fit; make room, {fix}"
-        else:
-            continue
-        del good[host]
-        yield check_result("error" if why is not None or free < ROOM else "warning", "disk", [host], text)
-    if good:
-        least = min(good, key=good.__getitem__)
-        text = f"{hosts[least]['run_dir']['path']} can be written on {named(list(good))}"
-        yield check_result("ok", "disk", list(good), f"{text}; at least {size(good[least])} free")
+            text = f"{named(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
+            yield check_result("error", "data", names, text)
+    data = {host: info for host, info in data.items() if "fingerprint" in info}
+    if data:
+        fingerprints = _groups(data, lambda info: info["fingerprint"])
+        fix = "copy the same shards to all hosts"
+        yield _same("error", "data", data, fingerprints, f"the fingerprint of {path}", fix)
 
 
-def _leftovers(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    clean = []
-    for host, facts in hosts.items():
-        ours = [rank for rank in facts["left"] if rank["ours"]]
-        others = [rank for rank in facts["left"] if not rank["ours"] and rank["orphan"]]
-        if ours:
-            text = f"{host}: processes of this run still run there: {_ranks(ours)}; both would write to its folder"
-            watched = next((rank for rank in ours if not rank["orphan"]), None)  # its launcher is well
-            way = f"`roxxel-dist stop {watched['run_id']}` where it was launched" if watched else _kill(ours)
-            yield check_result("error", "leftovers", [host], f"{text}; end them: {way}")
-        if others:
-            text = f"{host}: ranks that another launch has left run there: {_ranks(others)}; they hold its devices"
-            yield check_result("warning", "leftovers", [host], f"{text}; if nobody needs them: {_kill(others)}")
-        if stuck := [rank for rank in facts["left"] if rank["stuck"]]:
-            text = f"{host}: process {stuck[0]['pid']} cannot be looked at: it seems to wait for a disk or a driver"
-            yield check_result(
-                "warning", "leftovers", [host], f"{text}; if it is a rank that was left, restart the host"
-            )
-        if not (ours or others or stuck):
-            clean.append(host)
-    if clean:
-        yield check_result("ok", "leftovers", clean, f"no ranks that another launch has left on {named(clean)}")
+def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    for names in _groups(hosts, lambda info: info["machine"]).values():
+        if len(names) > 1:
+            text = f"{named(names)} are one machine: their ranks share its devices; name each machine once"
+            yield check_result("warning", "host", names, text)
 
 
-def _ranks(ranks: Sequence[HostInfo]) -> str:
-    runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
-    return f"run {runs}, {len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
+def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    """What is wrong with hosts' own names: on CPU a rank tells the others the address that its host's resolves to."""
+
+    def problems(host: str, info: HostInfo) -> Problems:
+        name, addresses = info["name"], info["resolves"]
+        if not addresses or is_loopback(addresses[0]):
+            to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+            fix = f"have /etc/hosts on {host} say `{info.get('ssh_address') or 'its address'} {name}` instead"
+            text = f"its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: {fix}"
+            yield "error" if _runs_on_cpu(requirements, info) else "warning", text
+
+    fine = "own names resolve to addresses that others can reach on"
+    return _on_each("name", hosts, problems, lambda good: f"{fine} {named(good)}")
 
 
-def _kill(ranks: Sequence[HostInfo]) -> str:
-    return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
-
-
-def tpu_locks(wanted: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    """What is wrong with the lock, for a job that may use TPUs."""
-    for host, facts in hosts.items():
-        lock, platforms = facts["tpu_lock"], wanted.platforms or facts["platforms"]
-        if lock is None or (platforms and "tpu" not in platforms.split(",")):
-            continue
-        where = f"{host}: {lock['path']}, libtpu's lock,"
-        if lock["holder"] is not None:
-            text = f"{where} is held by {lock['holder']}, which uses the TPU; end it, or JAX_PLATFORMS=cpu goes without"
-            yield check_result("error", "tpu lock", [host], text)
-        elif lock["why"] is not None:
-            text = f"{where} cannot be opened ({lock['why']}), and nothing can use the TPU; sudo rm {lock['path']}"
-            yield check_result("error", "tpu lock", [host], text)
-        else:
-            yield check_result("ok", "tpu lock", [host], f"{where} is there, and nobody holds it")
+def _runs_on_cpu(requirements: Requirements, info: HostInfo) -> bool:
+    platforms = requirements.platforms or info["platforms"]
+    return platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]

@@ -14,14 +14,14 @@ from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Hosts,
+    Requirements,
     are_one_machine,
     check_result,
-    findings,
     named,
-    own_name,
-    speak_alike,
+    own_names,
+    requirements_of,
+    run_checks,
 )
-from roxxel_dist.launcher.preflight.requirements import Requirements, requirements_of
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port
 from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
 
@@ -106,10 +106,10 @@ def _here(
 ) -> PreflightReport:
     """What is known of this machine, without a probe: nothing is as fast."""
     told = host_info.gather(_question(wanted, compare=compare))
-    found = findings(wanted, {hosts[0]: told})
+    found = run_checks(wanted, {hosts[0]: told})
     address, free = backend.address or LOOPBACK, 0
     if address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
-        found += own_name(wanted, hosts[0], told | host_info.own_name())
+        found += own_names(wanted, {hosts[0]: told | host_info.own_name()})
     if not backend.is_coordinator:
         return PreflightReport(address=address, port=port or 0, findings=tuple(found), unreachable={})
     try:
@@ -129,7 +129,7 @@ def _there(
         )  # fmt: skip
     with Panel(backend, hosts, wake) as panel:
         told = _facts(panel, hosts, _question(wanted, compare=True))
-        found = [*findings(wanted, told), *speak_alike(told, host_info.hash_of_code())] if told else []
+        found = run_checks(replace(wanted, code=host_info.hash_of_code()), told) if told else []
         address = _address(panel, told) if told else ""
         free = 0
         if address:

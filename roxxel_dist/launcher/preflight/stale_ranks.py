@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.launcher.host.process_tree import PARENT, STARTED, processes
 from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
@@ -26,73 +27,43 @@ def stale_ranks(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_
     The kernel lets who reads the words of a process that is stuck in a driver wait with it. So that is done by a thread
     which is left behind after `limit_s`; the process that it stands at is `stuck`, and those behind it are not known.
     """
-    found: list[dict[str, Any]] = []
-    at: list[int] = []
-    thread = threading.Thread(target=_look, args=(run_id, run_dir, found, at), name="stale_ranks", daemon=True)
+    ranks: list[dict[str, Any]] = []
+    current: dict[str, Any] = {}
+    thread = threading.Thread(target=_scan, args=(run_id, run_dir, ranks, current), name="stale_ranks", daemon=True)
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        with suppress(OSError, ValueError):
-            place = Path("/proc", str(at[-1]))
-            stuck = {"run_id": "", "ours": False, "orphan": False, "seconds": _age(place), "stuck": True}
-            found = [*found, {"pid": at[-1], **stuck}]
-    return sorted(found, key=lambda rank: rank["pid"])
+        ranks = [*ranks, {**current, "run_id": "", "ours": False, "orphan": False, "stuck": True}]
+    return sorted(ranks, key=lambda rank: rank["pid"])
 
 
-def _look(run_id: str | None, run_dir: str | None, found: list[dict[str, Any]], at: list[int]) -> None:
+def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], current: dict[str, Any]) -> None:
     outer = os.environ.get(RUN_ID)
     network = os.readlink("/proc/self/ns/net")
-    folder = os.path.realpath(run_dir) if run_dir is not None else None
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        at[:] = [int(name)]
-        with suppress(OSError, ValueError):  # it ended while we looked, or is not to be looked at
-            place = Path("/proc", name)
-            if place.stat().st_uid != os.getuid() or os.readlink(place / "ns/net") != network:
+    uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    for pid, stat in processes():
+        current |= {"pid": pid, "seconds": uptime - int(stat[STARTED]) / os.sysconf("SC_CLK_TCK")}
+        with suppress(OSError):  # it ended meanwhile, or is not to be looked at
+            place = Path("/proc", str(pid))
+            if place.stat().st_uid != os.getuid() or os.readlink(place / "ns/net") != network or pid == os.getpid():
                 continue
-            rank = _rank(place, run_id, folder)
-            if rank is None or rank["run_id"] == outer != run_id:
+            words = _strings(place / "cmdline")
+            is_worker = WORKER in words
+            if not is_worker and run_id is None:
                 continue
-            more = {"seconds": _age(place), "orphan": _is_orphan(place), "stuck": False}
-            found.append({"pid": int(name), **rank, **more})
-
-
-def _rank(place: Path, run_id: str | None, folder: str | None) -> dict[str, Any] | None:
-    """The rank that a process is, or None."""
-    words = _strings(place / "cmdline")
-    is_worker = WORKER in words
-    if not is_worker and run_id is None:
-        return None
-    own_id = _variable(place, RUN_ID)
-    ours = run_id is not None and own_id == run_id
-    if folder is not None:  # launches in other folders, or by other users' homes, may have the same id
-        command = tuple(words[words.index(WORKER) + 1 :]) if is_worker else ()
-        ours = (is_worker or ours) and _run_dir(place, command, own_id) == folder
-    return {"run_id": own_id, "ours": ours} if is_worker or ours else None
-
-
-def _run_dir(place: Path, command: tuple[str, ...], run_id: str) -> str:
-    """The folder in which the run of a rank is kept."""
-    return os.path.realpath(os.readlink(place / "cwd") / log_dir_for(command, run_id).parent)
-
-
-def _is_orphan(place: Path) -> bool:
-    parent = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-    words = _strings(Path("/proc", parent, "cmdline"))
-    return AGENT not in words and WORKER not in words  # a fork of a rank looks like the rank
-
-
-def _variable(place: Path, name: str) -> str:
-    values = [one.removeprefix(f"{name}=") for one in _strings(place / "environ") if one.startswith(f"{name}=")]
-    return values[0] if values else ""
+            variables = [word for word in _strings(place / "environ") if word.startswith(f"{RUN_ID}=")]
+            own_id = variables[0].partition("=")[2] if variables else ""
+            ours = run_id is not None and own_id == run_id
+            if run_dir is not None:  # launches in other folders, or by other users' homes, may have the same id
+                command = tuple(words[words.index(WORKER) + 1 :]) if is_worker else ()
+                kept = os.readlink(place / "cwd") / log_dir_for(command, own_id).parent
+                ours = (is_worker or ours) and os.path.realpath(kept) == os.path.realpath(run_dir)
+            if not (is_worker or ours) or own_id == outer != run_id:
+                continue
+            parent = _strings(Path("/proc", stat[PARENT].decode(), "cmdline"))
+            orphan = AGENT not in parent and WORKER not in parent  # a fork of a rank looks like the rank
+            ranks.append({**current, "run_id": own_id, "ours": ours, "orphan": orphan, "stuck": False})
 
 
 def _strings(path: Path) -> list[str]:
     return path.read_bytes().decode(errors="surrogateescape").split("\0")
-
-
-def _age(place: Path) -> float:
-    started = int((place / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    return uptime - started / os.sysconf("SC_CLK_TCK")
