@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hosts import Cluster
 
-from roxxel_dist.launcher.jobs.detach import StartError, _answer_in, detach
+from roxxel_dist.launcher.jobs.detach import StartError, detach
 from roxxel_dist.launcher.jobs.record import JobRecord, Process
 from roxxel_dist.launcher.spec import JobSpec
 
@@ -137,9 +137,3 @@ def test_what_a_host_answers_names_no_file_elsewhere(
     with pytest.raises(StartError, match=f"h1 started run {run_id!r} on {host!r} where it was told 'r': look there"):
         detach(job, liar)
     assert not list(tmp_path.rglob("*.json"))
-
-
-def test_an_answer_is_found_behind_what_a_host_prints() -> None:
-    printed = b"Welcome to h1\n{}\n42\n"
-    assert _answer_in(printed + b'{"code": 69}\n') == {"code": 69}
-    assert _answer_in(printed) is None

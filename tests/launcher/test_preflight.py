@@ -17,9 +17,9 @@ from hosts import Cluster
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.preflight.run import Interrupted, PreflightReport, check_job_hosts
+from roxxel_dist.launcher.preflight.run import PROBE, PreflightReport, check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec, log_dir_for
-from roxxel_dist.launcher.transport.panel import Panel
+from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 NAMES = ("a", "b", "c")
 SILENT = "import sys; sys.stdin.read()"
@@ -162,12 +162,12 @@ def test_no_host_is_there() -> None:
 
 def test_a_silent_host_has_a_limit() -> None:
     hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
-    with Panel(Children(hosts), tuple(hosts)) as panel:
-        assert "machine" in panel.ask({"a": {**FACTS, "compare": False}})["a"]
-        answers = panel.ask({host: {"ask": "nothing"} for host in hosts}, limit=3)
+    with HostPool(Children(hosts), (PROBE,)) as pool:
+        assert "machine" in pool.ask({"a": {**FACTS, "compare": False}})["a"]
+        answers = pool.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=3)
         assert set(answers) == {"a"}
-        assert "did not answer within 3 s" in panel.gone["b"]
-        assert set(panel.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
+        assert "did not answer within 3 s" in pool.gone["b"]
+        assert set(pool.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
 
 
 def test_a_signal_breaks_it_off() -> None:

@@ -11,7 +11,7 @@ from roxxel_dist.launcher.host import agent, process_tree
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.jobs import detach
 from roxxel_dist.launcher.preflight.probe import LIFE_S
-from roxxel_dist.launcher.transport import panel, pool
+from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, HEARTBEAT_S
 
 README = Path(pool.__file__).parents[1] / "README.md"
@@ -28,7 +28,7 @@ def test_their_order() -> None:
     )
     assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
     assert USAGE_S < pool.SILENT_S
-    assert panel.LIMIT_S < LIFE_S, "a probe outlives the slowest answer of another host"
+    assert pool.ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
     assert pool.START_S < detach.START_S
     assert LIMITS_S["join"] < INIT_TIMEOUT_S, "a rank that has not come is named before jax aborts those that wait"
 
@@ -48,7 +48,7 @@ def test_the_table_has_their_values() -> None:
         "Backend.heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
         "heartbeat_timeout_s + agent.SLACK_S": HEARTBEAT_TIMEOUT_S + agent.SLACK_S,
         "pool.START_S": pool.START_S,
-        "panel.LIMIT_S": panel.LIMIT_S,
+        "pool.ANSWER_S": pool.ANSWER_S,
         "probe.LIFE_S": LIFE_S,
         'hang.LIMITS_S["join"]': LIMITS_S["join"],
         "distributed.INIT_TIMEOUT_S": INIT_TIMEOUT_S,

@@ -20,7 +20,7 @@ from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import HostConnection
+from roxxel_dist.launcher.transport.connection import HostConnection, agent_words
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
@@ -76,13 +76,15 @@ QUIET_S = 2.0
 class Attempt:
     """The state machine of one attempt."""
 
-    def __init__(self, job: JobSpec, logs: Logs, screen: Console, signals: SignalPipe, entry: JobRecorder) -> None:
+    def __init__(
+        self, job: JobSpec, backend: Backend, logs: Logs, screen: Console, signals: SignalPipe, entry: JobRecorder
+    ) -> None:
         self._job = job
         self._logs = logs
         self._screen = screen
         self._signals = signals
         self._entry = entry
-        self._links = HostPool(signals.fd)
+        self._links = HostPool(backend, agent_words(backend), signals.fd)
         self._exits: list[RankExit] = []
         self._requested: int | None = None
         self._deadline: float | None = None
@@ -97,10 +99,10 @@ class Attempt:
         self.stack: list[str] = []
         """The stack of the rank that hung."""
 
-    def run(self, backend: Backend, placed: Sequence[Placement]) -> AttemptResult:
+    def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
-        try:
-            self._links.start(self._job, backend, placed)
+        with self._links:
+            self._links.start(self._job, placed)
             for place in placed:
                 for rank in place.ranks:
                     self._watch.observe(rank, Record(), time.monotonic())
@@ -109,8 +111,6 @@ class Attempt:
                     self._on_event(link, event)
                 self._on_signals()
                 self._on_clock(time.monotonic())
-        finally:
-            self._links.close()
         return AttemptResult(
             exits=self._exits,
             requested=self._requested,

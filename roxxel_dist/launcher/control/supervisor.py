@@ -116,9 +116,9 @@ def _attempt(
     )
     logs = Logs(job, screen.info, count)
     begun = time.monotonic()
-    attempt = Attempt(job, logs, screen, signals, entry)
+    attempt = Attempt(job, backend, logs, screen, signals, entry)
     try:
-        outcome = attempt.run(backend, placed)
+        outcome = attempt.run(placed)
     finally:
         logs.close()
     entry.update(step=outcome.reached)

@@ -29,7 +29,7 @@ from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
 from roxxel_dist.launcher.output.logs import LineSplitter, take_failure, take_status
 from roxxel_dist.launcher.spec import CONTRACT, worker_argv
-from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
+from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
 QUESTION = STACK_SIGNAL
 """The worker answers it with faulthandler, into the rank's log. A process that does not catch it would die of it."""
@@ -356,10 +356,8 @@ def main() -> None:
         signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
     heartbeat = go_on_under_guard(str(folder), heartbeat_timeout_s + SLACK_S)
-    channel = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print into the channel
     try:
-        agent = Agent(sys.stdin.fileno(), channel, heartbeat, folder, heartbeat_timeout_s)
+        agent = Agent(sys.stdin.fileno(), take_stdout(), heartbeat, folder, heartbeat_timeout_s)
         agent.serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.protocol import encode, take_stdout
 
 START_S = 300.0
 """For the connection and the preflight of all hosts."""
@@ -41,36 +42,20 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
     """Start a controller for the job on the first host of the backend, and return when the ranks are being started.
 
     Raises:
-        NotStarted: why not.
-        OSError: the backend could not be started.
+        StartError: why not.
     """
     host = backend.hosts[0]
     spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
-    process = backend.start(host, MODULE)
-    assert isinstance(process, subprocess.Popen)  # a backend that can be described starts programs of this machine
-    try:
-        out, err = process.communicate(json.dumps(spec).encode() + b"\n", timeout=START_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise StartError(EXIT_FAILED, f"roxxel-dist: {host} did not start the job within {START_S:g} s") from None
-    except BaseException:  # Ctrl-C: a controller that cannot answer starts nothing
-        process.terminate()
-        raise
-    finally:
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-        _end(process)
-    said = err.decode(errors="backslashreplace").strip()
-    answer = _answer_in(out)
+    with HostPool(backend, (MODULE,)) as pool:
+        answer = pool.ask({host: spec}, START_S).get(host)
+    stderr = [line for link in pool.all for line in link.stderr]  # whole: the controller has let go of it
     if answer is None:
-        reason = said or f"its controller ended with {process.returncode} and said nothing"
-        raise StartError(EXIT_FAILED, f"roxxel-dist: the job could not be started on {host}: {reason}")
+        reason = f"roxxel-dist: the job could not be started on {host}: {pool.gone[host]}"
+        raise StartError(EXIT_FAILED, "\n".join([*(stderr if len(stderr) > 1 else []), reason]))
     if "entry" not in answer:
-        raise StartError(answer["code"], "\n".join([said, *_hint(answer["code"], backend, host)]))
-    if said:
-        print(said, file=sys.stderr, flush=True)
+        raise StartError(answer["code"], "\n".join([*stderr, *_hint(answer["code"], backend, host)]))
+    for line in stderr:
+        print(line, file=sys.stderr, flush=True)
     entry = record.from_values(answer["entry"])
     if entry.run_id != job.run_id or "/" in entry.controller.host:  # they become the name of a file
         wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"
@@ -80,28 +65,10 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
     return entry
 
 
-def _answer_in(out: bytes) -> dict[str, Any] | None:
-    """The controller's answer: the last line that is one. What stands before it is of the host's `.bashrc`."""
-    for line in reversed(out.splitlines()):
-        with contextlib.suppress(ValueError):
-            answer = json.loads(line)
-            if isinstance(answer, dict) and answer.keys() & {"entry", "code"}:
-                return answer
-    return None
-
-
 def _hint(code: int, backend: Backend, host: str) -> list[str]:
     if code != EXIT_PREFLIGHT or backend.describe()["kind"] == "local":
         return []
     return [f"roxxel-dist: this was asked from {host}: with --detach it must reach every host, itself too, by ssh"]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _plain(job: JobSpec) -> dict[str, Any]:
@@ -121,8 +88,7 @@ class _Caller:
     """The command that asked for the job: it has our stdout and stderr until it is answered."""
 
     def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)  # no child inherits it
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._answers = os.fdopen(take_stdout(), "wb", buffering=0)
 
     def started(self, entry: JobRecord) -> None:
         """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
@@ -146,7 +112,7 @@ class _Caller:
 
     def _answer(self, answer: dict[str, Any]) -> None:
         with self._answers as answers:
-            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.write(encode(answer))
 
 
 def _control(spec: dict[str, Any], caller: _Caller) -> int:

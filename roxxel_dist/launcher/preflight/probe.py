@@ -5,7 +5,6 @@ too: {"why": …}. It ends at the end of its stdin, or by itself after a while.
 """
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -13,16 +12,14 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
+from roxxel_dist.launcher.transport.protocol import Message, encode, take_stdout
 
 LIFE_S = 180
 """From one question to the next: longer than the other hosts may take to answer. A probe behind a cut link ends too."""
 CONNECT_S = 5.0
-
-Message = dict[str, Any]
 
 
 class Probe:
@@ -133,14 +130,12 @@ def main() -> None:
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM):
         signal.signal(name, lambda *_: sys.exit(1))  # by way of `finally`: the files go
     signal.alarm(LIFE_S)
-    answers = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not print among the answers
     probe = Probe()
     try:
-        with open(answers, "wb", buffering=0) as out, suppress(BrokenPipeError):
+        with open(take_stdout(), "wb", buffering=0) as out, suppress(BrokenPipeError):
             for line in sys.stdin.buffer:
                 signal.alarm(LIFE_S)
-                out.write(json.dumps(probe.answer(json.loads(line))).encode() + b"\n")
+                out.write(encode(probe.answer(json.loads(line))))
     finally:
         probe.close()
 

@@ -23,11 +23,11 @@ from roxxel_dist.launcher.preflight.checks import (
     run_checks,
 )
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port
-from roxxel_dist.launcher.transport.panel import Interrupted, Message, Panel
-
-__all__ = ["Interrupted", "PreflightReport", "check_hosts", "check_job_hosts"]
+from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.protocol import Message
 
 LOOPBACK = "127.0.0.1"
+PROBE = "roxxel_dist.launcher.preflight.probe"
 FILES, FILES_A_HOST = 64, 16
 """Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
 
@@ -127,21 +127,21 @@ def _there(
         return PreflightReport(
             address="", port=0, findings=(check_result("error", "open files", hosts, problem),), unreachable={}
         )  # fmt: skip
-    with Panel(backend, hosts, wake) as panel:
-        told = _facts(panel, hosts, _question(wanted, compare=True))
+    with HostPool(backend, (PROBE,), wake) as pool:
+        told = _facts(pool, hosts, _question(wanted, compare=True))
         found = run_checks(replace(wanted, code=host_info.hash_of_code()), told) if told else []
-        address = _address(panel, told) if told else ""
+        address = _address(pool, told) if told else ""
         free = 0
         if address:
-            free, more = _port(panel, list(told), address, port)
+            free, more = _port(pool, list(told), address, port)
             found += more
         elif told:
             found.append(_no_address(list(told)))
         if wanted.shared and len(told) > 1:
-            found += _shared(panel, list(told), wanted.run_dir)
+            found += _shared(pool, list(told), wanted.run_dir)
         visible = {host: host_info["visible"] for host, host_info in told.items() if host_info["visible"] is not None}
         cores = max((host_info["cores"] for host_info in told.values()), default=None)
-        gone = dict(panel.gone)
+        gone = dict(pool.gone)
         return PreflightReport(
             address=address, port=free, findings=tuple(found), unreachable=gone, visible=visible, cores=cores
         )  # fmt: skip
@@ -162,20 +162,20 @@ def allow_open_files(hosts: int) -> str:
     return ""
 
 
-def _facts(panel: Panel, hosts: Sequence[str], question: Message) -> Hosts:
+def _facts(pool: HostPool, hosts: Sequence[str], question: Message) -> Hosts:
     """What the hosts say about themselves."""
     told = {}
-    answers = panel.ask(dict.fromkeys(hosts, question))
+    answers = pool.ask(dict.fromkeys(hosts, question))
     for host in hosts:
         if answer := answers.get(host):
             if "why" in answer:
-                panel.gone[host] = answer["why"]
+                pool.gone[host] = answer["why"]
             else:
                 told[host] = answer
     return told
 
 
-def _address(panel: Panel, told: Hosts) -> str:
+def _address(pool: HostPool, told: Hosts) -> str:
     """The address by which the first host reaches the second; empty where that is not known."""
     first, *others = told
     if are_one_machine(told):
@@ -183,7 +183,7 @@ def _address(panel: Panel, told: Hosts) -> str:
     machine = told[first]["machine"]
     other = next(host for host in others if told[host]["machine"] != machine)
     towards = [told[other]["ssh_address"], other.rpartition("@")[2], *told[other]["resolves"]]
-    answer = panel.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
+    answer = pool.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
     return answer.get(first, {}).get("address") or ""
 
 
@@ -196,18 +196,18 @@ def _no_address(hosts: Sequence[str]) -> CheckResult:
     return check_result("error", "port", hosts, text)
 
 
-def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
+def _port(pool: HostPool, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
     """A port of the first host that all others reach; 0 where it is taken."""
     first, *others = hosts
     here = {"address": address, "nonce": os.urandom(16).hex()}
-    answer = panel.ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
+    answer = pool.ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
     if "port" not in answer:
         asked = f"--port {port}" if port else "a free port"
         text = f"{first}: {asked} cannot be had on {address} ({answer['why']}); give another --port, or leave it out"
         return 0, [check_result("error", "port", [first], text)]
     free = int(answer["port"])
     question = {"ask": "reach", "port": free, **here}
-    answers = panel.ask(dict.fromkeys(others, question))
+    answers = pool.ask(dict.fromkeys(others, question))
     found = []
     for host, said in answers.items():
         if "why" in said:
@@ -223,13 +223,13 @@ def _port(panel: Panel, hosts: Sequence[str], address: str, port: int | None) ->
     return free, found
 
 
-def _shared(panel: Panel, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
+def _shared(pool: HostPool, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
     """Whether a file that the first host makes in the run directory is there for all."""
     first, *others = hosts
-    made = panel.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
+    made = pool.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
     if "name" not in made:  # the check of the disk says why
         return []
-    answers = panel.ask({host: {"ask": "see", "run_dir": run_dir, "name": made["name"]} for host in others})
+    answers = pool.ask({host: {"ask": "see", "run_dir": run_dir, "name": made["name"]} for host in others})
     blind = [host for host, said in answers.items() if not said.get("seen")]
     if not blind:
         return [check_result("ok", "run directory", hosts, f"{run_dir} is the same folder on {named(hosts)}")]

@@ -1,5 +1,6 @@
-"""The controller's end of one agent."""
+"""The controller's end of one program on a host: its orders, its messages, the end of its stderr."""
 
+import os
 import subprocess
 import threading
 import time
@@ -12,11 +13,12 @@ from roxxel_dist.launcher.backends.base import Backend, RemoteProcess
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 
+CHUNK = 1 << 20
 AGENT_END_S = 10.0
 HEARTBEAT_S = 0.5
 """How often a controller and its agents let each other hear that they live."""
-WORDS = 20
-"""Lines of an agent's stderr that are kept, to tell why it ended."""
+STDERR_LINES = 100
+"""Of a program's stderr so many lines are kept, to tell why it ended."""
 
 
 def agent_words(backend: Backend) -> tuple[str, ...]:
@@ -27,42 +29,31 @@ def agent_words(backend: Backend) -> tuple[str, ...]:
 
 @dataclass(eq=False, kw_only=True)
 class HostConnection:
-    """The controller's end of one agent."""
+    """The controller's end of one program on a host."""
 
     host: str
-    ranks: list[int]
     process: RemoteProcess
+    ranks: list[int] = field(default_factory=list)
     heard: float = field(default_factory=time.monotonic)
-    """When the agent said something last, by the launcher's clock."""
+    """When the program said something last, by the launcher's clock."""
     ready: bool = False
     """Whether it has said anything."""
     done: bool = False
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=WORDS))
-    """The last lines of its stderr: those of ssh, or of an agent that could not start."""
+    """Whether nothing more is expected from it: its work has ended, or it is lost."""
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
+    """The last lines of its stderr: those of ssh, or of a program that could not start."""
     decoder: Decoder = field(default_factory=Decoder)
-    _lines: LineSplitter = field(default_factory=LineSplitter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        assert self.process.stdin is not None
-        self._outbox = Outbox(self.process.stdin.fileno())
-
-    @property
-    def fd(self) -> int:
-        """Where its messages come from."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    @property
-    def error_fd(self) -> int:
-        """Where its stderr comes from."""
-        assert self.process.stderr is not None
-        return self.process.stderr.fileno()
-
-    @property
-    def order_fd(self) -> int:
-        """Where its orders go to."""
-        return self._outbox.fd
+        stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._streams = (stdin, stdout, stderr)
+        self.order_fd, self.fd, self.error_fd = (stream.fileno() for stream in self._streams)
+        self._outbox = Outbox(self.order_fd)
+        self._lines = LineSplitter()
+        self._lock = threading.Lock()
 
     @property
     def waiting(self) -> bool:
@@ -70,7 +61,7 @@ class HostConnection:
         return len(self._outbox) > 0
 
     def send(self, message: Message) -> None:
-        """Give an order, without waiting for anybody; an agent that is gone needs none."""
+        """Give an order, without waiting for anybody; a program that is gone needs none."""
         with self._lock:
             self._outbox.send(message)
             self._outbox.flush()
@@ -83,29 +74,34 @@ class HostConnection:
     def errors(self, data: bytes) -> list[str]:
         """The lines that this piece of its stderr completes (its end: `b""`)."""
         lines = [line for line in (self._lines.feed(data) if data else self._lines.close()) if line.strip()]
-        self.said.extend(lines)
+        self.stderr.extend(lines)
         return lines
 
-    def hang_up(self) -> None:
-        """Let the agent know that there will be no more orders: it ends, and what ranks it has."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-    def close(self) -> int:
-        """Wait for the agent's end, and say how it ended."""
-        self.hang_up()
-        process = self.process
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
+    def wait(self, limit_s: float) -> int | None:
+        """How the program ended, and its stderr up to there; None where it has not within the limit, and is killed."""
         try:
-            return process.wait(AGENT_END_S)
+            code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
-        finally:
-            process.stderr.close()
+            self.process.kill()
+            code = None
+        os.set_blocking(self.error_fd, False)  # somebody else may hold the other end for long
+        with suppress(BlockingIOError):
+            while data := os.read(self.error_fd, CHUNK):
+                self.errors(data)
+        self.errors(b"")
+        return code
+
+    def hang_up(self) -> None:
+        """Let the program know that there will be no more orders: it ends, an agent with what ranks it has."""
+        with suppress(BrokenPipeError):
+            self._streams[0].close()
+
+    def close(self, limit_s: float) -> None:
+        """Wait for the end of a program that was hung up on; at the limit it is killed."""
+        self._streams[1].close()
+        if self.wait(limit_s) is None:
+            self.process.wait()
+        self._streams[2].close()
 
 
 class Heartbeat:
@@ -114,7 +110,7 @@ class Heartbeat:
     def __init__(self, links: Sequence[HostConnection]) -> None:
         self._links = list(links)
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -1,56 +1,133 @@
-"""The agents of one attempt, together: starts them, hands over what they say, and notices those that say nothing."""
+"""A program on each of some hosts: starts them, asks them, hands over what they say, and notices the silent ones."""
 
 import os
 import selectors
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
 from roxxel_dist.launcher.control.outcome import HostLost, how
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, Heartbeat, HostConnection, agent_words
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, Heartbeat, HostConnection
 from roxxel_dist.launcher.transport.protocol import Message
 
-CHUNK = 1 << 20
 SILENT_S = 10.0
 """An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""
 START_S = 60.0
 """How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
+ANSWER_S = 60.0
+"""How long a host may take to an answer before the start, its connection included."""
 KILL_S = 10.0
 """How long killed ranks may take to be gone."""
+PROBE_END_S = 2.0
+"""How long a program without ranks may take to end."""
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
 
+class Interrupted(Exception):
+    """Somebody wants the launcher's attention, and the questions were broken off."""
+
+
 class HostPool:
-    """Every agent of an attempt, in rank order.
+    """A program on each of some hosts. Use it as a context: at its end the programs, and all that they held, are gone.
 
     Args:
-        wake: a descriptor to be waited for too; `events` returns when it is readable.
+        backend: starts the programs.
+        words: the module to start on each host, and its arguments.
+        wake: a descriptor to be waited for too; `events` returns when it can be read, and `ask` raises `Interrupted`.
     """
 
-    def __init__(self, wake: int) -> None:
+    def __init__(self, backend: Backend, words: Sequence[str], wake: int | None = None) -> None:
         self.all: list[HostConnection] = []
+        """In the order of their start."""
+        self.gone: dict[str, str] = {}
+        """Hosts that do not answer questions, and why."""
+        self._backend = backend
+        self._words = words
         self._select = selectors.DefaultSelector()
-        self._select.register(wake, selectors.EVENT_READ)
-        self._beat: Heartbeat | None = None
+        if wake is not None:
+            self._select.register(wake, selectors.EVENT_READ)
+        self._heartbeat: Heartbeat | None = None
         self._kill_by: float | None = None
         self._looked = time.monotonic()
 
-    def start(self, job: JobSpec, backend: Backend, placed: Sequence[Placement]) -> None:
-        """Start an agent on each host, and have it start its ranks."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def connect(self, host: str) -> HostConnection:
+        """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
+        for link in self.all:
+            if link.host == host:
+                return link
+        link = HostConnection(host=host, process=self._backend.start(host, *self._words))
+        self.all.append(link)
+        self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
+        self._select.register(link.error_fd, selectors.EVENT_READ, (self._read_errors, link))
+        return link
+
+    def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
+        """Ask hosts, all at once, and wait for all answers; `heard` in each is the time here when it came.
+
+        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is `gone`.
+
+        Raises:
+            Interrupted: the descriptor `wake` can be read.
+        """
+        answers: dict[str, Message] = {}
+        waiting: set[HostConnection] = set()
+        for host in questions:
+            if host not in self.gone:
+                try:
+                    link = self.connect(host)
+                except OSError as error:
+                    self.gone[host] = f"no probe could be started: {error}"
+                else:
+                    link.send(questions[host])
+                    waiting.add(link)
+        end = time.monotonic() + limit_s
+        while waiting:
+            for link, event in self._ready(max(0.0, end - time.monotonic())):
+                if link is None:
+                    raise Interrupted
+                if isinstance(event, dict):
+                    answers[link.host] = event | {"heard": time.time()}
+                elif isinstance(event, Exception):
+                    self._give_up(link, str(event) or _why_it_ended(link))
+                else:
+                    continue
+                waiting.discard(link)
+            if time.monotonic() >= end:
+                for link in waiting:
+                    self._give_up(
+                        link, f"it did not answer within {limit_s:g} s: is the machine stuck, or its network?"
+                    )
+                waiting.clear()
+        return {host: answers[host] for host in questions if host in answers}
+
+    def _give_up(self, link: HostConnection, why: str) -> None:
+        self.gone[link.host] = why
+        self._forget(link)
+        if link.process.poll() is None:
+            link.process.kill()
+
+    def start(self, job: JobSpec, placed: Sequence[Placement]) -> None:
+        """Have an agent on each host start its ranks."""
         for place in placed:
-            process = backend.start(place.host, *agent_words(backend))
-            link = HostConnection(host=place.host, ranks=list(place.ranks), process=process)
-            self.all.append(link)
-            self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
-            self._select.register(link.error_fd, selectors.EVENT_READ, (self._read_errors, link))
+            link = self.connect(place.host)
+            link.ranks = list(place.ranks)
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
-        self._beat = Heartbeat(self.all)
+        self._heartbeat = Heartbeat(self.all)
 
     @property
     def done(self) -> bool:
@@ -71,13 +148,33 @@ class HostPool:
 
         A message of an agent, its loss, or a line of its stderr. Nothing where `wake` is readable.
         """
+        for link, event in self._ready(wait_s):
+            if link is None or event is None:
+                continue
+            if isinstance(event, EOFError):
+                yield link, self._ended(link)
+            elif isinstance(event, Exception):
+                link.process.kill()
+                yield link, self._lose(link, f"host {link.host}: {event}; it was left, and its ranks are killed")
+            else:
+                if isinstance(event, dict) and event["type"] == "done":
+                    link.done = True
+                yield link, event
+        yield from self._silent(time.monotonic())
+
+    def _ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
+        """What comes within `wait_s` seconds, until something does; (None, None) for `wake`.
+
+        A message, a line of stderr, EOFError where a program has closed its stdout, ValueError for what is no message.
+        """
         for link in self.all:
             self._want_room(link)
         for key, _ in self._select.select(wait_s):
-            if key.data is not None and key.fd in self._select.get_map():  # it may be lost by the event before
+            if key.data is None:
+                yield None, None
+            elif key.fd in self._select.get_map():  # it may be lost by the event before
                 handle, link = key.data
                 yield from ((link, event) for event in handle(link))
-        yield from self._silent(time.monotonic())
 
     def _want_room(self, link: HostConnection) -> None:
         """Wait for room in the pipe of orders, as long as there are orders that found none."""
@@ -91,25 +188,19 @@ class HostPool:
         link.flush()
         return []
 
-    def _read(self, link: HostConnection) -> Iterator[Message | HostLost]:
+    def _read(self, link: HostConnection) -> Iterator[Message | Exception]:
         data = os.read(link.fd, CHUNK)
         if not data:
             self._select.unregister(link.fd)
             if not link.done:
-                yield self._gone(link)
+                yield EOFError()
             return
         link.heard = time.monotonic()
         link.ready = True
         try:
-            messages = link.decoder.feed(data)
+            yield from link.decoder.feed(data)
         except ValueError as error:
-            link.process.kill()
-            yield self._lose(link, f"host {link.host}: {error}; it was left, and its ranks are killed")
-            return
-        for message in messages:
-            if message["type"] == "done":
-                link.done = True
-            yield message
+            yield error
 
     def _read_errors(self, link: HostConnection) -> list[str]:
         data = os.read(link.error_fd, CHUNK)
@@ -117,40 +208,31 @@ class HostPool:
             self._select.unregister(link.error_fd)
         return link.errors(data)
 
-    def _gone(self, link: HostConnection) -> HostLost:
+    def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         link.done = True
         self.order({"type": "kill", "after": 0}, within=0)  # the others, before anybody waits for an ssh that lingers
-        try:
-            code = link.process.wait(AGENT_END_S)
-        except subprocess.TimeoutExpired:
-            link.process.kill()
+        code = link.wait(AGENT_END_S)
+        if code is None:
             code = link.process.wait()
-        self._drain(link)
-        reason = f": {link.said[-1]}" if link.said else ""
+        reason = f": {link.stderr[-1]}" if link.stderr else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
             return self._lose(link, text, EXIT_PREFLIGHT, with_host=True)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
         return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True)
 
-    def _drain(self, link: HostConnection) -> None:
-        """What the agent said on stderr just before its end; a process that it left behind is not waited for."""
-        os.set_blocking(link.error_fd, False)
-        try:
-            while data := os.read(link.error_fd, CHUNK):
-                link.errors(data)
-        except BlockingIOError:
-            return
-
     def _lose(
         self, link: HostConnection, text: str, code: int = EXIT_LOST, *, with_host: bool = False, died: bool = False
     ) -> HostLost:
+        self._forget(link)
+        return HostLost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
+
+    def _forget(self, link: HostConnection) -> None:
         link.done = True
         for fd in (link.fd, link.error_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
-        return HostLost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
 
     def _silent(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
@@ -176,11 +258,23 @@ class HostPool:
                 yield link, self._lose(link, f"{text} (a process that waits for a disk or a driver cannot be)")
 
     def close(self) -> None:
-        """End every agent, and with it what ranks it has."""
-        if self._beat is not None:
-            self._beat.end()
+        """End every program, an agent with what ranks it has, and wait for their end."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
         self._select.close()
         for link in self.all:
             link.hang_up()
+        end = time.monotonic() + (PROBE_END_S if self._heartbeat is None else AGENT_END_S)
         for link in self.all:
-            link.close()
+            link.close(max(0.0, end - time.monotonic()))
+
+
+def _why_it_ended(link: HostConnection) -> str:
+    """Why a program ended that should have answered: the last line of its stderr, with what to do."""
+    code = link.wait(PROBE_END_S)
+    why = link.stderr[-1].strip() if link.stderr else "nothing was said"
+    if "cd:" in why:
+        why += "; name a working directory that is there with --directory"
+    elif "No module named" in why or "not found" in why or "No such file" in why:
+        why += "; install roxxel-dist there, or name the Python that has it with --python"
+    return f"{why} (code {'unknown' if code is None else code})"

@@ -1,4 +1,4 @@
-"""What the controller and an agent say to each other: one JSON object a line, over the agent's stdin and stdout.
+"""What the controller and a program on a host say to each other: one JSON object a line, over its stdin and stdout.
 
 To the agent:  start (command, ranks: [{rank, env}], total) · stop (grace) · kill (after) · dump · alive
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
@@ -41,8 +41,18 @@ def _decode(line: bytes) -> Message:
     except ValueError:
         message = None
     if not isinstance(message, dict):
-        raise ValueError(f"the channel between controller and agent carries a line that is no message: {line[:200]!r}")
+        raise ValueError(
+            f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist: a start-up file there "
+            "(~/.bashrc) prints; have it print nothing in shells that are not interactive"
+        )
     return message
+
+
+def take_stdout() -> int:
+    """A descriptor for this program's messages; what prints to stdout from here on prints to stderr."""
+    channel = os.dup(1)  # no child inherits it
+    os.dup2(2, 1)
+    return channel
 
 
 class Outbox:
