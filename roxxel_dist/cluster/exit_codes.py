@@ -6,11 +6,9 @@ import signal
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """Asks a rank for the stacks of its threads. No SIGUSR1: programs catch that one for purposes of their own."""
 STATUS_ENV = "ROXXEL_STATUS"
-"""Set to 1 where a launcher reads the lines that begin with the marks below, and draws the progress bar."""
-STATUS_MARK = "\x1e"
-"""Starts a line that is a record for the bar, in JSON, and not text."""
-FAILED_MARK = f"{STATUS_MARK}failed "
-"""Starts a line by which a rank tells its exit code, before it leaves, and not text."""
+"""Set to 1 where a launcher keeps what a rank prints, and draws the progress bar."""
+PIPE_ENV = "ROXXEL_PIPE"
+"""DESCRIPTOR:INODE of the pipe by which a rank tells its agent what is no output; see `progress.tell_agent`."""
 
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""

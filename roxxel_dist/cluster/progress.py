@@ -1,17 +1,24 @@
-"""The record that each rank writes and its launcher reads: a memory-mapped file, 48 bytes a rank, no locks.
+"""What a rank tells its launcher beside its output: a record in memory, and messages in a pipe.
 
-A rank names the step it enters before it waits for anybody, so the rank whose `entered` is the smallest is the one that
-the others wait for. Standard library only: the launcher reads this without importing jax.
+The record is in a memory-mapped file, 48 bytes a rank, no locks. A rank names the step it enters before it waits for
+anybody, so the rank whose `entered` is the smallest is the one that the others wait for. Standard library only: the
+launcher reads this without importing jax.
 """
 
 import contextlib
+import functools
+import json
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.exit_codes import PIPE_ENV
 
 RECORD = struct.Struct("<qqdqqq")  # entered, done, time of the last change, phase, activity, pid
 ENV = "ROXXEL_PROGRESS"
@@ -123,3 +130,42 @@ class Progress:
             number = ACTIVITIES.index(record.activity)
             values = (record.entered, record.done, record.time, record.phase, number, record.pid)
             RECORD.pack_into(self._map, self._offset, *values)
+
+
+MESSAGE_BYTES = 4096
+"""A longer message would not be written as a whole (PIPE_BUF)."""
+
+
+class AgentPipe:
+    """The pipe from this process to the agent that has started it; closed where there is none.
+
+    It is taken out of the environment, and closed in children: only the program that takes it first writes there.
+    A number alone could mean a file of the program's own by now, so the inode has to agree.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+        fd, _, inode = os.environ.pop(PIPE_ENV, "").partition(":")
+        with contextlib.suppress(OSError, ValueError):
+            found = os.fstat(int(fd))
+            if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
+                self._fd = int(fd)
+                os.set_inheritable(self._fd, False)
+                os.register_at_fork(after_in_child=self._close)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def tell(self, message: dict[str, Any]) -> bool:
+        """Write a message, without waiting; whether the agent will read it."""
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            return self._fd >= 0 and len(line) <= MESSAGE_BYTES and os.write(self._fd, line) > 0
+        except OSError:  # no room, or no agent
+            return False
+
+
+agent_pipe = functools.cache(AgentPipe)
+"""The pipe of this process."""

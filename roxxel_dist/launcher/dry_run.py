@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import PIPE_ENV
 from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.report import count
@@ -30,7 +31,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
         "step_timeout": job.step_timeout,
         "grace": job.grace,
         "exit_timeout": job.exit_timeout,
-        "set_by_the_agent": [ENV],
+        "set_by_the_agent": [ENV, PIPE_ENV],
         "agents": {host: backend.argv(host, *agent_words(backend)) for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
@@ -62,7 +63,7 @@ def as_text(job: JobSpec, backend: Backend) -> str:
         f"run {job.run_id}: {count(job.nprocs, 'rank')} on {count(hosts, 'host')}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
         *(f"agent on {host}: {shlex.join(words)}" for host, words in told["agents"].items()),
-        f"in {told['working_directory']}, with the host's variables and {ENV} (a temporary file):",
+        f"in {told['working_directory']}, with the host's variables, {ENV} (a temporary file) and {PIPE_ENV} (a pipe):",
         *_ranks(told["ranks"]),
     ]
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, PIPE_ENV, REACHED_ENV, STATUS_ENV
 
 CONTRACT = (
     "ROXXEL_COORDINATOR",
@@ -21,6 +21,7 @@ CONTRACT = (
     "ROXXEL_PROGRESS",
     "ROXXEL_RUN_ID",
     STATUS_ENV,
+    PIPE_ENV,
     EXIT_TIMEOUT_ENV,
 )
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""

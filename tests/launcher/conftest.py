@@ -74,7 +74,7 @@ class Launch:
 
     def lines(self, rank: int) -> list[str]:
         """The text of a log without header and prefixes."""
-        return [line.split(" | ", 1)[1] for line in self.log(rank).splitlines()[1:]]
+        return [line.split(" | ", 1)[1] for line in self.log(rank).rstrip("\n").split("\n")[1:]]
 
     def family(self) -> dict[str, list[int]]:
         """The guard that the launcher has started, its agent, the keepers of the ranks, and everything below."""

@@ -98,29 +98,58 @@ OUTPUT = r"""
 import os
 def say(data): os.write(1, data)
 say(b"plain [/x] :smile:\n")
-say(b"\x1e{\"step\": 1, \"total\": 2, \"start\": 0}\n")
+say(b"\x1e{\"step\": 1}\n\x1efailed 7\n")
 os.write(2, b"from stderr\n")
 say(b"caf\xe9\n")
 say(b"10%\r20%\r30%\n")
 say(b"x" * 3_000_000 + b"\n")
 say(b"no newline at the end")
 """
-EXPECTED = ["plain [/x] :smile:", "from stderr", "caf\\xe9", "30%", "x" * 3_000_000, "no newline at the end"]
+MARKS = ['\x1e{"step": 1}', "\x1efailed 7"]  # what once meant something to the launcher
+EXPECTED = ["plain [/x] :smile:", *MARKS, "from stderr", "caf\\xe9", "30%", "x" * 3_000_000, "no newline at the end"]
 
 
 def test_every_line_arrives_once_in_order_with_time_host_and_rank(launch: Launch) -> None:
     job = launch("env", sys.executable, "-c", OUTPUT)
     code, out, err = job.wait()
     assert (code, err) == (0, "")
-    shown = out.splitlines()
+    shown = out.rstrip("\n").split("\n")
     assert all(re.match(r"\d\d:\d\d:\d\d 0 \| ", line) for line in shown)
     assert [line.split(" | ", 1)[1] for line in shown] == EXPECTED
     for rank in (0, 1):
-        header, *lines = job.log(rank).splitlines()
+        header, *lines = job.log(rank).rstrip("\n").split("\n")
         assert re.match(r"# \d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt 0, run run_\d+: env .*python", header)
         start = rf"\d\d:\d\d:\d\d\.\d{{3}} {re.escape(socket.gethostname())} {rank} \| "
         assert all(re.match(start, line) for line in lines)
         assert job.lines(rank) == EXPECTED
+
+
+PIPE = """
+import os, subprocess, sys
+from roxxel_dist.cluster.progress import agent_pipe
+
+def pipes():
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in paths if os.path.exists(path)]
+
+own = os.readlink(f"/proc/self/fd/{agent_pipe()._fd}")
+assert own.startswith("pipe:") and own in pipes() and "ROXXEL_PIPE" not in os.environ
+seen = "import os; print(*(os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')[:-1]))"
+assert own not in subprocess.check_output([sys.executable, "-c", seen], text=True, close_fds=False)
+if os.fork() == 0:
+    os._exit(agent_pipe().tell({"failed": 5}) or own in pipes())
+assert os.wait()[1] == 0
+subprocess.check_call(["sh", "-c", "printf '\\036failed 7\\n'; printf '\\036failed 7\\n' >&2"])
+assert agent_pipe().tell({"no": "message"})
+print("the end", flush=True)
+"""
+
+
+def test_what_a_rank_tells_its_agent_comes_from_its_own_program_alone(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PIPE)
+    job = launch("python", "program.py", nprocs=1)
+    assert job.wait()[::2] == (0, "")
+    assert job.lines(0) == ["\x1efailed 7", "\x1efailed 7", "the end"]
 
 
 def test_all_ranks_on_the_screen(launch: Launch) -> None:
@@ -163,11 +192,12 @@ def test_a_reader_that_does_not_read_is_waited_for_by_nobody(launch: Launch, ali
 
 
 BAR = """
-import json, os, time
+import os, time
+from roxxel_dist.cluster.progress import agent_pipe
 for step in range(3, 6):
     record = {"step": step, "total": 5, "start": 2, "phase": "warm [/x]", "loss": 1.5}
     record |= {"tokens_per_s": 1234.0, "eta_s": 65}
-    print(chr(30) + json.dumps(record), flush=True)
+    agent_pipe().tell(record)
     print("a line [/x]", step, flush=True)
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.launcher.output import logs
-from roxxel_dist.launcher.output.logs import LONGEST, LineSplitter, Logs, take_failure, take_status
+from roxxel_dist.launcher.output.logs import LONGEST, LineSplitter, Logs
 from roxxel_dist.launcher.spec import JobSpec
 
 
@@ -65,23 +65,6 @@ def test_an_endless_progress_bar_needs_no_memory() -> None:
         assert lines.feed(b"\rstep %d" % number) == []
     assert len(lines._rest) < 20
     assert lines.close() == ["step 99999"]
-
-
-STATUS = '\x1e{"step": %d, "total": 9, "start": 0, "loss": null}'
-FOREIGN = ["\x1enot json", "\x1e[1]", '\x1e{"step": 1}', '\x1e{"step": 1, "total": 9, "start": 0, "loss": "low"}']
-
-
-def test_status_records_are_no_text() -> None:
-    text, record = take_status(["a", STATUS % 1, "half" + STATUS % 2, *FOREIGN, "b"])
-    assert text == ["a", "half", *FOREIGN, "b"]
-    assert record == {"step": 2, "total": 9, "start": 0, "loss": None}
-    assert take_status(["a"]) == (["a"], None)
-
-
-def test_what_a_rank_says_of_its_failure_is_no_text() -> None:
-    foreign = ["failed 7", "\x1efailed x", "\x1efailed", STATUS % 1]
-    assert take_failure(["a", "half\x1efailed 7", *foreign]) == (["a", "half", *foreign], 7)
-    assert take_failure(["a"]) == (["a"], None)
 
 
 said: list[str] = []

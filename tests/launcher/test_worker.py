@@ -177,14 +177,21 @@ def test_what_is_not_there_is_one_clear_line(
 def test_a_failure_is_told_while_the_connections_are_open(tmp_path: Path) -> None:
     """The others fail with them, and might be seen first."""
     (tmp_path / "fails.py").write_text("raise ValueError('bug in the program')")
-    program = [*WORKER, "fails.py"]
-    environ = {**os.environ, "ROXXEL_STATUS": "1"}
-    with subprocess.Popen(program, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as rank:
-        assert rank.stderr is not None
-        lines = list(iter(rank.stderr.readline, "\x1efailed 1\n"))
+    reads, writes = os.pipe()
+    options = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "ROXXEL_PIPE": f"{writes}:{os.fstat(writes).st_ino}"},
+        "pass_fds": (writes,),
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    with open(reads, encoding="utf-8") as pipe, subprocess.Popen([*WORKER, "fails.py"], **options) as rank:
+        os.close(writes)
+        assert json.loads(pipe.readline()) == {"failed": 1}
         assert rank.poll() is None
-        assert lines[-1] == "ValueError: bug in the program\n"
-        assert rank.stderr.read() == ""
+        assert rank.stderr is not None
+        assert rank.stderr.read().endswith("ValueError: bug in the program\n")
+        assert pipe.read() == ""
     assert rank.returncode == 1
 
 

@@ -7,6 +7,7 @@ agent takes orders from its stdin alone (signals do nothing). When that ends, or
 timeout, nobody gives orders any more: the agent ends, and with it the ranks.
 """
 
+import json
 import math
 import os
 import select
@@ -23,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY, STACK_SIGNAL
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY, PIPE_ENV, STACK_SIGNAL
 from roxxel_dist.launcher.control.outcome import USAGE_S
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
-from roxxel_dist.launcher.output.logs import LineSplitter, take_failure, take_status
+from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.spec import CONTRACT, worker_argv
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
@@ -65,7 +66,9 @@ class Rank:
     number: int
     tree: Tree
     output: int
+    pipe: int  # what it tells beside its output: `progress.AgentPipe`
     lines: LineSplitter = field(default_factory=LineSplitter)
+    messages: LineSplitter = field(default_factory=LineSplitter)
     code: int | None = None  # negative: a signal
     killed_by_us: bool = False  # killed by this agent, and not on its way out before
     told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
@@ -77,9 +80,12 @@ class Rank:
 
 
 def start_rank(number: int, command: Sequence[str], env: Mapping[str, str]) -> Rank:
-    """Start a rank in a session of its own, with one pipe for all it says."""
+    """Start a rank in a session of its own, with one pipe for all it prints, and one for what it tells its agent."""
     reads, writes = os.pipe()
-    os.set_blocking(reads, False)
+    hears, tells = os.pipe()
+    for fd in (reads, hears, tells):
+        os.set_blocking(fd, False)
+    env = {**env, PIPE_ENV: f"{tells}:{os.fstat(tells).st_ino}"}
 
     def start() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -88,15 +94,26 @@ def start_rank(number: int, command: Sequence[str], env: Mapping[str, str]) -> R
             stdout=writes,
             stderr=writes,
             env=env,
+            pass_fds=(tells,),
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; its keeper has one thread
         )
 
     try:
-        tree = Tree(start, holds=(writes,))
+        tree = Tree(start, holds=(writes, tells))
     finally:
         os.close(writes)
-    return Rank(number=number, tree=tree, output=reads)
+        os.close(tells)
+    return Rank(number=number, tree=tree, output=reads, pipe=hears)
+
+
+def _message(line: str) -> Message:
+    """What a rank tells; nothing where a program has written something else, or numbers that no bar can show."""
+    with suppress(ValueError, AttributeError):
+        message = json.loads(line)
+        if all(isinstance(message.get(name), int | float | None) for name in ("loss", "tokens_per_s", "eta_s")):
+            return message
+    return {}
 
 
 CHUNK = 1 << 16
@@ -128,6 +145,7 @@ class Agent:
         self._by_pidfd: dict[int, Rank] = {}
         self._by_keeper: dict[int, Rank] = {}
         self._by_output: dict[int, Rank] = {}
+        self._by_pipe: dict[int, Rank] = {}
         self._kill_at: float | None = None
         self._report_at = 0.0
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -145,6 +163,8 @@ class Agent:
                     self._note_exit(self._by_pidfd.pop(fd))
                 elif fd in self._by_keeper:
                     self._hear_keeper(self._by_keeper[fd])
+                elif fd in self._by_pipe:
+                    self._read_pipe(self._by_pipe[fd])
                 elif fd in self._by_output:
                     self._read_output(self._by_output[fd])
             self._on_exits()
@@ -192,8 +212,8 @@ class Agent:
             started = start_rank(rank["rank"], worker_argv(order["command"]), env)
             self._ranks.append(started)
             self._by_pidfd[started.tree.pidfd] = self._by_keeper[started.tree.fd] = started
-            self._by_output[started.output] = started
-            for fd in (started.tree.pidfd, started.tree.fd, started.output):
+            self._by_output[started.output] = self._by_pipe[started.pipe] = started
+            for fd in (started.tree.pidfd, started.tree.fd, started.output, started.pipe):
                 self._poll.register(fd, select.EPOLLIN)
             self._outbox.send({"type": "started", "rank": started.number, "pid": started.tree.pid})
 
@@ -301,7 +321,8 @@ class Agent:
             data = os.read(rank.output, CHUNK)
         except BlockingIOError:  # only asked for when the tree is gone: the pipe is empty for good
             data = b""
-        self._deliver(rank, rank.lines.feed(data) if data else rank.lines.close())
+        if lines := rank.lines.feed(data) if data else rank.lines.close():
+            self._outbox.send({"type": "lines", "rank": rank.number, "time": time.time(), "text": "\n".join(lines)})
         if not data:
             if not self._paused:
                 self._poll.unregister(rank.output)
@@ -316,16 +337,24 @@ class Agent:
             if rank.tree.gone and rank.output >= 0 and not self._paused:
                 self._read_output(rank)
 
-    def _deliver(self, rank: Rank, lines: list[str]) -> None:
-        lines, failed = take_failure(lines)
-        text, record = take_status(lines)
-        if text:
-            self._outbox.send({"type": "lines", "rank": rank.number, "time": time.time(), "text": "\n".join(text)})
-        if record is not None:
-            self._outbox.send({"type": "status", "rank": rank.number, "record": record})
-        if failed is not None and rank.code is None and not rank.killed_by_us:
-            self._tell_end(rank, failed)
-            self._react([rank])
+    def _read_pipe(self, rank: Rank) -> None:
+        """A rank's failure, and the newest record for the bar."""
+        data = os.read(rank.pipe, CHUNK)
+        if not data:
+            self._poll.unregister(rank.pipe)
+            del self._by_pipe[rank.pipe]
+            os.close(rank.pipe)
+        status = None
+        for line in rank.messages.feed(data):
+            match _message(line):
+                case {"failed": int(code)}:
+                    if rank.code is None and not rank.killed_by_us:
+                        self._tell_end(rank, code)
+                        self._react([rank])
+                case {"step": int(), "total": int(), "start": int()} as record:
+                    status = record
+        if status is not None and not self._paused:  # the next one is as good
+            self._outbox.send({"type": "status", "rank": rank.number, "record": status})
 
     def _tell_done(self) -> None:
         if self._ranks and not self._done and all(rank.settled for rank in self._ranks):

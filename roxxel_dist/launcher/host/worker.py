@@ -25,15 +25,13 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_PORT,
     EXIT_TIMEOUT_ENV,
     EXIT_USAGE,
-    FAILED_MARK,
     ORDERLY,
     STACK_SIGNAL,
-    STATUS_ENV,
     WAITED,
     FileSystemError,
     LostRankError,
 )
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.cluster.progress import Progress, agent_pipe
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
@@ -167,6 +165,7 @@ def _run(program: Callable[[], None]) -> None:
     jax.distributed waits at exit for the other ranks, for minutes where they do not come. So only an end that all ranks
     share (0, or 42: drained) goes that way; a failure skips it.
     """
+    agent_pipe()  # before the program starts others
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     try:
@@ -233,10 +232,9 @@ def _fail(code: int) -> NoReturn:
     Once this process is gone, the others fail too, with the connections to it, and on a busy machine they may be seen
     first. A mistake of the user's is found by all ranks, and each of them says so.
     """
-    if os.environ.get(STATUS_ENV) == "1" and code != EXIT_USAGE:
+    if code != EXIT_USAGE:
         _flush()
-        with suppress(OSError):
-            os.write(2, f"{FAILED_MARK}{code}\n".encode())
+        if agent_pipe().tell({"failed": code}):
             time.sleep(LINGER_S)
     _leave(code)
 

@@ -1,19 +1,16 @@
 """The lines of the ranks: cut from their bytes, and kept in one file a rank."""
 
-import json
 import shlex
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO
 
-from roxxel_dist.cluster.exit_codes import FAILED_MARK, STATUS_MARK
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.spec import JobSpec
 
-T = TypeVar("T")
 LONGEST = 8 << 20
 TAIL_LINES = 200
 """Of a rank: enough for a long traceback from its first line on."""
@@ -55,45 +52,6 @@ def _visible(rest: bytes) -> bytes:
 def _text(block: bytes) -> list[str]:
     lines = block.decode("utf-8", "backslashreplace").split("\n")
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines] if b"\r" in block else lines
-
-
-def take_status(lines: list[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """Part the text from the status records: the lines of text, and the newest record."""
-    return _part(lines, STATUS_MARK, _record)
-
-
-def take_failure(lines: list[str]) -> tuple[list[str], int | None]:
-    """Part the text from what a rank says when it fails: the lines of text, and its exit code."""
-    return _part(lines, FAILED_MARK, lambda after: int(after) if after.isdecimal() else None)
-
-
-def _part(lines: list[str], mark: str, read: Callable[[str], T | None]) -> tuple[list[str], T | None]:
-    """Take out what `read` understands of what stands behind a mark; the newest counts."""
-    text: list[str] = []
-    newest = None
-    for line in lines:
-        before, found, after = line.partition(mark)
-        value = read(after) if found else None
-        if value is None:
-            text.append(line)
-            continue
-        newest = value
-        if before:
-            text.append(before)
-    return text, newest
-
-
-def _record(text: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not all(
-        isinstance(record.get(name), int) for name in ("step", "total", "start")
-    ):
-        return None
-    numbers = (record.get(name) for name in ("loss", "tokens_per_s", "eta_s"))
-    return record if all(isinstance(number, int | float | None) for number in numbers) else None
 
 
 class Logs:

@@ -1,10 +1,9 @@
 """What a person sees: lines, and a bar at the bottom.
 
-On a terminal the bar is drawn here. Under the launcher it is drawn there, from status records that travel as lines
-starting with a record separator. In a file or a pipe there are lines alone.
+On a terminal the bar is drawn here. Under the launcher it is drawn there, from status records that go through the pipe
+to the agent. In a file or a pipe there are lines alone.
 """
 
-import json
 import os
 import sys
 import time
@@ -12,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import STATUS_ENV, STATUS_MARK
+from roxxel_dist.cluster.exit_codes import STATUS_ENV
+from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.launcher.output.bar import Bar
 
 STATUS_EVERY_S = 0.2
@@ -58,7 +58,7 @@ class ConsoleTracker:
             return
         self._next_status = now + STATUS_EVERY_S
         if self._launched:
-            print(STATUS_MARK + json.dumps(record), flush=True)
+            agent_pipe().tell({**record})
         elif self._bar is not None:
             self._bar.update(dict(record))
 
