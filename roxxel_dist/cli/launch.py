@@ -53,9 +53,9 @@ def launch_words(kind, words, name, example):
     ]
 
 
-
-
 from roxxel_dist.launcher.backends.base import Options as JobArgs  # noqa
+
+
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     """Start a job, or tell what would be started."""
     if options.dry_run:
