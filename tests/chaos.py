@@ -27,10 +27,10 @@ STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
 GONE_S, LEASH_S = 5.0, 20.0
 """Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before."""
-CODES = {"exception": {1}, "kill launcher": {-9}, "SIGTERM": {42, 143, 137}}
+CODES = {"exception": {1}, "kill launcher": {-9}, "SIGTERM": {42, 143, 137, -15}}
 """With what a launch may end after each kind of fault; the others are for the launcher to mend.
 
-137: a rank or an agent that was killed while the others saved.
+137: a rank or an agent that was killed while the others saved. -15: the launcher was starting, and nothing ran yet.
 """
 UNREADY = 69
 GIVEN_UP = ("roxxel-dist: not started again: no rank", "roxxel-dist: not started again: rank")
