@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.host.process_tree import PARENT, STARTED, processes
+from roxxel_dist.launcher.host.process_tree import PARENT, STARTED
 from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
@@ -28,24 +28,27 @@ def stale_ranks(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_
     which is left behind after `limit_s`; the process that it stands at is `stuck`, and those behind it are not known.
     """
     ranks: list[dict[str, Any]] = []
-    current: dict[str, Any] = {}
+    current: list[int] = []
     thread = threading.Thread(target=_scan, args=(run_id, run_dir, ranks, current), name="stale_ranks", daemon=True)
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        ranks = [*ranks, {**current, "run_id": "", "ours": False, "orphan": False, "stuck": True}]
+        stuck = {"run_id": "", "ours": False, "orphan": False, "seconds": 0.0, "stuck": True}
+        ranks = [*ranks, *({"pid": pid, **stuck} for pid in current)]
     return sorted(ranks, key=lambda rank: rank["pid"])
 
 
-def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], current: dict[str, Any]) -> None:
+def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], current: list[int]) -> None:
     outer = os.environ.get(RUN_ID)
     network = os.readlink("/proc/self/ns/net")
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    for pid, stat in processes():
-        current |= {"pid": pid, "seconds": uptime - int(stat[STARTED]) / os.sysconf("SC_CLK_TCK")}
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        current[:] = [int(name)]
         with suppress(OSError):  # it ended meanwhile, or is not to be looked at
-            place = Path("/proc", str(pid))
-            if place.stat().st_uid != os.getuid() or os.readlink(place / "ns/net") != network or pid == os.getpid():
+            place = Path("/proc", name)
+            if place.stat().st_uid != os.getuid() or os.readlink(place / "ns/net") != network:
                 continue
             words = _strings(place / "cmdline")
             is_worker = WORKER in words
@@ -54,15 +57,18 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
             variables = [word for word in _strings(place / "environ") if word.startswith(f"{RUN_ID}=")]
             own_id = variables[0].partition("=")[2] if variables else ""
             ours = run_id is not None and own_id == run_id
-            if run_dir is not None:  # launches in other folders, or by other users' homes, may have the same id
+            if run_dir is not None and (is_worker or ours):  # launches in other folders may have the same id
                 command = tuple(words[words.index(WORKER) + 1 :]) if is_worker else ()
                 kept = os.readlink(place / "cwd") / log_dir_for(command, own_id).parent
-                ours = (is_worker or ours) and os.path.realpath(kept) == os.path.realpath(run_dir)
+                ours = os.path.realpath(kept) == os.path.realpath(run_dir)
             if not (is_worker or ours) or own_id == outer != run_id:
                 continue
-            parent = _strings(Path("/proc", stat[PARENT].decode(), "cmdline"))
+            stat = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            seconds = uptime - int(stat[STARTED]) / os.sysconf("SC_CLK_TCK")
+            parent = _strings(Path("/proc", stat[PARENT], "cmdline"))
             orphan = AGENT not in parent and WORKER not in parent  # a fork of a rank looks like the rank
-            ranks.append({**current, "run_id": own_id, "ours": ours, "orphan": orphan, "stuck": False})
+            rank = {"run_id": own_id, "ours": ours, "orphan": orphan, "seconds": seconds, "stuck": False}
+            ranks.append({"pid": int(name), **rank})
 
 
 def _strings(path: Path) -> list[str]:
