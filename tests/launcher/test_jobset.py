@@ -260,22 +260,12 @@ def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--name", "Upper"], "--name 'Upper': begin with a letter"),
-        (["--name", "1st"], "--name '1st': begin with a letter"),
-        (["--name", "a" * 48], "--name 'aaaa.*use at most 47 characters"),
         (["--hosts", "0"], "--hosts 0: must be at least 1"),
-        (["--image", ""], "--image '': give the name of an image"),
-        (["--namespace", "a.b"], "--namespace 'a.b'"),
-        (["--secret", "My_Secret"], "--secret 'My_Secret' cannot be the name of a Secret"),
         (["--volume", "claim"], "--volume 'claim': write CLAIM:/path"),
-        (["--volume", "claim:/dev/shm"], "--volume 'claim:/dev/shm'"),
-        (["--volume", "a:/x", "--volume", "b:/x"], "--volume: /x is given twice"),
-        (["--cpu", "lots"], "--cpu 'lots' is no quantity"),
-        (["--memory", "64 GB"], "--memory '64 GB' is no quantity"),
         (["--tpu", "v5"], "--tpu and --topology belong together"),
         (["--tpu", "v5", "--topology", "4"], "--topology '4': write for instance 4x4"),
+        (["--tpu", "v5", "--topology", "0x4"], "--topology '0x4': write for instance 4x4"),
         (["--tpu", "v5", "--topology", "3x3"], "--topology 3x3 has 9 chips, which do not divide by --hosts 2"),
-        (["--tpu", "v5", "--topology", "2x2", "--gpus-per-host", "1"], "use one of the two"),
         (["--tpu", "v5", "--topology", "2x2", "--procs-per-host", "4"], "--procs-per-host 4: a host of a TPU slice"),
         (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 does not divide"),
         (["--procs-per-host", "0"], "--procs-per-host 0"),
@@ -284,7 +274,6 @@ def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
         (["--env", "ROXXEL_ATTEMPT=1"], "--env ROXXEL_ATTEMPT: the launcher sets this"),
         (["--env", "A"], "--env A has no value: write NAME=VALUE, or name its Secret"),
         (["--env", "1A=3"], "'1A' is no variable"),
-        (["--secret", "s", "--env", "1A"], "--env '1A' is no variable"),
     ],
 )
 def test_slips_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,11 +281,6 @@ def test_slips_are_named(words: list[str], said: str, capsys: pytest.CaptureFixt
     base = [word for flag, value in usual.items() if flag not in words for word in (flag, value)]
     error = refused(capsys, *base, *words, "--", "true")
     assert re.search(said, error), error
-
-
-def test_the_longest_name_is_what_kubernetes_allows(printed: Callable[..., str]) -> None:
-    told = yaml.safe_load(printed("--hosts", "11", "--image", "i", "--name", "a" * 46, "--", "true"))
-    check_by_hand(told)
 
 
 @pytest.mark.parametrize("where", ["--env", "--env-from", "command"])
@@ -326,6 +310,7 @@ def test_a_key_of_a_secret_wins_over_a_file(printed: Callable[..., str], tmp_pat
         (["train", "--data_path", "x"], "train without --run_dir"),
         (["train", "--data_path", "x", "--run_dir", "runs/x"], "--run_dir runs/x is in no --volume"),
         (["train", "--data_path", "x", "--run_dir", "/shared2/x"], "--run_dir /shared2/x is in no --volume"),
+        (["train", "--data_path", "x", "--run_dir", "/shared/../x"], "--run_dir /shared/../x is in no --volume"),
         (["train", "--data_path", "x", "--run_dir", "/shared/x", "--batch_size", "0"], "batch_size"),
     ],
 )

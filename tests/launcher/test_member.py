@@ -18,8 +18,8 @@ from commands import FAST, command, environment, losses, rows, run
 from hosts import Cluster
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.backends.kubernetes import node as member_file
-from roxxel_dist.launcher.backends.kubernetes.node import Member, NoFirstHostError, find_first, told
+from roxxel_dist.launcher.backends.kubernetes import node as node_file
+from roxxel_dist.launcher.backends.kubernetes.node import Node, NoFirstHostError, find_first, flags_from_environment
 from roxxel_dist.launcher.spec import JobSpec
 
 Until = Callable[[Callable[[], Any], str], None]
@@ -215,22 +215,22 @@ def test_a_first_host_that_never_comes(members: Callable[[int], Members]) -> Non
 
 def test_host_0_is_where_its_name_leads() -> None:
     said: list[str] = []
-    first = Member(hosts=2, index=0, first="127.0.0.1", procs=1)
+    first = Node(hosts=2, index=0, first="127.0.0.1", procs=1)
     assert find_first(first, 0, said.append, lambda seconds: False) == "127.0.0.1"
-    elsewhere = Member(hosts=2, index=0, first="192.0.2.1", procs=1)
+    elsewhere = Node(hosts=2, index=0, first="192.0.2.1", procs=1)
     with pytest.raises(NoFirstHostError, match=r"is 192\.0\.2\.1, which is no address of this machine.*waited 0 s"):
         find_first(elsewhere, 0, said.append, lambda seconds: False)
     assert find_first(elsewhere, 9, said.append, lambda seconds: True) is None
-    other = Member(hosts=2, index=1, first="192.0.2.1", procs=1)
+    other = Node(hosts=2, index=1, first="192.0.2.1", procs=1)
     assert find_first(other, 0, said.append, lambda seconds: False) == "192.0.2.1"
     assert said == []
 
 
 def test_a_member_tells_once_that_it_waits_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_file, "TELL_S", 0.0)
+    monkeypatch.setattr(node_file, "TELL_S", 0.0)
     said: list[str] = []
     turns = iter([False, False, True])
-    other = Member(hosts=2, index=1, first="nobody.invalid", procs=1)
+    other = Node(hosts=2, index=1, first="nobody.invalid", procs=1)
     assert find_first(other, 600, said.append, lambda seconds: next(turns)) is None
     (line,) = said
     assert line.startswith("--first nobody.invalid: no such name; ")
@@ -240,10 +240,15 @@ def test_a_member_tells_once_that_it_waits_for_a_name(monkeypatch: pytest.Monkey
 
 def test_flags_win_over_variables() -> None:
     environ = {"JOB_COMPLETION_INDEX": "3", "ROXXEL_HOSTS": "4", "ROXXEL_FIRST_HOST": "a", "ROXXEL_PORT": ""}
-    assert told({"hosts": 8, "port": None}, environ) == {"hosts": 8, "index": 3, "first": "a", "port": None}
-    assert told({}, environ | {"ROXXEL_INDEX": "2"})["index"] == 2
+    assert flags_from_environment({"hosts": 8, "port": None}, environ) == {
+        "hosts": 8,
+        "index": 3,
+        "first": "a",
+        "port": None,
+    }
+    assert flags_from_environment({}, environ | {"ROXXEL_INDEX": "2"})["index"] == 2
     with pytest.raises(ValueError, match="ROXXEL_HOSTS is 'two': must be a number, as of --hosts"):
-        told({}, {"ROXXEL_HOSTS": "two"})
+        flags_from_environment({}, {"ROXXEL_HOSTS": "two"})
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """One host of a job whose hosts are started by somebody else, each with a launcher of its own: pods, containers.
 
-Nobody tells the members anything: each knows its number, and by what name it finds the first one.
+Nobody tells these nodes anything: each knows its number, and by what name it finds the first one.
 """
 
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
@@ -21,9 +22,18 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "run_id": ("ROXXEL_RUN_NAME",),
 }
 """Where a flag that is not given is looked for. None of them is one that a rank gets."""
-PORT = 29500
+DEFAULTS: Mapping[str, str | int | None] = {
+    "hosts": 1,
+    "index": 0,
+    "first": "localhost",
+    "port": 29500,
+    "procs_per_host": 1,
+    "attempt": 0,
+    "run_id": None,
+}
+"""What a flag is that nobody gives."""
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?|[0-9A-Fa-f:.]+")
-AGAIN_S = 0.5
+RETRY_S = 0.5
 TELL_S = 3.0
 
 
@@ -32,7 +42,7 @@ class NoFirstHostError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class Node:
     """Which host of which job this is. Raises ValueError for what cannot be."""
 
     hosts: int
@@ -55,42 +65,40 @@ class Member:
             raise ValueError(f"--first {self.first!r} cannot be a host: give the name or the address of host 0")
 
     @property
-    def leads(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this is host 0."""
         return self.index == 0
 
 
-def told(flags: Mapping[str, str | int | None], environment: Mapping[str, str]) -> dict[str, str | int | None]:
+def flags_from_environment(
+    flags: Mapping[str, str | int | None], environment: Mapping[str, str]
+) -> dict[str, str | int | None]:
     """The flags, those that are None filled in from the environment (`VARIABLES`).
 
     Raises:
         ValueError: a variable that must be a number is none; it is named.
     """
-    found = dict(flags)
+    filled = dict(flags)
     for name, variables in VARIABLES.items():
-        variable = next((one for one in variables if environment.get(one)), None)
-        if found.get(name) is not None or variable is None:
+        variable = next((variable for variable in variables if environment.get(variable)), None)
+        if filled.get(name) is not None or variable is None:
             continue
         text = environment[variable]
-        if name in ("first", "run_id"):
-            found[name] = text
-        elif not re.fullmatch(r"\d{1,9}", text):
+        is_text = name in ("first", "run_id")
+        if not is_text and not re.fullmatch(r"\d{1,9}", text):
             raise ValueError(f"{variable} is {text!r}: must be a number, as of --{name.replace('_', '-')}")
-        else:
-            found[name] = int(text)
-    return found
+        filled[name] = text if is_text else int(text)
+    return filled
 
 
-def find_first(
-    member: Member, limit_s: float, say: Callable[[str], None], pause: Callable[[float], bool]
-) -> str | None:
-    """Where rank 0 is for the ranks of this member: for host 0 its own address, for others the name.
+def find_first(node: Node, limit_s: float, say: Callable[[str], None], pause: Callable[[float], bool]) -> str | None:
+    """Where rank 0 is for the ranks of this node: for host 0 its own address, for others the name.
 
     A name may need some time until it is known, and may still mean a host of an earlier attempt. Others are given
     the name, not what it means now, so that whoever connects in vain asks again.
 
     Args:
-        member: which host this is.
+        node: which host this is.
         limit_s: seconds to wait.
         say: tells people.
         pause: waits so many seconds; True where somebody asked to stop.
@@ -104,7 +112,7 @@ def find_first(
     begun = time.monotonic()
     said = False
     while True:
-        address, why = _look(member)
+        address, why = _look(node)
         if address:
             return address
         waited = time.monotonic() - begun
@@ -113,32 +121,25 @@ def find_first(
         if waited >= TELL_S and not said:
             said = True
             say(f"{why}; waiting up to {limit_s:g} s (--host-timeout)")
-        if pause(min(AGAIN_S, limit_s - waited)):
+        if pause(min(RETRY_S, limit_s - waited)):
             return None
 
 
-def _look(member: Member) -> tuple[str, str]:
+def _look(node: Node) -> tuple[str, str]:
     """(where rank 0 is, or why that is not known)."""
-    addresses = resolved(member.first)
+    addresses = resolved(node.first)
     if not addresses:
-        return "", f"--first {member.first}: no such name; a headless service or the hosts file must tell it"
-    meant = member.first == "localhost" or member.first in addresses  # an address, given as such
-    outside = [address for address in addresses if meant or not is_loopback(address)]
+        return "", f"--first {node.first}: no such name; a headless service or the hosts file must tell it"
+    is_literal = node.first == "localhost" or node.first in addresses
+    outside = [address for address in addresses if is_literal or not is_loopback(address)]
     if not outside:
         text = "which other hosts cannot reach; have /etc/hosts name its real address"
-        return "", f"--first {member.first} resolves to {addresses[0]}, {text}"
-    if not member.leads:
-        return member.first, ""
-    own = [address for address in outside if _is_own(address)]
-    if own:
-        return own[0], ""
-    return "", f"--first {member.first} is {outside[0]}, which is no address of this machine, and --index 0 is this one"
-
-
-def _is_own(address: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
+        return "", f"--first {node.first} resolves to {addresses[0]}, {text}"
+    if not node.is_coordinator:
+        return node.first, ""
+    for address in outside:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
-        except OSError:
-            return False
-        return True
+            return address, ""
+    return "", f"--first {node.first} is {outside[0]}, which is no address of this machine, and --index 0 is this one"
