@@ -1,8 +1,11 @@
 """What decides the last bits of a loss, besides config and data; and the cache of compiled programs."""
 
+import contextlib
 import errno
+import functools
 import os
 import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -20,22 +23,19 @@ DETERMINISTIC = "xla_gpu_deterministic_ops"
 """XLA's flag for the same bits each time on a GPU. It excludes kernels whose sums depend on the order in which threads
 come (atomics), and takes the first kernel that fits where XLA would measure which is fastest. (XLA, gpu/autotuning:
 the same as xla_gpu_exclude_nondeterministic_ops and xla_gpu_autotune_level=0.)"""
-BITS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
+SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
 """Settings of jax that decide bits."""
-
-_no_cache: set[Path] = set()
 
 
 def pin_threads(count: int | None = None) -> int:
     """Fix the size of XLA's CPU thread pool, before jax makes its first device, and return it.
 
-    XLA splits a contraction by the size of the pool, so the pool decides the last bits of a result. It follows the
-    cores and the local devices unless PJRT_NPROC says otherwise; one number for every rank and every restart keeps a
-    run's losses bitwise the same.
+    XLA splits a contraction by the size of the pool, so the pool decides the last bits of a result: one number for
+    every rank and every restart keeps a run's losses bitwise the same.
 
     Args:
-        count: the number to use, from an earlier run; by default what the environment says, or else the larger of the
-            machine's cores and the devices of this process.
+        count: that of an earlier run; by default PJRT_NPROC, or else the larger of the machine's cores and the devices
+            of this process.
     """
     if count is None:
         devices = int(os.environ.get("ROXXEL_LOCAL_DEVICES") or 1)
@@ -59,13 +59,12 @@ def make_deterministic() -> None:
             flags = Path(flags).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ValueError(f"XLA_FLAGS is {flags!r}, a file that cannot be read ({error.strerror})") from error
-    said = [word.partition("=")[2].lower() for word in flags.split() if word.strip("-").split("=")[0] == DETERMINISTIC]
-    if said and said[-1] in ("false", "0"):
+    given = [flag for flag in flags.split() if flag.strip("-").split("=")[0] == DETERMINISTIC]
+    if given and given[-1].lower().endswith(("=false", "=0")):
         raise ValueError(
-            f"deterministic is true, but XLA_FLAGS has --{DETERMINISTIC}={said[-1]}: take it out, or set deterministic "
-            f"to false"
+            f"deterministic is true, but XLA_FLAGS has {given[-1]}: take it out, or set deterministic to false"
         )
-    if said:
+    if given:
         return
     if backends_are_initialized() and jax.default_backend() == "gpu":
         raise RuntimeError(
@@ -80,36 +79,28 @@ def numerics_fingerprint() -> dict[str, Any]:
 
     Makes jax's devices, so it comes after `make_deterministic` and `initialize`.
     """
-    devices = jax.devices()
-    nproc = os.environ.get("PJRT_NPROC")
+    devices, threads = jax.devices(), os.environ.get("PJRT_NPROC")
+    info = ""
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model name\s*: *(.+)", info, re.MULTILINE)  # its instructions decide how sums are split
+    cpu = f"{platform.machine()} {model[1].strip() if model else 'CPU'}"
     return {
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
-        "pjrt_nproc": int(nproc) if nproc else None,
+        "pjrt_nproc": int(threads) if threads else None,
         "processes": jax.process_count(),
-        "devices": dict(Counter(_kind(device) for device in devices)),
+        "devices": dict(Counter(cpu if d.platform == "cpu" else d.device_kind for d in devices)),
         "platform": " ".join(devices[0].client.platform_version.split()),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
-        **{name: getattr(jax.config, name) for name in BITS},
+        **{name: getattr(jax.config, name) for name in SETTINGS},
     }
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each thing that decides bits and is not what it was; what only one of the two knows is left out."""
+    """A line for each entry of two fingerprints that differs; what only one of the two has is left out."""
     return [f"{name}: {saved[name]!r} -> {now[name]!r}" for name in now if name in saved and saved[name] != now[name]]
-
-
-def _kind(device: Any) -> str:
-    """What a device is; for a CPU, whose instructions decide how sums are split, the model of the processor."""
-    if device.platform != "cpu":
-        return device.device_kind
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{platform.machine()} {models[0] if models else 'CPU'}"
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> None:
@@ -120,21 +111,26 @@ def enable_compilation_cache(folder: str | Path | None = None) -> None:
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = Path(folder or base / "roxxel-dist" / "xla")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            if jax.process_index() == 0 and folder not in _no_cache:
-                _no_cache.add(folder)
-                print(
-                    f"roxxel-dist: {folder} cannot be written ({error.strerror}): compiled programs are not kept; "
-                    f"JAX_COMPILATION_CACHE_DIR names another folder",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
-        else:
+        if _is_writable(folder):
             jax.config.update("jax_compilation_cache_dir", str(folder))
     # The default of one second leaves out most of a small model's programs. It holds for the whole process, so what its
     # program or its environment has chosen stays.
     if jax.config.jax_persistent_cache_min_compile_time_secs == DEFAULT_MIN_COMPILE_S:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@functools.cache  # one message a folder
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        if jax.process_index() == 0:
+            print(
+                f"roxxel-dist: {folder} cannot be written ({error.strerror}): compiled programs are not kept; "
+                f"JAX_COMPILATION_CACHE_DIR names another folder",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return False
+    return True

@@ -78,19 +78,13 @@ def _check_port(coordinator: str) -> None:
             raise PortTakenError(f"another process listens at {coordinator}, where rank 0 should") from error
 
 
-def process_index() -> int:
-    """The rank of this process, from 0."""
-    return jax.process_index()
-
-
-def process_count() -> int:
-    """How many processes the job has."""
-    return jax.process_count()
+process_index, process_count = jax.process_index, jax.process_count
+"""The rank of this process, from 0, and how many processes the job has."""
 
 
 def is_primary() -> bool:
     """Whether this is rank 0, which alone prints and writes."""
-    return jax.process_index() == 0
+    return process_index() == 0
 
 
 def unanswered(error: Exception, what: str) -> TimeoutError | LostRankError:

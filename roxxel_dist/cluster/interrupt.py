@@ -27,13 +27,13 @@ _active = threading.Event()
 
 def begin() -> None:
     """Hear the signals from here on; those that are ignored (`nohup`) stay ignored. For a command's main thread."""
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     for number in SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _on_signal)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)  # written to while the main thread is in a call of C, too
-    threading.Thread(target=_watch, args=(heard,), name="roxxel-signals", daemon=True).start()
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written to while the main thread is in C, too
+    threading.Thread(target=_watch, args=(read_end,), name="roxxel-signals", daemon=True).start()
     os.register_at_fork(after_in_child=end)  # else a signal to the child would end this process
     _active.set()
 
@@ -60,11 +60,11 @@ def paused() -> Iterator[None]:
     if not _active.is_set():
         yield
         return
-    told = signal.set_wakeup_fd(-1)
+    write_end = signal.set_wakeup_fd(-1)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
 
 @contextlib.contextmanager
@@ -95,21 +95,21 @@ def _clean(number: int) -> None:
         with contextlib.suppress(Exception):
             act()
     with contextlib.suppress(OSError):
-        shown = b"\r\x1b[?25h\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else b""
-        os.write(2, shown + f"roxxel-dist: ended by {signal.Signals(number).name}\n".encode())
+        clear = b"\r\x1b[?25h\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else b""
+        os.write(2, clear + f"roxxel-dist: ended by {signal.Signals(number).name}\n".encode())
     with contextlib.suppress(Exception):
         sys.stdout.flush()
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    for each in SIGNALS:  # the next one does not wait for what is taken away
-        if signal.getsignal(each) is _on_signal:
-            signal.signal(each, signal.SIG_DFL)
+    for other in SIGNALS:  # the next one does not wait for what is taken away
+        if signal.getsignal(other) is _on_signal:
+            signal.signal(other, signal.SIG_DFL)
     leave(number)
 
 
-def _watch(heard: int) -> None:
+def _watch(read_end: int) -> None:
     while True:
-        for number in os.read(heard, 64):
+        for number in os.read(read_end, 64):
             if number in SIGNALS and signal.getsignal(number) in (_on_signal, signal.SIG_DFL):
                 leave(number)

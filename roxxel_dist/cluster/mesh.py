@@ -11,8 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 CPU_DEVICES = "--xla_force_host_platform_device_count"
-
-
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 """The axes of a mesh: copies of the model, the devices that share one copy of its parameters, and among these the ones
 that compute on the same rows together."""
@@ -50,11 +48,11 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
         raise ValueError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
     shape = count // tensor // fsdp, fsdp, tensor
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
-    axes, kinds = (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3
+    axes, types = (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3
     if count == len(devices):
-        return jax.make_mesh(shape, axes, kinds, devices=devices)
+        return jax.make_mesh(shape, axes, types, devices=devices)
     # Of some of them jax knows no order: they need not make up a torus.
-    return Mesh(np.asarray(devices[:count]).reshape(shape), axes, axis_types=kinds)
+    return Mesh(np.asarray(devices[:count]).reshape(shape), axes, axis_types=types)
 
 
 def row_axes(mesh: Any) -> tuple[str, ...]:
@@ -62,8 +60,8 @@ def row_axes(mesh: Any) -> tuple[str, ...]:
 
     Of a mesh with other axes it is the first one.
     """
-    known: tuple[str, ...] = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names) or mesh.axis_names[:1]
-    return tuple(axis for axis in known if mesh.shape[axis] > 1) or known[:1]
+    axes: tuple[str, ...] = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names) or mesh.axis_names[:1]
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1) or axes[:1]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -75,8 +73,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     Returns:
         The sharding of a (rows, tokens) array. Devices along "tensor" hold the same rows.
     """
-    first, *more = row_axes(mesh)
-    return NamedSharding(mesh, P((first, *more) if more else first, None))
+    return NamedSharding(mesh, P(row_axes(mesh), None))
 
 
 def row_shards(mesh: Any) -> int:
@@ -95,11 +92,11 @@ def simulate_devices(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # it has made them, and another number of them was set
-        here = jax.devices()
-        if here[0].platform != "cpu" or len(here) != count:
+        devices = jax.devices()
+        if devices[0].platform != "cpu" or len(devices) != count:
             raise ValueError(
-                f"devices is {count}, and jax has made {len(here)} {here[0].platform} device(s) already: leave it out, "
-                f"or plan in a process of its own"
+                f"devices is {count}, and jax has made {len(devices)} {devices[0].platform} device(s) already: leave "
+                f"it out, or plan in a process of its own"
             ) from error
         return
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -134,12 +131,10 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         ValueError: the first axis does not divide by the devices.
     """
     size = row_shards(mesh)
-    for leaf in jax.tree.leaves(batch):
-        if leaf.shape[0] % size:
-            raise ValueError(
-                f"a batch of {leaf.shape[0]} rows does not divide by {size} devices: use a multiple of {size}"
-            )
-    return jax.device_put(batch, NamedSharding(mesh, P(*batch_sharding(mesh).spec[:1])))
+    for rows in (leaf.shape[0] for leaf in jax.tree.leaves(batch)):
+        if rows % size:
+            raise ValueError(f"a batch of {rows} rows does not divide by {size} devices: use a multiple of {size}")
+    return jax.device_put(batch, NamedSharding(mesh, P(row_axes(mesh))))
 
 
 def fit_sharding(sharding: NamedSharding, shape: tuple[int, int]) -> NamedSharding:
@@ -149,10 +144,8 @@ def fit_sharding(sharding: NamedSharding, shape: tuple[int, int]) -> NamedShardi
     """
     if _divides(sharding, shape):
         return sharding
-    names = [
-        n for entry in sharding.spec if entry is not None for n in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    along_tokens = NamedSharding(sharding.mesh, P(None, tuple(names)))
+    axes = [axis for entry in sharding.spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    along_tokens = NamedSharding(sharding.mesh, P(None, tuple(axes)))
     return along_tokens if _divides(along_tokens, shape) else NamedSharding(sharding.mesh, P())
 
 

@@ -18,34 +18,34 @@ array costs a collective's delay in every step and saves next to nothing."""
 
 
 def parameter_sharding(
-    name: str, shape: tuple[int, ...], mesh: Mesh, asked: P | None, fsdp: bool, axes: Axes | None = None
+    name: str, shape: tuple[int, ...], mesh: Mesh, requested: P | None, fsdp: bool, axes: Axes | None = None
 ) -> NamedSharding:
-    """Where the array `name` lies: as `asked` by its module, else by its `axes`, else by the rule, see `fsdp_spec`.
+    """Where the array `name` lies: as `requested` by its module, else by its `axes`, else by the rule, see `fsdp_spec`.
 
     Without `fsdp` no array is cut over "fsdp", and the rule cuts none at all.
 
     Raises:
         ValueError: the mesh lacks an axis that the module asks for, or the axis does not divide the dimension.
     """
-    if asked is None and axes is not None:
+    if requested is None and axes is not None:
         return NamedSharding(mesh, table_spec(shape, mesh, axes, fsdp=fsdp))
-    if asked is None:
+    if requested is None:
         return NamedSharding(mesh, fsdp_spec(shape, mesh) if fsdp else P())
-    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in asked]
-    wanted = [axis for entry in entries for axis in entry]
-    if missing := [axis for axis in wanted if axis not in mesh.axis_names]:
+    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in requested]
+    names = [axis for entry in entries for axis in entry]
+    if missing := [axis for axis in names if axis not in mesh.axis_names]:
         raise ValueError(
             f"{name} is partitioned over {missing[0]!r}, an axis that the mesh does not have "
             f"({', '.join(mesh.axis_names)}): use a mesh with it, or nnx.logical_axis_rules([({missing[0]!r}, None)])"
         )
     pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
     divides = len(pieces) <= len(shape) and not any(n % k for n, k in zip(shape, pieces, strict=False))
-    if not divides or len(set(wanted)) < len(wanted):
+    if not divides or len(set(names)) < len(names):
         raise ValueError(
-            f"{name} of shape {shape} cannot be partitioned as {asked} over the mesh {dict(mesh.shape)}: "
+            f"{name} of shape {shape} cannot be partitioned as {requested} over the mesh {dict(mesh.shape)}: "
             f"each axis must divide its dimension and be there once"
         )
-    return NamedSharding(mesh, asked)
+    return NamedSharding(mesh, requested)
 
 
 def fsdp_axis(mesh: Mesh) -> str:
@@ -70,38 +70,30 @@ def table_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> 
     largest other dimension that is free and divides.
     """
     first = len(shape) - len(axes)  # behind the layers
-    found: list[str | None] = [None] * len(shape)
+    spec: list[str | None] = [None] * len(shape)
     if math.prod(shape[first:]) < FSDP_MIN_SIZE:
         return P()
     pieces = mesh.shape.get(TENSOR, 1)
     if TENSOR in axes and pieces > 1 and shape[i := first + axes.index(TENSOR)] % pieces == 0:
-        found[i] = TENSOR
+        spec[i] = TENSOR
     if fsdp and FSDP in axes:
-        wanted, axis = first + axes.index(FSDP), fsdp_axis(mesh)
-        free = [i for i in range(first, len(shape)) if found[i] is None and shape[i] % mesh.shape[axis] == 0]
+        intended, axis = first + axes.index(FSDP), fsdp_axis(mesh)
+        free = [i for i in range(first, len(shape)) if spec[i] is None and shape[i] % mesh.shape[axis] == 0]
         if free:
-            found[max(free, key=lambda i: (i == wanted, shape[i]))] = axis
-    while found and found[-1] is None:
-        found.pop()
-    return P(*found)
+            spec[max(free, key=lambda i: (i == intended, shape[i]))] = axis
+    while spec and spec[-1] is None:
+        spec.pop()
+    return P(*spec)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
     """`x` [B, ...] with its rows where those of a batch are, if a mesh from `make_mesh` is set and divides them.
 
-    Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around.
-    """
-    mesh = _mesh_of_ours()
-    if mesh is None or x.shape[0] % row_shards(mesh):
-        return x
-    return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))
-
-
-def _mesh_of_ours() -> Any:
-    """The mesh that is set, where it is one from `make_mesh` with devices along "fsdp" or "tensor".
-
-    Along "data" alone XLA does what is wanted, and programs stay the same to the bit.
+    Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around. Along "data" alone
+    it does what is meant, and programs stay the same to the bit.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return mesh if ours and mesh.shape[FSDP] * mesh.shape[TENSOR] > 1 else None
+    if not ours or mesh.shape[FSDP] * mesh.shape[TENSOR] == 1 or x.shape[0] % row_shards(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))

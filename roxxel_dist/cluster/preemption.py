@@ -1,4 +1,4 @@
-"""A request to stop: heard by one rank, answered by all of them after the same step."""
+"""A request to stop: one rank hears it, and all of them save and leave after the same step."""
 
 import contextlib
 import signal
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import jax
+from jax.experimental import multihost_utils
 
 from roxxel_dist.cluster import interrupt
 
@@ -29,7 +30,7 @@ def watching_for_stop() -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         watched.append(signal.SIGHUP)
     with interrupt.paused():
-        before = {number: signal.signal(number, _ask_to_stop) for number in watched}
+        before = {number: signal.signal(number, _on_signal) for number in watched}
         try:
             yield
         finally:
@@ -37,10 +38,10 @@ def watching_for_stop() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _ask_to_stop(signum: int, frame: FrameType | None) -> None:
-    again = signum == signal.SIGINT and _stop.is_set()
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    again = number == signal.SIGINT and _stop.is_set()
     if interrupt.active() and (again or not (_stepped.is_set() or jax.process_count() > 1)):
-        interrupt.leave(signum)
+        interrupt.leave(number)
     if again:
         raise KeyboardInterrupt
     _stop.set()
@@ -52,8 +53,4 @@ def _ask_to_stop(signum: int, frame: FrameType | None) -> None:
 def stop_requested(step: int) -> bool:
     """Whether to save and leave after `step`: the same answer on every rank, which must all ask after every step."""
     _stepped.set()
-    if jax.process_count() == 1:
-        return _stop.is_set()
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.reached_preemption_sync_point(step)
+    return _stop.is_set() if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)

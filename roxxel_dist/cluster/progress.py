@@ -20,13 +20,13 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import PIPE_ENV
 
-RECORD = struct.Struct("<qqdqqq")  # entered, done, time of the last change, phase, activity, pid
+RECORD = struct.Struct("<qqdqqq")  # the fields of a `Record`; of the activity its place in `ACTIVITIES`
 ENV = "ROXXEL_PROGRESS"
 ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save")
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Record:
     """How far one rank is."""
 
@@ -54,14 +54,11 @@ def read(fd: int, ranks: int) -> list[Record]:
     """The records of so many ranks; empty ones where somebody has made the file short."""
     size = RECORD.size * ranks
     data = os.pread(fd, size, 0).ljust(size, b"\0")
+    names = dict(enumerate(ACTIVITIES))
     return [
-        Record(entered=entered, done=done, time=when, phase=phase, activity=_activity(number), pid=pid)
+        Record(entered, done, when, phase, names.get(number, ""), pid)
         for entered, done, when, phase, number, pid in RECORD.iter_unpack(data)
     ]
-
-
-def _activity(number: int) -> str:
-    return ACTIVITIES[number] if 0 <= number < len(ACTIVITIES) else ""
 
 
 class Progress:
@@ -95,11 +92,11 @@ class Progress:
 
     def enter(self, step: int, phase: int = 0) -> None:
         """This rank starts `step` (its done-count stays). From now on the launcher's step limit counts."""
-        self._write(replace(self._now, entered=step, phase=phase, activity="step"))
+        self._write(entered=step, phase=phase, activity="step")
 
     def finish(self, step: int) -> None:
         """This rank finished `step`."""
-        self._write(replace(self._now, done=step))
+        self._write(done=step)
 
     def say(self, activity: str) -> None:
         """This rank does something else than a step, until the next `enter` or `say`; "" ends every limit.
@@ -109,7 +106,7 @@ class Progress:
         """
         if activity not in ACTIVITIES:
             raise ValueError(f"activity {activity!r}: must be one of {', '.join(map(repr, ACTIVITIES))}")
-        self._write(replace(self._now, activity=activity))
+        self._write(activity=activity)
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -121,8 +118,8 @@ class Progress:
         finally:
             self.say(before)
 
-    def _write(self, record: Record) -> None:
-        before, self._now = self._now, replace(record, time=time.time())
+    def _write(self, **changes: Any) -> None:
+        before, self._now = self._now, replace(self._now, time=time.time(), **changes)
         record = self._now
         if record.activity != before.activity and self.listener is not None:
             self.listener(record)
