@@ -193,8 +193,8 @@ def test_stop_kill_does_not_wait(desk: Desk) -> None:
     code, _, err = desk.run("stop", run, "--kill")
     assert code == 1
     assert "killing its ranks" in err
-    assert err.splitlines()[-1].endswith("with 130")
-    assert desk.job()["code"] == 130
+    assert err.splitlines()[-1].endswith("with 131")
+    assert desk.job()["code"] == 131
 
 
 def test_a_killed_launcher_is_lost_and_hangup_is_nothing_to_it(desk: Desk) -> None:

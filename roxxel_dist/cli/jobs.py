@@ -4,6 +4,8 @@ import dataclasses
 import shutil
 import sys
 import time
+from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -11,11 +13,9 @@ import tyro
 from roxxel_dist.cli.arguments import Switch, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, ORDERLY
 from roxxel_dist.config import usage_errors
+from roxxel_dist.launcher.output.console import info
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from roxxel_dist.launcher.jobs.record import JobRecord
 
 LINES = 40
@@ -50,52 +50,36 @@ def ps(words: list[str]) -> int:
         from roxxel_dist.launcher.jobs import record
 
         if args.prune:
-            gone = record.forget(time.time())
-            _say(f"{len(gone)} jobs forgotten" + (f": {', '.join(entry.run_id for entry in gone)}" if gone else ""))
-        found = record.entries()
+            gone = record.forget()
+            info(f"{len(gone)} jobs forgotten" + (f": {', '.join(job.run_id for job in gone)}" if gone else ""))
+        jobs = record.entries()
     recent = time.time() - record.FORGOTTEN_S
     shown = [
-        entry for entry in found
-        if args.all or not entry.is_over or (entry.state == "lost" and entry.updated > recent)
+        job for job in jobs
+        if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)
     ]  # fmt: skip
     if args.json:
         import json
 
-        values = [
-            dataclasses.asdict(entry) | ({} if entry.is_known else {"state": "unknown"})
-            for entry in shown
-        ]  # fmt: skip
+        values = [dataclasses.asdict(job) | ({} if job.is_known else {"state": "unknown"}) for job in shown]
         print(json.dumps(values, indent=2))
     elif shown:
-        print(*_table(shown), sep="\n")
+        rows = [("RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND"), *map(_row, shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for row in rows:
+            print("  ".join([*map(str.ljust, row, widths), row[-1]])[:columns])
     else:
-        _say("no job runs" + ("" if args.all or not found else f"; --all lists {len(found)} that ended"))
+        info("no job runs" + ("" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"))
     return 0
 
 
-def _table(entries: "Sequence[JobRecord]") -> list[str]:
-    head = ("RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND")
-    rows = [head, *map(_row, entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
-    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return [line[:columns] for line in lines]
-
-
-def _row(entry: "JobRecord") -> tuple[str, ...]:
-    state = f"ended {entry.code}" if entry.state == "ended" else entry.state
-    state += "" if entry.is_known else f" {_age(time.time() - entry.updated)} ago"
-    step = str(entry.step) if entry.step else "-"
-    host = entry.controller.host + (f" +{len(entry.hosts) - 1}" if len(entry.hosts) > 1 else "")
-    since = _clock(entry.begun)
-    return entry.run_id, state, host, str(entry.nprocs), str(entry.attempt), step, since, entry.one_line
-
-
-def _clock(when: float) -> str:
-    """A time for people: that of today, or a day."""
-    then = time.localtime(when)
-    today = then[:3] == time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d", then)
+def _row(job: "JobRecord") -> tuple[str, ...]:
+    state = f"ended {job.code}" if job.state == "ended" else job.state
+    state += "" if job.is_known else f" {_age(time.time() - job.updated)} ago"
+    host = job.controller.host + (f" +{len(job.hosts) - 1}" if len(job.hosts) > 1 else "")
+    counts = (str(job.nprocs), str(job.attempt), str(job.step or "-"))
+    return job.run_id, state, host, *counts, _clock(job.begun), job.command.replace("\n", "\\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,48 +102,37 @@ def logs(words: list[str]) -> int:
     with usage_errors():
         if args.lines < 0:
             raise ValueError(f"--lines {args.lines}: must be 0 or more")
-        entry = _find(args.run, "logs")
-        log = _log(entry, None if args.launcher else args.rank)
-        if not log.exists() and (entry.is_over or not args.follow):
-            _say_over(entry)
-            raise ValueError(_no_log(entry, log))
-        _say_over(_show(entry, log, args.lines, follow=args.follow))
+        job = _find(args.run, "logs")
+        if args.launcher and not job.detached:
+            raise ValueError(
+                f"run {job.run_id} was launched without --detach: what its launcher says went to its own terminal; "
+                f"leave --launcher out for the lines of rank 0"
+            )
+        if not 0 <= args.rank < job.nprocs:
+            raise ValueError(f"--rank {args.rank}: run {job.run_id} has the ranks 0 to {job.nprocs - 1}")
+        log = job.launcher_log if args.launcher else Path(job.log_dir, f"rank-{args.rank}.log")
+        if not log.exists() and (job.is_over or not args.follow):
+            _say_over(job)
+            others = ", ".join(sorted(path.name for path in log.parent.glob("*.log")))
+            raise ValueError(
+                f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}"
+                + (f"; there are {others} in {log.parent}" if others else "")
+            )
+        _say_over(_show(job, log, args.lines, follow=args.follow))
     return 0
 
 
-def _log(entry: "JobRecord", rank: int | None) -> "Path":
-    """The log of a rank, or (None) of the launcher."""
-    from pathlib import Path
+def _show(job: "JobRecord", log: Path, count: int, *, follow: bool) -> "JobRecord":
+    """Show the last lines of a log, and those that come; the record as it is then."""
+    from roxxel_dist.launcher.jobs import tail
+    from roxxel_dist.launcher.jobs.record import path_of, read
 
-    if rank is None and not entry.detached:
-        raise ValueError(
-            f"run {entry.run_id} was launched without --detach: what its launcher says went to its own terminal; "
-            f"leave --launcher out for the lines of rank 0"
-        )
-    if rank is not None and not 0 <= rank < entry.nprocs:
-        raise ValueError(f"--rank {rank}: run {entry.run_id} has the ranks 0 to {entry.nprocs - 1}")
-    return entry.launcher_log if rank is None else Path(entry.log_dir, f"rank-{rank}.log")
-
-
-def _no_log(entry: "JobRecord", log: "Path") -> str:
-    there = sorted(path.name for path in log.parent.glob("*.log")) if log.parent.is_dir() else []
-    others = f"; there are {', '.join(there)} in {log.parent}" if there else ""
-    why = "nothing was printed, or the command was refused" if entry.is_over else "nothing was printed yet"
-    return f"{log} is not there: {why}{others}"
-
-
-def _show(entry: "JobRecord", log: "Path", lines: int, *, follow: bool) -> "JobRecord":
-    """Show the last lines of a log, and those that come; the entry as it is then."""
-    from roxxel_dist.launcher.jobs import record
-    from roxxel_dist.launcher.jobs.tail import RunLines, show
-    from roxxel_dist.launcher.jobs.tail import follow as go_on
-
-    path, source = record.path_of(entry), RunLines(log, entry.run_id)
-    if follow and not entry.is_known:
-        where = f"the launcher of run {entry.run_id} runs on {entry.controller.host}"
-        _say(f"{where}: its end is seen from here, but not that it was killed; Ctrl-C ends this command alone")
-    show(source.last(lines))
-    return (go_on(source, lambda: record.read(path)) if follow else record.read(path)) or entry
+    if follow and not job.is_known:
+        where = f"the launcher of run {job.run_id} runs on {job.controller.host}"
+        info(f"{where}: its end is seen from here, but not that it was killed; Ctrl-C ends this command alone")
+    lines = tail.run_lines(log, job.run_id)
+    tail.show(deque(iter(lambda: next(lines), None), maxlen=count))
+    return (tail.follow(lines, lambda: read(path_of(job))) if follow else read(path_of(job))) or job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,14 +147,14 @@ def attach(words: list[str]) -> int:
     """Follow a job to its end."""
     args = parse(AttachArgs, words, "attach")
     with usage_errors():
-        entry = _find(args.run, "attach")
+        job = _find(args.run, "attach")
         try:
-            entry = _show(entry, _log(entry, None if entry.detached else 0), LINES, follow=True)
+            job = _show(job, job.launcher_log if job.detached else Path(job.log_dir, "rank-0.log"), LINES, follow=True)
         except KeyboardInterrupt:
-            _say(f"run {entry.run_id} goes on; `{entry.line('stop')}` ends it")
+            info(f"run {job.run_id} goes on; `{job.line('stop')}` ends it")
             raise
-    _say_over(entry)
-    return EXIT_FAILED if entry.code is None else entry.code
+    _say_over(job)
+    return EXIT_FAILED if job.code is None else job.code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,36 +171,41 @@ def stop(words: list[str]) -> int:
     """Have a job save and leave."""
     args = parse(StopArgs, words, "stop")
     with usage_errors():
-        entry = _find(args.run, "stop")
-        from roxxel_dist.launcher.jobs.stop import stop as ask
+        from roxxel_dist.launcher.jobs.stop import stop as stop_job
 
-        limit = entry.grace + SLACK_S if args.timeout is None else args.timeout
+        job = _find(args.run, "stop")
+        limit = job.grace + SLACK_S if args.timeout is None else args.timeout
         try:
-            entry = ask(entry, kill=args.kill, timeout_s=limit, say=_say)
+            job = stop_job(job, kill=args.kill, timeout_s=limit)
         except KeyboardInterrupt:
-            _say(f"run {entry.run_id} was asked to stop, and does")
+            info(f"run {job.run_id} was asked to stop, and does")
             raise
-    if not entry.is_over:
-        _say(f"run {entry.run_id} is {entry.state} after {limit:g} s: `roxxel-dist stop {entry.run_id} --kill` ends it")
+    if not job.is_over:
+        info(f"run {job.run_id} is {job.state} after {limit:g} s: `roxxel-dist stop {job.run_id} --kill` ends it")
         return EXIT_FAILED
-    _say_over(entry)
-    return 0 if entry.code in ORDERLY else EXIT_FAILED
+    _say_over(job)
+    return 0 if job.code in ORDERLY else EXIT_FAILED
 
 
 def _find(name: str, command: str) -> "JobRecord":
     """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
     from roxxel_dist.launcher.jobs.record import entries, find
 
-    entry = find(name, entries())
-    if entry.is_known or (command != "stop" and not entry.copied):  # its files are here: machines share them
-        return entry
-    if entry.slurm_job and command == "stop":
-        number = entry.slurm_job
+    job = find(name, entries())
+    if job.is_known or (command != "stop" and not job.copied):  # its files are here: machines share them
+        return job
+    if job.slurm_job and command == "stop":
         raise ValueError(
-            f"run {entry.run_id} is SLURM job {number}: `scancel --batch --signal=INT {number}` asks its ranks to save "
-            f"and leave; `scancel {number}` ends it, also where it waits to be started again"
+            f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.slurm_job}` asks its "
+            f"ranks to save and leave; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
         )
-    raise ValueError(f"the launcher of run {entry.run_id} runs on {entry.controller.host}: use `{entry.line(command)}`")
+    raise ValueError(f"the launcher of run {job.run_id} runs on {job.controller.host}: use `{job.line(command)}`")
+
+
+def _clock(when: float) -> str:
+    """A time for people: that of today, or a day."""
+    then = time.localtime(when)
+    return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%Y-%m-%d", then)
 
 
 def _age(seconds: float) -> str:
@@ -237,15 +215,10 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def _say_over(entry: "JobRecord") -> None:
-    if entry.state == "lost":
-        _say(f"run {entry.run_id} is lost: its launcher (pid {entry.controller.pid}) was killed, and its ranks with it")
-    elif entry.state == "ended":
-        meaning = {0: "all went well", 42: "stopped, every rank saved"}.get(entry.code or 0)
-        step = f" in step {entry.step}" if entry.step else ""
-        told = f" ({meaning})" if meaning else ""
-        _say(f"run {entry.run_id} ended{step} at {_clock(entry.ended or entry.updated)} with {entry.code}{told}")
-
-
-def _say(text: str) -> None:
-    print(f"roxxel-dist: {text}", file=sys.stderr, flush=True)
+def _say_over(job: "JobRecord") -> None:
+    if job.state == "lost":
+        info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
+    elif job.state == "ended":
+        meaning = {0: " (all went well)", 42: " (stopped, every rank saved)"}.get(job.code or 0, "")
+        step = f" in step {job.step}" if job.step else ""
+        info(f"run {job.run_id} ended{step} at {_clock(job.ended or job.updated)} with {job.code}{meaning}")

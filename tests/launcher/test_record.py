@@ -229,7 +229,7 @@ def test_what_is_over_for_a_week_is_taken_away() -> None:
         os.utime(record.path_of(entry), (now - days * 86400,) * 2)
     (record.folder() / "left.tmp").write_text("")
     os.utime(record.folder() / "left.tmp", (0, 0))
-    record.sweep(now)
+    record.forget(over_s=record.KEPT_S, unheard_s=record.UNHEARD_S)
     assert {entry.run_id for entry in record.entries()} == {"fresh", "running", "elsewhere"}
     assert not (record.folder() / "left.tmp").exists()
 

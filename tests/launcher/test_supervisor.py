@@ -174,6 +174,19 @@ def test_the_second_ctrl_c_kills_at_once(launch: Launch, alive: Alive) -> None:
     assert not any(map(alive, family))
 
 
+def test_sigquit_kills_at_once(launch: Launch, alive: Alive) -> None:
+    """Ctrl-\\, or `stop --kill`: nobody is asked to save."""
+    job = launch("bash", "-c", "trap 'touch asked.$ROXXEL_PROCESS_ID' TERM; " + READY, grace=1000)
+    job.marks("ready.*", 2)
+    family = job.family()["all"]
+    job.process.send_signal(signal.SIGQUIT)
+    code, _, err = job.wait()
+    assert code == 131
+    assert "killing the ranks" in err
+    assert not any(map(alive, family))
+    assert not list(job.folder.glob("asked.*"))
+
+
 def test_what_a_shell_left_behind_may_finish_saving(launch: Launch, tmp_path: Path) -> None:
     inner = "trap 'sleep 0.3; echo saved > saved.$ROXXEL_PROCESS_ID; exit 42' TERM; " + READY
     job = launch("bash", "-c", 'bash -c "$1"; echo', "bash", inner)

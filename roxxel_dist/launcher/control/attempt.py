@@ -220,13 +220,15 @@ class Attempt:
             self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
-        name = "Ctrl-C or stop" if number == signal.SIGINT else signal.Signals(number).name
-        if self._requested is not None:
-            self._screen.info(f"{name} again: killing the ranks")
+        names = {signal.SIGINT: "Ctrl-C or stop", signal.SIGQUIT: "Ctrl-\\ or stop --kill"}
+        name = names.get(number) or signal.Signals(number).name
+        again = self._requested is not None
+        self._requested = self._requested or number
+        self._entry.update(state="stopping")
+        self._deadline = None
+        if again or number == signal.SIGQUIT:
+            self._screen.info(f"{name}{' again' * again}: killing the ranks")
             self._kill()
             return
         self._screen.info(f"{name}: the ranks get {self._job.grace:g} s to save and leave; once more kills them")
-        self._requested = number
-        self._entry.update(state="stopping")
-        self._deadline = None
         self._links.order({"type": "stop", "grace": self._job.grace}, within=self._job.grace)

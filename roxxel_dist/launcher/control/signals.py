@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 
 
 class SignalPipe:
-    """SIGINT, SIGTERM and SIGHUP as bytes in a pipe (`fd`) instead of exceptions, while the context is open.
+    """SIGINT, SIGQUIT, SIGTERM and SIGHUP as bytes in a pipe (`fd`), not as exceptions, while the context is open.
 
     Args:
         say: shows a line to a person.
@@ -27,7 +27,7 @@ class SignalPipe:
         for fd in (self.fd, self._writes):
             os.set_blocking(fd, False)
         self._wakeup = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
-        names = [signal.SIGINT, signal.SIGTERM]
+        names = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to stay
             names.append(signal.SIGHUP)
         if self._stays:

@@ -5,23 +5,23 @@ killed writes nothing more; that it is gone is told by its process, never by the
 """
 
 import contextlib
-import dataclasses
 import difflib
 import errno
 import json
+import math
 import os
 import shlex
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked_words
+from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.spec import JobSpec
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
@@ -31,6 +31,7 @@ FORGOTTEN_S = 24 * 3600.0
 """After which `ps` no longer lists a job that was lost, nor keeps one elsewhere of which nothing is heard."""
 UNHEARD_S = 60 * 24 * 3600.0
 WRITE_S = 1.0
+MAX_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What is known of one job."""
+    """What is known of one job. Paths are absolute, times are seconds since 1970."""
 
     run_id: str
     controller: Process
@@ -55,11 +56,9 @@ class JobRecord:
     command: str
     """Secrets are masked."""
     log_dir: str
-    """Absolute, as the run directory and the working directory are."""
     run_dir: str
     directory: str
     begun: float
-    """Seconds since 1970, as the other times are."""
     updated: float
     grace: float
     """Seconds that the ranks get to save."""
@@ -100,36 +99,40 @@ class JobRecord:
         return shlex.join([*(there or ("roxxel-dist",)), command, self.run_id])
 
     @property
-    def one_line(self) -> str:
-        """The command without line ends."""
-        return self.command.replace("\n", "\\n")
-
-    @property
     def launcher_log(self) -> Path:
         """What a detached launcher says."""
         return Path(self.log_dir, "launcher.log")
 
 
 def folder() -> Path:
-    """Where the entries are. Raises FileNotFoundError where this user has no home."""
+    """Where the records are. Raises FileNotFoundError where this user has no home."""
     state = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):
-        home = os.path.expanduser("~")
-        if not os.path.isabs(home):
-            raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
-        state = os.path.join(home, ".local", "state")
+        state = os.path.expanduser("~/.local/state")
+    if not os.path.isabs(state):
+        raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
     return Path(state, "roxxel-dist", "jobs")
 
 
 def this_process() -> Process:
     """The process that calls."""
-    pid = os.getpid()
-    return Process(host=socket.gethostname(), boot=_boot(), pid=pid, start=_start(pid) or 0)
+    process = _process(os.getpid())
+    assert process is not None
+    return process
 
 
 def is_alive(process: Process) -> bool:
     """Whether this very process runs; ask only for one of this machine."""
-    return process.boot == _boot() and _start(process.pid) == process.start
+    return _process(process.pid) == process
+
+
+def _process(pid: int) -> Process | None:
+    """A process of this machine; None for one that is gone or waits to be reaped."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if stat[0] in "ZX" else Process(host=socket.gethostname(), boot=_boot(), pid=pid, start=int(stat[19]))
 
 
 def _boot() -> str:
@@ -139,42 +142,16 @@ def _boot() -> str:
         return ""
 
 
-def _here() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was taken away
-        return os.environ.get("PWD", "")
-
-
-def _start(pid: int) -> int | None:
-    """When a process started; None for one that is gone or waits to be reaped."""
-    try:
-        fields = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def read(path: Path) -> JobRecord | None:
-    """The entry of a file, as it is now; None where it is gone or no entry.
+    """The record in a file, as it is now; None where it is gone or no record.
 
-    Where the file says that a job goes on and its controller is gone, the entry is `lost`.
+    Where the file says that a job goes on and its controller is gone, the job is `lost`.
     """
-    entry = _parse(path)
-    if entry is None or entry.is_over or not entry.is_here or is_alive(entry.controller):
-        return entry
-    entry = _parse(path)  # again: its last words may have come between the two looks
-    return entry if entry is None or entry.is_over else dataclasses.replace(entry, state="lost")
-
-
-def from_values(values: Any) -> JobRecord:
-    """The entry that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
-    if not isinstance(values, dict):
-        raise TypeError(f"no entry of a job: {values!r}")
-    known = {field.name for field in dataclasses.fields(JobRecord)}
-    fields = {name: value for name, value in values.items() if name in known}
-    several = {name: tuple(fields[name]) for name in ("hosts", "reach") if name in fields}
-    return JobRecord(**{**fields, **several, "controller": Process(**values["controller"])})
+    record = _parse(path)
+    if record is None or record.is_over or not record.is_here or is_alive(record.controller):
+        return record
+    record = _parse(path)  # again: its last words may have come between the two looks
+    return record if record is None or record.is_over else replace(record, state="lost")
 
 
 def _parse(path: Path) -> JobRecord | None:
@@ -184,15 +161,23 @@ def _parse(path: Path) -> JobRecord | None:
         return None
 
 
+def from_values(values: Any) -> JobRecord:
+    """The record that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
+    if not isinstance(values, dict):
+        raise TypeError(f"no record of a job: {values!r}")
+    known = {field.name: values[field.name] for field in fields(JobRecord) if field.name in values}
+    tuples = {name: tuple(known[name]) for name in ("hosts", "reach") if name in known}
+    return JobRecord(**{**known, **tuples, "controller": Process(**values["controller"])})
+
+
 def paths() -> list[Path]:
-    """The files of all entries."""
+    """The files of all records."""
     return sorted(folder().glob("*.json"))
 
 
 def entries() -> list[JobRecord]:
     """All jobs, in the order in which they began."""
-    found = (read(path) for path in paths())
-    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.begun)
+    return sorted(filter(None, map(read, paths())), key=lambda record: record.begun)
 
 
 def knows(run_id: str) -> bool:
@@ -202,18 +187,18 @@ def knows(run_id: str) -> bool:
     return False
 
 
-def path_of(entry: JobRecord) -> Path:
-    """The file of an entry. Two jobs can have one run id: it is unique among those of one working directory alone."""
-    return folder() / f"{entry.run_id}.{entry.controller.host}.{entry.controller.pid}.json"
+def path_of(record: JobRecord) -> Path:
+    """The file of a record. Two jobs can have one run id: it is unique among those of one working directory alone."""
+    return folder() / f"{record.run_id}.{record.controller.host}.{record.controller.pid}.json"
 
 
-def write(entry: JobRecord, *, new_only: bool = False) -> None:
-    """Write an entry in one move; with `new_only` not over one that is there. Raises OSError."""
-    path = path_of(entry)
+def write(record: JobRecord, *, new_only: bool = False) -> None:
+    """Write a record in one move; with `new_only` not over one that is there. Raises OSError."""
+    path = path_of(record)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(dataclasses.asdict(entry)) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
         if new_only:
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, path)
@@ -223,31 +208,29 @@ def write(entry: JobRecord, *, new_only: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def forget(now: float) -> list[JobRecord]:
-    """Take away the entries of jobs that are over, and of jobs elsewhere not heard of for a day; which they were."""
+def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRecord]:
+    """Take away the records of jobs that are over for so long, and of those elsewhere not heard of; which they were.
+
+    What a controller that was killed has left half written goes after `KEPT_S`.
+    """
     gone = []
-    for path in paths():
-        entry = read(path)
-        if entry is not None and (entry.is_over or (not entry.is_here and now - entry.updated > FORGOTTEN_S)):
-            path.unlink(missing_ok=True)
-            gone.append(entry)
+    for path in folder().glob("*"):
+        with contextlib.suppress(OSError):
+            written, record = path.stat().st_mtime, read(path)
+            if record is None:
+                limit = KEPT_S
+            elif record.is_known:
+                limit = over_s if record.is_over else math.inf
+            else:
+                limit = unheard_s
+            if time.time() - min(written, record.updated if record else written) >= limit:
+                path.unlink()
+                gone += [record] if record else []
     return gone
 
 
-def sweep(now: float) -> None:
-    """Take away what is left of jobs that were over a week ago, and of those elsewhere of which nothing was heard."""
-    for path in folder().glob("*"):
-        with contextlib.suppress(OSError):
-            age = now - path.stat().st_mtime
-            if age < KEPT_S:
-                continue
-            entry = read(path) if path.suffix == ".json" else None
-            if entry is None or entry.is_over or (not entry.is_here and age > UNHEARD_S):
-                path.unlink()
-
-
 class JobRecorder:
-    """The entry of the job that this process controls, kept up to date while the context is open.
+    """The record of the job that this process controls, kept up to date while the context is open.
 
     That it cannot be written ends no job: it is said once.
     """
@@ -262,8 +245,11 @@ class JobRecorder:
         reach: Sequence[str] = (),
         slurm_job: str = "",
     ) -> None:
-        now, directory = time.time(), _here()
-        log_dir = Path(directory, job.log_dir)
+        try:
+            directory = os.getcwd()
+        except OSError:  # it was taken away
+            directory = os.environ.get("PWD", "")
+        now, log_dir = time.time(), Path(directory, job.log_dir)
         self._started = started
         self._wrote = 0.0
         self._failed = False
@@ -286,9 +272,9 @@ class JobRecorder:
         self._kept = self.entry
 
     def __enter__(self) -> "JobRecorder":
-        with self._safely():
-            write(self.entry)
-            sweep(time.time())
+        self._write()
+        with contextlib.suppress(OSError):
+            forget(over_s=KEPT_S, unheard_s=UNHEARD_S)
         return self
 
     def __exit__(
@@ -299,78 +285,61 @@ class JobRecorder:
 
     def update(self, *, state: State | None = None, attempt: int | None = None, step: int | None = None) -> None:
         """Note what has changed. A state or an attempt is written at once, a step once a second at most."""
-        told = {"state": state, "attempt": attempt, "step": step or None}  # a new attempt has come to no step yet
-        self._change({name: value for name, value in told.items() if value is not None})
+        values = {"state": state, "attempt": attempt, "step": step or None}  # a new attempt has come to no step yet
+        self._change({name: value for name, value in values.items() if value is not None})
         if state == "running" and self._started is not None:
-            tell, self._started = self._started, None
-            tell(self.entry)
+            started, self._started = self._started, None
+            started(self.entry)
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""
         self._change({"state": "ended", "code": code, "ended": time.time()})
         return code
 
-    def _change(self, fields: dict[str, Any]) -> None:
-        self.entry = dataclasses.replace(self.entry, **fields)
-        if self.entry == self._kept:
-            return
-        hurry = any(name != "step" for name in fields)
-        if not hurry and time.monotonic() < self._wrote + WRITE_S:
-            return
-        self._kept = self.entry = dataclasses.replace(self.entry, updated=time.time())
-        self._wrote = time.monotonic()
-        with self._safely():
-            write(self.entry)
+    def _change(self, changes: dict[str, Any]) -> None:
+        self.entry = replace(self.entry, **changes)
+        is_due = time.monotonic() >= self._wrote + WRITE_S or changes.keys() != {"step"}
+        if self.entry != self._kept and is_due:
+            self._kept = self.entry = replace(self.entry, updated=time.time())
+            self._wrote = time.monotonic()
+            self._write()
 
-    @contextlib.contextmanager
-    def _safely(self) -> Iterator[None]:
+    def _write(self) -> None:
         try:
-            yield
+            write(self.entry)
         except OSError as error:
             if not self._failed:
                 self._failed = True
+                where = error.filename or "the list of jobs"
                 with contextlib.suppress(OSError):  # a terminal that was closed
-                    where = error.filename or "the list of jobs"
-                    reason = f"cannot write {where} ({error.strerror}): `ps` does not show how this job goes"
-                    print(f"roxxel-dist: {reason}", file=sys.stderr, flush=True)
-
-
-MOST = 10
+                    info(f"cannot write {where} ({error.strerror}): `ps` does not show how this job goes")
 
 
 def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
     """The job that a person means: a run id, the beginning of one, or a run directory (its newest job).
 
-    Raises:
-        ValueError: no job, or several; names the nearest one, or those that there are.
+    Raises ValueError for none, and for several; names the nearest one, or those that there are.
     """
     if not among:
         raise ValueError(f"there is no run {name!r}: no job of this user is known here")
-    directory = os.path.realpath(name) if name else ""
-    ways: list[Callable[[JobRecord], bool]] = [
-        lambda entry: name in (entry.run_id, path_of(entry).stem),
-        lambda entry: os.path.realpath(entry.run_dir) == directory,
-        lambda entry: entry.run_id.startswith(name),
-    ]
-    for number, means in enumerate(ways):
-        found = [entry for entry in among if name and means(entry)]
-        if found and (number == 1 or len({(entry.run_id, entry.run_dir) for entry in found}) == 1):
-            return found[-1]  # a SLURM job that was queued again has an entry a launch
-        if len(found) > 1:
-            raise ValueError(
-                f"{len(found)} runs are meant by {name!r}: say which, by its id or its run directory:{_list(found)}"
-            )
-        if found:
-            return found[0]
     if not name:
         raise ValueError(f"say which run:{_list(among)}")
-    near = difflib.get_close_matches(name, [entry.run_id for entry in among], n=1, cutoff=0.5)
-    raise ValueError(
-        f"there is no run {name!r}: " + (f"did you mean {near[0]}?" if near else f"they are{_list(among)}")
-    )
+    matches = [record for record in among if name in (record.run_id, path_of(record).stem)]
+    if not matches:
+        directory = os.path.realpath(name)
+        matches = [record for record in among if os.path.realpath(record.run_dir) == directory][-1:]
+    if not matches:
+        matches = [record for record in among if record.run_id.startswith(name)]
+    if len({(record.run_id, record.run_dir) for record in matches}) == 1:
+        return matches[-1]  # a SLURM job that was queued again has a record a launch
+    if matches:
+        what = f"{len(matches)} runs are meant by {name!r}: say which, by its id or its run directory"
+        raise ValueError(f"{what}:{_list(matches)}")
+    near = difflib.get_close_matches(name, [record.run_id for record in among], n=1, cutoff=0.5)
+    raise ValueError(f"there is no run {name!r}: {f'did you mean {near[0]}?' if near else f'they are{_list(among)}'}")
 
 
 def _list(among: Sequence[JobRecord]) -> str:
-    lines = [f"\n  {entry.run_id}  {entry.state:<10}  {entry.run_dir}" for entry in reversed(among)]
-    more = f"\n  and {len(lines) - MOST} more; `roxxel-dist ps --all` lists them" if len(lines) > MOST else ""
-    return "".join(lines[:MOST]) + more
+    lines = [f"\n  {record.run_id}  {record.state:<10}  {record.run_dir}" for record in reversed(among)]
+    more = f"\n  and {len(lines) - MAX_LISTED} more; `roxxel-dist ps --all` lists them" * (len(lines) > MAX_LISTED)
+    return "".join(lines[:MAX_LISTED]) + more
