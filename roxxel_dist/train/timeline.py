@@ -43,7 +43,7 @@ class Timeline:
         self._attempt = 0
         self._activity, self._since = "start", time.monotonic()
         self._first = self._done = 0
-        self._stepped = self._torn = False
+        self._stepped = False
 
     @staticmethod
     def say(text: str) -> None:
@@ -103,10 +103,9 @@ class Timeline:
         if self._path is None:
             return
         try:
-            if self._file is None:
-                self._file = self._open(self._path)
+            file = self._file or self._open(self._path)
             line = (json.dumps({"attempt": self._attempt, **row}) + "\n").encode()
-            if self._file.write(line) < len(line):
+            if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.say(f"{self._path} is not continued ({error.strerror}): `report` will count the time as down")
@@ -116,9 +115,11 @@ class Timeline:
         path.parent.mkdir(parents=True, exist_ok=True)
         tail = _tail(path)
         self._attempt = max((row["attempt"] + 1 for row in _rows(tail)), default=0)
-        self._torn = bool(tail) and not tail.endswith("\n")  # by a kill: what comes is not to be a part of that row
         # Without a buffer a row is one call, and on a full disk nothing is left to write at the end.
-        return path.open("ab", buffering=0)
+        file = self._file = path.open("ab", buffering=0)
+        if tail and not tail.endswith("\n"):  # torn by a kill: what comes is not to be a part of that row
+            file.write(b"\n")
+        return file
 
 
 def _tail(path: Path) -> str:

@@ -123,6 +123,7 @@ def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
     rows = read_timeline(tmp_path / "run")
     assert rows[: len(killed)] == killed
     again = [one for one in rows if one["attempt"] == 1]
+    assert again[0]["activity"] == "start", "the row after the torn one is a row"
     restored = steps_of(again)[0] - 1
     assert restored in (10, 20, 30)
     assert steps_of(again) == list(range(restored + 1, 41))
