@@ -24,6 +24,7 @@ from roxxel_dist.cli.train import batch, find_lr, plan, save, train
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.config import UsageError
+from roxxel_dist.launcher.output.console import info
 
 Command = Callable[[list[str]], int]
 
@@ -44,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
         _check_text(words)
         return _dispatch("", COMMANDS, words)
     except UsageError as error:
-        print(f"roxxel-dist: {as_flags(str(error))}", file=sys.stderr, flush=True)
+        info(as_flags(str(error)))
         return EXIT_USAGE
     except FileSystemError as error:
-        print(f"roxxel-dist: {as_flags(str(error))}", file=sys.stderr, flush=True)
+        info(as_flags(str(error)))
         return EXIT_FILES
     except KeyboardInterrupt:
         return 130

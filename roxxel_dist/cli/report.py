@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import tyro
 
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.config import usage_errors
+from roxxel_dist.launcher.output.console import info
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def report(words: list[str]) -> int:
             raise ValueError(f"--best_config {args.best_config}: {' '.join(args.runs)} is no study")
         missing = _study(args) if studies else _runs(args)
     if missing:
-        print(f"roxxel-dist: {missing}", file=sys.stderr, flush=True)
+        info(missing)
     return 0
 
 

@@ -1,7 +1,6 @@
 """The command that searches for the best configuration."""
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from typing import Any
 
 from roxxel_dist.cli.arguments import flags_in, parse_config
 from roxxel_dist.config import usage_errors
+from roxxel_dist.launcher.output.console import info
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -101,9 +101,9 @@ def _server(args: SweepArgs, config: Any, told: set[str]) -> str | None:
     if "wandb_project" not in told or "wandb" in told or base_file(Path(args.study or "")) is not None:
         return None
     if find_spec("wandb") is not None and logged_in():
-        _say("W&B knows you: the sweep is made there, and its server chooses (--wandb offline searches here)")
+        info("W&B knows you: the sweep is made there, and its server chooses (--wandb offline searches here)")
         return ""
-    _say("no W&B login: the search is made here, and runs are written offline (`wandb sync` uploads them)")
+    info("no W&B login: the search is made here, and runs are written offline (`wandb sync` uploads them)")
     return None
 
 
@@ -134,10 +134,6 @@ def _wanted(args: SweepArgs, server: str | None, project: str | None) -> Any:
         cpus_per_host=args.cpus_per_trial, gpus_per_host=None if gpus is None else gpus // hosts,
         max_time_s=seconds(args.max_trial_time), max_failures=args.max_failures,
     )  # fmt: skip
-
-
-def _say(line: str) -> None:
-    print(f"roxxel-dist: {line}", file=sys.stderr, flush=True)
 
 
 def _read(words: list[str]) -> tuple[SweepArgs, Any, set[str]]:

@@ -11,6 +11,7 @@ import tyro
 from roxxel_dist.cli.arguments import as_flags, parse, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED
 from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.launcher.output.console import info
 from roxxel_dist.run_directory import CONFIG
 
 
@@ -31,7 +32,7 @@ def train(words: list[str]) -> int:
             fork=args.fork, from_step=args.from_step, skip_steps=skipped,
         )  # fmt: skip
     except (BadStep, DamagedData, SaveError) as problem:  # no fault of the program: its log has the traceback
-        print(f"roxxel-dist: {as_flags(str(problem))}", file=sys.stderr, flush=True)
+        info(as_flags(str(problem)))
         return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0
 
@@ -79,7 +80,7 @@ def save(words: list[str]) -> int:
         try:
             step = ask_for_checkpoint(args.run, args.timeout)
         except NotSaved as problem:
-            print(f"roxxel-dist: {problem}", file=sys.stderr)
+            info(str(problem))
             return EXIT_FAILED
     print(f"saved: step {step}")
     return 0

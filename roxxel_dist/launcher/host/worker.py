@@ -32,6 +32,7 @@ from roxxel_dist.cluster.exit_codes import (
     LostRankError,
 )
 from roxxel_dist.cluster.progress import Progress, agent_pipe
+from roxxel_dist.launcher.output.console import info
 
 SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
@@ -54,7 +55,7 @@ def main(command: list[str]) -> None:
         _python(command)
     else:
         if _is_called_python(word) and shutil.which(word):
-            _say(f"{word} is not the launcher's Python ({sys.executable}): jax.distributed is not set up for it")
+            info(f"{word} is not the launcher's Python ({sys.executable}): jax.distributed is not set up for it")
         _replace(command)
 
 
@@ -107,7 +108,7 @@ def _subcommand(word: str, rest: list[str]) -> None:
 
 def _script(path: str, rest: list[str]) -> None:
     if not os.path.exists(path):
-        _say(f"script not found: {path!r} (looked in {os.getcwd()}); check the path after `--`")
+        info(f"script not found: {path!r} (looked in {os.getcwd()}); check the path after `--`")
         sys.exit(2)
     _initialize()
     sys.argv = [path, *rest]
@@ -122,7 +123,7 @@ def _module(name: str, rest: list[str]) -> None:
     with suppress(ModuleNotFoundError):
         spec = find_spec(name)
     if spec is None:
-        _say(f"module not found: {name!r} (from {os.getcwd()}); check the name after `python -m`")
+        info(f"module not found: {name!r} (from {os.getcwd()}); check the name after `python -m`")
         sys.exit(2)
     _initialize()
     sys.argv = [name, *rest]
@@ -139,7 +140,7 @@ def _initialize(then: str = "") -> None:
     try:
         initialize()
     except PortTakenError as error:
-        _say(str(error))
+        info(str(error))
         sys.exit(EXIT_PORT)
     progress.say(then)
 
@@ -151,11 +152,11 @@ def _replace(command: list[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        _say(f"program not found: {command[0]!r}; check the first word after `--`, or give its full path")
+        info(f"program not found: {command[0]!r}; check the first word after `--`, or give its full path")
         _leave(NOT_FOUND)
     except OSError as error:
         hint = "check the file" if os.access(command[0], os.X_OK) else "make it executable (chmod +x)"
-        _say(f"cannot run {command[0]!r}: {error.strerror}; {hint}")
+        info(f"cannot run {command[0]!r}: {error.strerror}; {hint}")
         _leave(NOT_RUNNABLE)
 
 
@@ -179,10 +180,10 @@ def _run(program: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _leave(130)
     except FileSystemError as error:
-        _say(str(error))
+        info(str(error))
         _fail(EXIT_FILES)
     except LostRankError as error:
-        _say(str(error))
+        info(str(error))
         _fail(EXIT_LOST_RANK)
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
@@ -200,7 +201,7 @@ def _limit_the_wait() -> None:
 
 
 def _give_up() -> NoReturn:
-    _say(WAITED)
+    info(WAITED)
     _leave(EXIT_HANG)
 
 
@@ -220,10 +221,6 @@ def _from_program(trace: TracebackType | None) -> TracebackType | None:
     while start is not None and start.tb_frame.f_code.co_filename in own:
         start = start.tb_next
     return start or trace
-
-
-def _say(text: str) -> None:
-    print(f"roxxel-dist: {text}", file=sys.stderr)
 
 
 def _fail(code: int) -> NoReturn:
