@@ -17,7 +17,7 @@ from hosts import Cluster
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.preflight.run import PROBE, PreflightReport, check_job_hosts
+from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
@@ -162,7 +162,7 @@ def test_no_host_is_there() -> None:
 
 def test_a_silent_host_has_a_limit() -> None:
     hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
-    with HostPool(Children(hosts), (PROBE,)) as pool:
+    with HostPool(Children(hosts)) as pool:
         assert "machine" in pool.ask({"a": {**FACTS, "compare": False}})["a"]
         answers = pool.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=3)
         assert set(answers) == {"a"}

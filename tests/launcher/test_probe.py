@@ -1,4 +1,4 @@
-"""A probe is a real process here, asked through its real pipes."""
+"""A probe is a real agent here, which is asked through its real pipes and has no ranks."""
 
 import ipaddress
 import json
@@ -50,15 +50,15 @@ Start = Callable[..., Asked]
 def test_each_question_gives_it_a_new_life() -> None:
     """Rounds of questions may last longer than one life: a host that only has to wait must not go meanwhile."""
     program = (
-        "import signal, sys; from roxxel_dist.launcher.preflight import probe; arm = signal.alarm; "
-        "signal.alarm = lambda seconds: print(seconds, file=sys.stderr) or arm(seconds); probe.main()"
+        "import signal, sys; from roxxel_dist.launcher.host import agent; arm = signal.alarm; "
+        "signal.alarm = lambda seconds: print(seconds, file=sys.stderr) or arm(seconds); agent.main()"
     )
     question = json.dumps({"ask": "address", "towards": []}) + "\n"
     done = subprocess.run(
         [sys.executable, "-c", program], input=2 * question, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [{"address": None}], done.stderr
-    assert done.stderr.split() == ["180"] * 3
+    assert done.stderr.split() == ["180"] * 2 + ["0"]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 def start(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Start:
     def begin(cwd: Path = tmp_path, **env: str) -> Asked:
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        words = [sys.executable, "-m", "roxxel_dist.launcher.preflight.probe"]
+        words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent"]
         process = subprocess.Popen(words, cwd=cwd, env={**outer, **env}, stdin=-1, stdout=-1)
         processes.append(process)
         return Asked(process)

@@ -12,7 +12,6 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
 from roxxel_dist.cluster.progress import Record
-from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
 from roxxel_dist.launcher.control.outcome import USAGE_S, AttemptResult, HostLost, RankExit
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -20,7 +19,7 @@ from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import HostConnection, agent_words
+from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
@@ -77,14 +76,14 @@ class Attempt:
     """The state machine of one attempt."""
 
     def __init__(
-        self, job: JobSpec, backend: Backend, logs: Logs, screen: Console, signals: SignalPipe, entry: JobRecorder
+        self, job: JobSpec, pool: HostPool, logs: Logs, screen: Console, signals: SignalPipe, entry: JobRecorder
     ) -> None:
         self._job = job
         self._logs = logs
         self._screen = screen
         self._signals = signals
         self._entry = entry
-        self._links = HostPool(backend, agent_words(backend), signals.fd)
+        self._links = pool
         self._exits: list[RankExit] = []
         self._requested: int | None = None
         self._deadline: float | None = None
@@ -101,16 +100,15 @@ class Attempt:
 
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
-        with self._links:
-            self._links.start(self._job, placed)
-            for place in placed:
-                for rank in place.ranks:
-                    self._watch.observe(rank, Record(), time.monotonic())
-            while not self._links.done:
-                for link, event in self._links.events(self._wait_s()):
-                    self._on_event(link, event)
-                self._on_signals()
-                self._on_clock(time.monotonic())
+        self._links.start(self._job, placed)
+        for place in placed:
+            for rank in place.ranks:
+                self._watch.observe(rank, Record(), time.monotonic())
+        while not self._links.done:
+            for link, event in self._links.events(self._wait_s()):
+                self._on_event(link, event)
+            self._on_signals()
+            self._on_clock(time.monotonic())
         return AttemptResult(
             exits=self._exits,
             requested=self._requested,

@@ -107,20 +107,20 @@ def _attempt(
     screen: Console,
     entry: JobRecorder,
 ) -> AttemptSummary:
-    screen.flush()  # a detached launcher lets go of its terminal here
     job = ready.assignment.job
     count = job.first_attempt + number
-    entry.update(state="running", attempt=count)
-    placed = placements(
-        job, ready.assignment.hosts, ready.coordinator, backend.environment, count, ready.visible, ready.cores, reached
-    )
-    logs = Logs(job, screen.info, count)
-    begun = time.monotonic()
-    attempt = Attempt(job, backend, logs, screen, signals, entry)
-    try:
-        outcome = attempt.run(placed)
-    finally:
-        logs.close()
+    with ready.pool:
+        screen.flush()  # a detached launcher lets go of its terminal here
+        entry.update(state="running", attempt=count)
+        outer, hosts = backend.environment, ready.assignment.hosts
+        placed = placements(job, hosts, ready.coordinator, outer, count, ready.visible, ready.cores, reached)
+        logs = Logs(job, screen.info, count)
+        begun = time.monotonic()
+        attempt = Attempt(job, ready.pool, logs, screen, signals, entry)
+        try:
+            outcome = attempt.run(placed)
+        finally:
+            logs.close()
     entry.update(step=outcome.reached)
     trains = job.command[0] == "train"
     report = report_of(job, outcome, logs, attempt.stack)

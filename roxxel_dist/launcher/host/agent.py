@@ -116,6 +116,8 @@ def _message(line: str) -> Message:
     return {}
 
 
+ORDERS = 0  # stdin
+SILENCE = "it heard nothing from the launcher for {:g} s"
 CHUNK = 1 << 16
 FULL = 1 << 20
 """With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
@@ -130,18 +132,17 @@ class Agent:
     """The loop of one host."""
 
     def __init__(
-        self, orders: int, channel: int, heartbeat: int, folder: Path, heartbeat_timeout_s: float = math.inf
+        self, inbox: Decoder, channel: int, heartbeat: int, folder: Path, heartbeat_timeout_s: float = math.inf
     ) -> None:
-        self._orders = orders
+        self._inbox = inbox
         self._outbox = Outbox(channel)
         self._heartbeat = heartbeat
         self._progress_file = folder / "progress"
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
-        self._inbox = Decoder()
         self._ranks: list[Rank] = []
         self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
         self._poll = select.epoll()
-        self._poll.register(orders, select.EPOLLIN)
+        self._poll.register(ORDERS, select.EPOLLIN)
         self._by_pidfd: dict[int, Rank] = {}
         self._by_keeper: dict[int, Rank] = {}
         self._by_output: dict[int, Rank] = {}
@@ -153,11 +154,12 @@ class Agent:
         self._draining = self._paused = self._writable = self._done = self._ended = False
         self.why: str = ""  # it ended before its ranks, and nobody asked it to
 
-    def serve(self) -> None:
-        """Follow orders until there is nobody left to give them. What ranks there are then die with this process."""
+    def serve(self, orders: list[Message]) -> None:
+        """Follow orders, these first, until nobody is left to give them. What ranks there are then die with it."""
+        self._obey(orders)
         while not self._ended:
             for fd, _ in self._poll.poll(self._wait_s()):
-                if fd == self._orders:
+                if fd == ORDERS:
                     self._read_orders()
                 elif fd in self._by_pidfd:
                     self._note_exit(self._by_pidfd.pop(fd))
@@ -175,7 +177,7 @@ class Agent:
                 self._report()
             if now - self._heard > self._heartbeat_timeout_s:  # a link that is cut, or a controller that is
                 self._ended = True
-                self.why = f"it heard nothing from the launcher for {self._heartbeat_timeout_s:g} s"
+                self.why = SILENCE.format(self._heartbeat_timeout_s)
             self._read_rests()
             self._tell_done()
             self._send()
@@ -188,11 +190,14 @@ class Agent:
         return max(0.0, until - time.monotonic())
 
     def _read_orders(self) -> None:
-        data = os.read(self._orders, CHUNK)
+        data = os.read(ORDERS, CHUNK)
         self._heard = time.monotonic()
         if not data:
             self._ended = True
-        for order in self._inbox.feed(data):
+        self._obey(self._inbox.feed(data))
+
+    def _obey(self, orders: list[Message]) -> None:
+        for order in orders:
             if order["type"] == "start":
                 self._start(order)
             elif order["type"] == "stop":
@@ -383,11 +388,21 @@ def main() -> None:
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
+    channel, inbox = take_stdout(), Decoder()
+    if not select.select([0], [], [], None if heartbeat_timeout_s == math.inf else heartbeat_timeout_s)[0]:
+        sys.exit(SILENCE.format(heartbeat_timeout_s))
+    orders = inbox.read(0)
+    if orders and "ask" in orders[0]:
+        from roxxel_dist.launcher.preflight.probe import answer_all  # only ranks on other hosts need it
+
+        orders = answer_all(orders, inbox, channel)
+    if not orders:
+        return
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
-    heartbeat = go_on_under_guard(str(folder), heartbeat_timeout_s + SLACK_S)
+    heartbeat = go_on_under_guard(str(folder), heartbeat_timeout_s + SLACK_S, channel)
     try:
-        agent = Agent(sys.stdin.fileno(), take_stdout(), heartbeat, folder, heartbeat_timeout_s)
-        agent.serve()
+        agent = Agent(inbox, channel, heartbeat, folder, heartbeat_timeout_s)
+        agent.serve(orders)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if agent.why:

@@ -282,12 +282,12 @@ def _keep(control: socket.socket, child: int) -> None:
         continue
 
 
-def go_on_under_guard(folder: str, limit_s: float = math.inf) -> int:
+def go_on_under_guard(folder: str, limit_s: float = math.inf, channel: int = 1) -> int:
     """Go on as the child of a guard, which keeps this process's number; returns where `beat` must write.
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
-    kills all that is left, removes `folder` and its files, closes stdout and stderr and ends as this process did. Where
-    the guard is killed, the keepers of this process's trees remain, which see its end.
+    kills all that is left, removes `folder` and its files, closes `channel` and stderr and ends as this process did.
+    Where the guard is killed, the keepers of this process's trees remain, which see its end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -300,6 +300,7 @@ def go_on_under_guard(folder: str, limit_s: float = math.inf) -> int:
                 signal.signal(number, signal.SIG_IGN)
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)
+            os.dup2(channel, 1)
             os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), folder])
         finally:
             os._exit(127)

@@ -46,7 +46,7 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
     """
     host = backend.hosts[0]
     spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
-    with HostPool(backend, (MODULE,)) as pool:
+    with HostPool(backend, words=(MODULE,)) as pool:
         answer = pool.ask({host: spec}, START_S).get(host)
     stderr = [line for link in pool.all for line in link.stderr]  # whole: the controller has let go of it
     if answer is None:

@@ -1,10 +1,10 @@
-"""What preflight starts on a host, `python -m roxxel_dist.launcher.preflight.probe`: it answers, and leaves nothing.
+"""What an agent answers before it has ranks: the questions of preflight. Nothing is left of them.
 
-A question is a JSON object a line on stdin, the answer one on stdout. What a question asks cannot be done is an answer
-too: {"why": …}. It ends at the end of its stdin, or by itself after a while.
+A question is a message with `ask`. That what it asks cannot be done is an answer too: {"why": …}. Who is asked nothing
+more ends with its stdin, or by itself after a while.
 """
 
-import json
+import os
 import signal
 import socket
 import sys
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
-from roxxel_dist.launcher.transport.protocol import Message, encode, take_stdout
+from roxxel_dist.launcher.transport.protocol import Decoder, Message, encode
 
 LIFE_S = 180
 """From one question to the next: longer than the other hosts may take to answer. A probe behind a cut link ends too."""
@@ -125,20 +125,27 @@ def local_address(towards: list[str]) -> str | None:
     return None
 
 
-def main() -> None:
-    """Answer until nobody asks any more."""
-    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM):
-        signal.signal(name, lambda *_: sys.exit(1))  # by way of `finally`: the files go
-    signal.alarm(LIFE_S)
+def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[Message]:
+    """Answer these questions and all that follow, until there is another order.
+
+    Returns that order and those behind it; nothing where stdin has ended.
+    """
+    names = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
+    before = {name: signal.signal(name, lambda *_: sys.exit(1)) for name in names}  # by way of `finally`: the files go
     probe = Probe()
     try:
-        with open(take_stdout(), "wb", buffering=0) as out, suppress(BrokenPipeError):
-            for line in sys.stdin.buffer:
+        while questions:
+            while questions and "ask" in questions[0]:
                 signal.alarm(LIFE_S)
-                out.write(encode(probe.answer(json.loads(line))))
+                os.write(channel, encode(probe.answer(questions.pop(0))))
+            if questions:
+                break
+            questions = inbox.read(0)
+    except BrokenPipeError:
+        return []
     finally:
         probe.close()
-
-
-if __name__ == "__main__":
-    main()
+        signal.alarm(0)
+    for name, handler in before.items():
+        signal.signal(name, handler)
+    return questions

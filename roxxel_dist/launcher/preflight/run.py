@@ -1,6 +1,6 @@
 """Before each start: are the hosts there, are they fit, and where do the ranks find each other?
 
-The controller starts a probe on every host, all at once, and asks in a few rounds. `check_job_hosts` is for
+The controller starts an agent on every host, and asks all at once, in a few rounds. `check_job_hosts` is for
 a job, `check_hosts` for whoever only wants to know.
 """
 
@@ -27,7 +27,6 @@ from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 LOOPBACK = "127.0.0.1"
-PROBE = "roxxel_dist.launcher.preflight.probe"
 FILES, FILES_A_HOST = 64, 16
 """Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
 
@@ -55,7 +54,13 @@ class PreflightReport:
 
 
 def check_job_hosts(
-    job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, wake: int | None = None
+    job: JobSpec,
+    backend: Backend,
+    hosts: Sequence[str],
+    *,
+    port: int | None,
+    wake: int | None = None,
+    pool: HostPool | None = None,
 ) -> PreflightReport:
     """Check the hosts of a job, and choose the address of its coordinator.
 
@@ -65,6 +70,7 @@ def check_job_hosts(
         hosts: those that shall be used, in the order of the ranks.
         port: of the coordinator; None takes a free one.
         wake: a descriptor; when it can be read, the questions end.
+        pool: asks the hosts, and keeps what it has started there; by default nothing stays.
 
     Raises:
         Interrupted: `wake` can be read.
@@ -74,16 +80,20 @@ def check_job_hosts(
     wanted = requirements_of(job, backend.environment, writes=False)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         wanted = replace(wanted, data_path=None)
-    return _there(wanted, backend, hosts, port, wake)
+    if pool is not None:
+        return _there(wanted, pool, hosts, port)
+    with HostPool(backend, wake) as own:
+        return _there(wanted, own, hosts, port)
 
 
 def check_hosts(
-    wanted: Requirements, backend: Backend, hosts: Sequence[str], *, port: int | None = None, wake: int | None = None
+    wanted: Requirements, backend: Backend, hosts: Sequence[str], *, port: int | None = None
 ) -> PreflightReport:
     """As `check_job_hosts`, where there is no job: all that can be known of each host."""
     if _is_here(backend, hosts):
         return _here(wanted, backend, hosts, port, compare=True)
-    return _there(wanted, backend, hosts, port, wake)
+    with HostPool(backend) as pool:
+        return _there(wanted, pool, hosts, port)
 
 
 def _is_here(backend: Backend, hosts: Sequence[str]) -> bool:
@@ -104,7 +114,7 @@ def _question(wanted: Requirements, *, compare: bool) -> Message:
 def _here(
     wanted: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, *, compare: bool
 ) -> PreflightReport:
-    """What is known of this machine, without a probe: nothing is as fast."""
+    """What is known of this machine, without an agent: nothing is as fast."""
     told = host_info.gather(_question(wanted, compare=compare))
     found = run_checks(wanted, {hosts[0]: told})
     address, free = backend.address or LOOPBACK, 0
@@ -120,31 +130,30 @@ def _here(
     return PreflightReport(address=address, port=free, findings=tuple(found), unreachable={})
 
 
-def _there(
-    wanted: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, wake: int | None
-) -> PreflightReport:
+def _there(wanted: Requirements, pool: HostPool, hosts: Sequence[str], port: int | None) -> PreflightReport:
     if problem := allow_open_files(len(hosts)):
         return PreflightReport(
             address="", port=0, findings=(check_result("error", "open files", hosts, problem),), unreachable={}
         )  # fmt: skip
-    with HostPool(backend, (PROBE,), wake) as pool:
-        told = _facts(pool, hosts, _question(wanted, compare=True))
-        found = run_checks(replace(wanted, code=host_info.hash_of_code()), told) if told else []
-        address = _address(pool, told) if told else ""
-        free = 0
-        if address:
-            free, more = _port(pool, list(told), address, port)
-            found += more
-        elif told:
-            found.append(_no_address(list(told)))
-        if wanted.shared and len(told) > 1:
-            found += _shared(pool, list(told), wanted.run_dir)
-        visible = {host: host_info["visible"] for host, host_info in told.items() if host_info["visible"] is not None}
-        cores = max((host_info["cores"] for host_info in told.values()), default=None)
-        gone = dict(pool.gone)
-        return PreflightReport(
-            address=address, port=free, findings=tuple(found), unreachable=gone, visible=visible, cores=cores
-        )  # fmt: skip
+    told = _facts(pool, hosts, _question(wanted, compare=True))
+    found = run_checks(replace(wanted, code=host_info.hash_of_code()), told) if told else []
+    address = _address(pool, told) if told else ""
+    free = 0
+    if address:
+        free, more = _port(pool, list(told), address, port)
+        found += more
+    elif told:
+        found.append(_no_address(list(told)))
+    if wanted.shared and len(told) > 1:
+        found += _shared(pool, list(told), wanted.run_dir)
+    return PreflightReport(
+        address=address,
+        port=free,
+        findings=tuple(found),
+        unreachable=dict(pool.gone),
+        visible={host: info["visible"] for host, info in told.items() if info["visible"] is not None},
+        cores=max((info["cores"] for info in told.values()), default=None),
+    )
 
 
 def allow_open_files(hosts: int) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
@@ -9,7 +10,7 @@ from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec, working_hosts
-from roxxel_dist.launcher.transport.pool import Interrupted
+from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 RETRY_S = 2.0
 
@@ -88,6 +89,8 @@ class ReadyHosts:
     """The hosts that can start, and what they share."""
 
     assignment: Assignment
+    pool: HostPool
+    """Reaches the agents that have answered; who gets it closes it."""
     coordinator: str
     """address:port of rank 0's coordinator, as all of them reach it."""
     visible: Mapping[str, str] = field(default_factory=dict)
@@ -126,13 +129,16 @@ class HostSelector:
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
         deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
         while True:
-            report = self._check(assignment, attempt)
+            report, pool = self._check(assignment, attempt)
             if report.passed:
                 self._cores = self._cores or report.cores
                 address = f"[{report.address}]" if ":" in report.address else report.address
-                coordinator = f"{address}:{report.port}"
                 return ReadyHosts(
-                    assignment=assignment, coordinator=coordinator, visible=report.visible, cores=self._cores
+                    assignment=assignment,
+                    pool=pool,
+                    coordinator=f"{address}:{report.port}",
+                    visible=report.visible,
+                    cores=self._cores,
                 )
             errors = [result for result in report.findings if result.level == "error"]
             reasons = [result.text for result in errors]
@@ -152,21 +158,24 @@ class HostSelector:
             assignment = assign(job, hosts, present)
             self._say([*reasons, assignment.note], said)
 
-    def _check(self, assignment: Assignment, attempt: int) -> PreflightReport:
+    def _check(self, assignment: Assignment, attempt: int) -> tuple[PreflightReport, HostPool]:
+        """What is found, and the agents that were asked: they stay where all is well."""
         # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
         port = None if self._job.port is None else min(self._job.port + attempt, 65535)
         while True:
-            try:
-                report = check_job_hosts(
-                    assignment.job, self._backend, assignment.hosts, port=port, wake=self._signals.fd
-                )
-            except Interrupted:
-                if numbers := self._signals.take():
-                    raise StoppedError(numbers[0]) from None
-            else:
+            with ExitStack() as stack:
+                pool = stack.enter_context(HostPool(self._backend, self._signals.fd))
+                try:
+                    report = check_job_hosts(assignment.job, self._backend, assignment.hosts, port=port, pool=pool)
+                except Interrupted:
+                    if numbers := self._signals.take():
+                        raise StoppedError(numbers[0]) from None
+                    continue
                 warnings = [result.text for result in report.findings if result.level == "warning"]
                 self._say(warnings, self._warnings, "warning: ")
-                return report
+                if report.passed:
+                    stack.pop_all()
+                return report, pool
 
     def _say(self, lines: Sequence[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""

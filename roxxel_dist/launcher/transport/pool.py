@@ -12,7 +12,7 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
 from roxxel_dist.launcher.control.outcome import HostLost, how
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, Heartbeat, HostConnection
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, Heartbeat, HostConnection, agent_words
 from roxxel_dist.launcher.transport.protocol import Message
 
 SILENT_S = 10.0
@@ -38,17 +38,17 @@ class HostPool:
 
     Args:
         backend: starts the programs.
-        words: the module to start on each host, and its arguments.
         wake: a descriptor to be waited for too; `events` returns when it can be read, and `ask` raises `Interrupted`.
+        words: the module to start on each host, and its arguments; by default the agent, which answers questions too.
     """
 
-    def __init__(self, backend: Backend, words: Sequence[str], wake: int | None = None) -> None:
+    def __init__(self, backend: Backend, wake: int | None = None, words: Sequence[str] = ()) -> None:
         self.all: list[HostConnection] = []
         """In the order of their start."""
         self.gone: dict[str, str] = {}
         """Hosts that do not answer questions, and why."""
         self._backend = backend
-        self._words = words
+        self._words = words or agent_words(backend)
         self._select = selectors.DefaultSelector()
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ)
@@ -124,7 +124,7 @@ class HostPool:
         """Have an agent on each host start its ranks."""
         for place in placed:
             link = self.connect(place.host)
-            link.ranks = list(place.ranks)
+            link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
         self._heartbeat = Heartbeat(self.all)

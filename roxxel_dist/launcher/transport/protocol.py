@@ -1,5 +1,6 @@
 """What the controller and a program on a host say to each other: one JSON object a line, over its stdin and stdout.
 
+Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
 To the agent:  start (command, ranks: [{rank, env}], total) · stop (grace) · kill (after) · dump · alive
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; every half second, also where none did) ·
@@ -33,6 +34,13 @@ class Decoder:
         block = b"".join([*self._rest, head])
         self._rest = [rest]
         return [_decode(line) for line in block.split(b"\n")]
+
+    def read(self, fd: int) -> list[Message]:
+        """Wait for messages from a descriptor; none at its end."""
+        while data := os.read(fd, 1 << 16):
+            if messages := self.feed(data):
+                return messages
+        return []
 
 
 def _decode(line: bytes) -> Message:
