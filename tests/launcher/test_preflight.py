@@ -276,3 +276,31 @@ def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:
     few, some, limit, many = done.stdout.strip().split("|")
     assert (few, some, limit) == ("", "", "(704, 1024)")
     assert many.startswith("400 hosts need up to 6464 open files here, and this machine allows 1024")
+
+
+def test_a_job_that_needs_more_open_files_than_there_may_be_is_refused(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys; from roxxel_dist.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); sys.exit(main(sys.argv[1:]))"
+    )
+    hosts = ",".join(f"h{number}.invalid" for number in range(300))
+    words = ["launch", "ssh", "--hosts", hosts, "--", "true"]
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (69, "")
+    refused = "300 hosts need up to 4864 open files here, and this machine allows 512 (`ulimit -Hn`)"
+    assert done.stderr.count("roxxel-dist: ") == 2, "why, and that it was not started"
+    assert done.stderr.startswith(f"roxxel-dist: {refused}: raise the limit, or use fewer hosts\n")
+
+
+def test_more_hosts_than_are_asked_at_once() -> None:
+    """All answer, some in vain, and none starts before another has made room."""
+    names = tuple(f"h{number}" for number in range(12))
+    hosts = {name: {"argv": ["false"]} if name in ("h3", "h11") else {} for name in names}
+    with pytest.MonkeyPatch.context() as patch, HostPool(Children(hosts)) as pool:
+        patch.setattr("roxxel_dist.launcher.transport.pool.AT_ONCE", 3)
+        answers = pool.ask({name: {"ask": "address", "towards": []} for name in names})
+        assert list(answers) == [name for name in names if name not in pool.gone]
+        assert set(pool.gone) == {"h3", "h11"}
+        connected = [(link.host, link.ready) for link in pool.all]
+    assert connected == [(name, name not in pool.gone) for name in names]

@@ -58,7 +58,7 @@ def test_each_question_gives_it_a_new_life() -> None:
         [sys.executable, "-c", program], input=2 * question, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [{"address": None}], done.stderr
-    assert done.stderr.split() == ["180"] * 2 + ["0"]
+    assert done.stderr.split() == ["600"] * 2 + ["0"]
 
 
 @pytest.fixture

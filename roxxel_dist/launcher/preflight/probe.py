@@ -17,8 +17,9 @@ from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, encode
 
-LIFE_S = 180
-"""From one question to the next: longer than the other hosts may take to answer. A probe behind a cut link ends too."""
+LIFE_S = 600
+"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. Who is behind a cut link
+ends too."""
 CONNECT_S = 5.0
 
 

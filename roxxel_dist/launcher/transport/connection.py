@@ -108,7 +108,7 @@ class Heartbeat:
     """Tells agents, from a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
 
     def __init__(self, links: Sequence[HostConnection]) -> None:
-        self._links = list(links)
+        self._links = links
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()

@@ -3,6 +3,7 @@
 import os
 import selectors
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,8 @@ START_S = 60.0
 """How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
 ANSWER_S = 60.0
 """How long a host may take to an answer before the start, its connection included."""
+AT_ONCE = 32
+"""So many hosts are asked at the same time: each may have to be reached first, and a network has its own limits."""
 KILL_S = 10.0
 """How long killed ranks may take to be gone."""
 PROBE_END_S = 2.0
@@ -43,7 +46,8 @@ class HostPool:
     """
 
     def __init__(self, backend: Backend, wake: int | None = None, words: Sequence[str] = ()) -> None:
-        self.all: list[HostConnection] = []
+        self._by_host: dict[str, HostConnection] = {}
+        self.all = self._by_host.values()
         """In the order of their start."""
         self.gone: dict[str, str] = {}
         """Hosts that do not answer questions, and why."""
@@ -66,17 +70,15 @@ class HostPool:
 
     def connect(self, host: str) -> HostConnection:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
-        for link in self.all:
-            if link.host == host:
-                return link
-        link = HostConnection(host=host, process=self._backend.start(host, *self._words))
-        self.all.append(link)
+        if host in self._by_host:
+            return self._by_host[host]
+        self._by_host[host] = link = HostConnection(host=host, process=self._backend.start(host, *self._words))
         self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
         self._select.register(link.error_fd, selectors.EVENT_READ, (self._read_errors, link))
         return link
 
     def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
-        """Ask hosts, all at once, and wait for all answers; `heard` in each is the time here when it came.
+        """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `heard` in each is the time here when it came.
 
         A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is `gone`.
 
@@ -84,19 +86,20 @@ class HostPool:
             Interrupted: the descriptor `wake` can be read.
         """
         answers: dict[str, Message] = {}
-        waiting: set[HostConnection] = set()
-        for host in questions:
-            if host not in self.gone:
+        unasked = deque(host for host in questions if host not in self.gone)
+        waiting: dict[HostConnection, float] = {}
+        while unasked or waiting:
+            if unasked and len(waiting) < AT_ONCE:  # one in a turn: answers are not to wait for the start of others
+                host = unasked.popleft()
                 try:
                     link = self.connect(host)
                 except OSError as error:
                     self.gone[host] = f"no probe could be started: {error}"
-                else:
-                    link.send(questions[host])
-                    waiting.add(link)
-        end = time.monotonic() + limit_s
-        while waiting:
-            for link, event in self._ready(max(0.0, end - time.monotonic())):
+                    continue
+                link.send(questions[host])
+                waiting[link] = time.monotonic() + limit_s
+            at_once = unasked and len(waiting) < AT_ONCE
+            for link, event in self._ready(0 if at_once else max(0.0, min(waiting.values()) - time.monotonic())):
                 if link is None:
                     raise Interrupted
                 if isinstance(event, dict):
@@ -105,13 +108,10 @@ class HostPool:
                     self._give_up(link, str(event) or _why_it_ended(link))
                 else:
                     continue
-                waiting.discard(link)
-            if time.monotonic() >= end:
-                for link in waiting:
-                    self._give_up(
-                        link, f"it did not answer within {limit_s:g} s: is the machine stuck, or its network?"
-                    )
-                waiting.clear()
+                waiting.pop(link, None)
+            for link in [link for link, end in waiting.items() if time.monotonic() >= end]:
+                del waiting[link]
+                self._give_up(link, f"it did not answer within {limit_s:g} s: is the machine stuck, or its network?")
         return {host: answers[host] for host in questions if host in answers}
 
     def _give_up(self, link: HostConnection, why: str) -> None:
@@ -127,7 +127,7 @@ class HostPool:
             link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
-        self._heartbeat = Heartbeat(self.all)
+        self._heartbeat = Heartbeat(list(self.all))
 
     @property
     def done(self) -> bool:
