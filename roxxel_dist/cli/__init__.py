@@ -14,7 +14,6 @@ from roxxel_dist.cli.arguments import as_flags
 from roxxel_dist.cli.data import data_build, data_info, data_verify
 from roxxel_dist.cli.doctor import doctor
 from roxxel_dist.cli.jobs import attach, logs, ps, stop
-from roxxel_dist.cli.kubernetes import launch_k8s, launch_member
 from roxxel_dist.cli.launch import command_of
 from roxxel_dist.cli.models import evaluate, export, generate
 from roxxel_dist.cli.ray import launch_ray
@@ -113,7 +112,7 @@ def launch(words: list[str]) -> int:
     from roxxel_dist.launcher.backends import options
 
     made = {name: command_of(name, kind) for name, kind in options().items()}
-    own = {"ray": launch_ray, "k8s": launch_k8s, "member": launch_member}
+    own = {"ray": launch_ray}
     return _dispatch("launch", made | own, words)
 
 

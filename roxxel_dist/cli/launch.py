@@ -36,6 +36,7 @@ def command_of(name: str, kind: "type[Command]") -> Callable[[list[str]], int]:
             passed=passed,
             job=lambda options, nprocs, backend: job_of(options, nprocs, words[end + 1 :], backend),
             start=start,
+            check_command=lambda: micro_batches(words[end + 1 :]),
             usage_errors=usage_errors,
         )
         return options.launch(request)
@@ -95,7 +96,7 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     Raises:
         ValueError: the words, or the config that they name, cannot be used.
     """
-    if command[:1] != ("train",):
+    if list(command[:1]) != ["train"]:
         return ()
     from roxxel_dist.curriculum.phases import Phase
 

@@ -15,6 +15,8 @@ BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",
     "ssh": "roxxel_dist.launcher.backends.ssh:SshBackend",
     "slurm": "roxxel_dist.launcher.backends.slurm.options:SlurmBackend",
+    "k8s": "roxxel_dist.launcher.backends.kubernetes.jobset",
+    "member": "roxxel_dist.launcher.backends.kubernetes.node:MemberBackend",
 }
 
 

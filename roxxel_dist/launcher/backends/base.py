@@ -94,6 +94,8 @@ class LaunchRequest:
     """The job of these options, so many ranks and a backend. Raises ValueError for a slip of the user's."""
     start: Callable[["Options", JobSpec, Backend], int]
     """Run the job, leave it to a detached controller (--detach), or print it (--dry-run); the exit code."""
+    check_command: Callable[[], object]
+    """Raises ValueError for words of a `train` command that cannot be used; `job` does it too."""
     usage_errors: Callable[[], AbstractContextManager[None]]
     """Within it a ValueError of this package is a message for the user, and exit code 2."""
 

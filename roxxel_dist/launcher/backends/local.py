@@ -63,23 +63,3 @@ class Options(base.Options, LocalOptions):
     def backend(self) -> tuple[LocalBackend, int]:
         """This machine, and how many processes."""
         return LocalBackend(), self.nprocs
-
-
-class MemberBackend(LocalBackend):
-    """As `LocalBackend`, with rank 0 on another machine or where another machine reaches it.
-
-    The ranks of this machine, of a job whose other machines have launchers of their own.
-
-    Args:
-        address: where rank 0 is for the ranks of this machine: an address of its own, or a name.
-        leads: whether rank 0 is one of them.
-    """
-
-    kind = "member"
-
-    def __init__(self, address: str, *, leads: bool) -> None:
-        self.address, self.is_coordinator = address, leads
-
-    def describe(self) -> Mapping[str, Any]:
-        """What `backends.make` needs."""
-        return {"kind": self.kind, "address": self.address, "leads": self.is_coordinator}

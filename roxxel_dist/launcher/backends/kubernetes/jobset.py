@@ -8,14 +8,18 @@ by itself (`kubectl apply --dry-run=server`) is not looked for; what it would ta
 import math
 import os
 import re
+import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
-from roxxel_dist.launcher.environment import is_secret, masked_words
-from roxxel_dist.launcher.spec import JobOptions, flag
+from roxxel_dist.launcher.environment import assignments, is_secret, masked_words, read_env_file
+from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for, placements
 
 Plain = dict[str, Any]
 
@@ -32,7 +36,7 @@ TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 
 @dataclass(frozen=True, kw_only=True)
 class PodOptions:
-    """Which pods; a class of its own so that `--help` begins with it."""
+    """Which pods."""
 
     hosts: int
     """Pods."""
@@ -65,12 +69,28 @@ class PodOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class K8sOptions(JobOptions, PodOptions):
+class Options(JobOptions, base.Command, PodOptions):
     """Print a JobSet for Kubernetes: `launch k8s --hosts N --image IMAGE [options] -- CMD… | kubectl apply -f -`.
 
     Nothing is applied. The cluster needs JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image
     needs roxxel-dist on its path.
     """
+
+    example: ClassVar[str] = "--hosts 2 --image IMAGE"
+
+    def launch(self, request: base.LaunchRequest) -> int:
+        """Print the manifest."""
+        import yaml
+
+        with request.usage_errors():
+            config = flag(request.command, "config")
+            if config is None or Path(config).exists():  # it may be in the image alone
+                request.check_command()
+            text = yaml.safe_dump(
+                manifest(spec_of(self, request.command)), sort_keys=False, allow_unicode=True, width=120
+            )
+        sys.stdout.write(text)
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +100,7 @@ class JobSetSpec:
     name: str
     command: tuple[str, ...]
     """What the user wrote behind `--`."""
-    options: K8sOptions
+    options: Options
     env: Mapping[str, str] = field(default_factory=dict)
     env_of_secret: tuple[str, ...] = ()
     """Variables whose value is the key of that name in the first secret."""
@@ -158,7 +178,7 @@ def chips_of(topology: str) -> int:
     return math.prod(map(int, topology.split("x")))
 
 
-def threads(options: K8sOptions) -> int | None:
+def threads(options: Options) -> int | None:
     """Threads for each rank's sums on CPU, the same on all nodes; None where GPUs or TPUs do the work."""
     cpu = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", options.cpu or "")
     if cpu is None or options.gpus_per_host is not None or options.tpu is not None:
@@ -179,6 +199,25 @@ def member_command(spec: JobSetSpec) -> list[str]:
         if value != default:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [f"{value:g}"])]
     return [*words, "--", *spec.command]
+
+
+def spec_of(options: Options, command: tuple[str, ...]) -> JobSetSpec:
+    """What was asked for; nothing comes from the environment of this process. Raises ValueError for a slip."""
+    name = time.strftime("roxxel-%Y%m%d-%H%M%S") if options.name is None else options.name
+    env_of_secret = tuple(dict.fromkeys(word for word in options.env if "=" not in word))
+    env = {
+        **({} if options.env_from is None else read_env_file(options.env_from)),
+        **assignments([word for word in options.env if "=" in word], {}),
+    }
+    env = {name: value for name, value in env.items() if name not in env_of_secret}
+    spec = JobSetSpec(name=name, command=command, options=options, env=env, env_of_secret=env_of_secret)
+    shared = {field.name: getattr(options, field.name) for field in fields(JobOptions)}
+    nprocs, logs = options.procs_per_host, log_dir_for(command, name)
+    job = JobSpec(command=command, nprocs=nprocs, run_id=name, log_dir=logs, env=env, **shared)
+    placements(job, ["host"], "", {})  # the GPUs of a host must divide
+    if (count := threads(options)) and "PJRT_NPROC" not in env:  # nodes that differ would split their sums otherwise
+        return replace(spec, env={**env, "PJRT_NPROC": str(count)})
+    return spec
 
 
 def manifest(spec: JobSetSpec) -> Plain:

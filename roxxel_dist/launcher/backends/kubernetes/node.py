@@ -3,13 +3,20 @@
 Nobody tells these nodes anything: each knows its number, and by what name it finds the first one.
 """
 
+import os
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.launcher.backends import base
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.preflight.host_info import is_loopback, resolved
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
@@ -68,6 +75,90 @@ class Node:
     def is_coordinator(self) -> bool:
         """Whether this is host 0."""
         return self.index == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Which host this is."""
+
+    hosts: int | None = None
+    """Hosts of the job. Not given: ROXXEL_HOSTS, or 1."""
+    index: int | None = None
+    """The number of this host, from 0. Not given: ROXXEL_INDEX, or JOB_COMPLETION_INDEX, which Kubernetes sets."""
+    first: str | None = None
+    """The name or address by which hosts find host 0. Not given: ROXXEL_FIRST_HOST."""
+    procs_per_host: int | None = None
+    """Processes on each host. Not given: ROXXEL_PROCS_PER_HOST, or 1."""
+    attempt: int | None = None
+    """How often the whole job was started before; ranks resume where it is not 0. Not given: ROXXEL_RESTARTS, or 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options, NodeOptions):
+    """Start one host's ranks of a job, on that host: `launch member [options] -- CMD…`.
+
+    What starts a job this way (JobSet, compose) starts this command on every host, ends all of them when one ends, and
+    starts them again together.
+    """
+
+    example: ClassVar[str] = "--hosts 2 --index 0 --first NAME"
+    run_id: str | None = None
+    """The same on all hosts: names the run, and its folder runs/run_ID. Not given: ROXXEL_RUN_NAME."""
+    port: int | None = None
+    """The coordinator's port on host 0. Not given: ROXXEL_PORT, or 29500."""
+    max_restarts: int = 0
+    """Restarts of this host's ranks alone: usually the whole job is started again."""
+    host_timeout: float = 600.0
+    """Seconds to wait until the name of host 0 is known."""
+
+    def launch(self, request: base.LaunchRequest) -> int:
+        """Start this host's ranks of a job that pods or containers make up."""
+        with request.usage_errors():
+            if self.detach:
+                raise ValueError("--detach: a container ends with its first process, so a member stays; leave it out")
+            flags = self._flags()
+            node = Node(hosts=flags["hosts"], index=flags["index"], first=flags["first"], procs=flags["procs_per_host"])
+            options = replace(self, run_id=flags["run_id"], port=flags["port"])
+            job = replace(
+                request.job(options, node.procs, MemberBackend(node.first, leads=node.is_coordinator)),
+                first_rank=node.index * node.procs,
+                world=node.hosts * node.procs,
+                first_attempt=flags["attempt"],
+            )
+        address = node.first if self.dry_run else _wait_for_first(node, job.host_timeout)
+        if isinstance(address, int):
+            return address
+        return request.start(options, job, MemberBackend(address, leads=node.is_coordinator))
+
+    def _flags(self) -> dict[str, Any]:
+        """The flags that the environment may give, with what it gives, and with what they are otherwise."""
+        given = flags_from_environment({name: getattr(self, name) for name in VARIABLES}, os.environ)
+        flags: dict[str, Any] = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
+        for name in ("index", "first", "run_id"):
+            if given[name] is None and flags["hosts"] > 1:
+                option, variables = f"--{name.replace('_', '-')}", " or ".join(VARIABLES[name])
+                raise ValueError(f"{option} is not given, nor {variables}: {flags['hosts']} hosts need it")
+        if flags["attempt"] < 0:
+            raise ValueError(f"--attempt {flags['attempt']}: must be 0, or how often the job was started before")
+        return flags
+
+
+class MemberBackend(LocalBackend):
+    """As `LocalBackend`, with rank 0 on another machine or where another machine reaches it.
+
+    Args:
+        address: where rank 0 is for the ranks of this machine: an address of its own, or a name.
+        leads: whether rank 0 is one of them.
+    """
+
+    kind = "member"
+
+    def __init__(self, address: str, *, leads: bool) -> None:
+        self.address, self.is_coordinator = address, leads
+
+    def describe(self) -> Mapping[str, Any]:
+        """What `backends.make` needs."""
+        return {"kind": self.kind, "address": self.address, "leads": self.is_coordinator}
 
 
 def flags_from_environment(
@@ -143,3 +234,20 @@ def _look(node: Node) -> tuple[str, str]:
             probe.bind((address, 0))
             return address, ""
     return "", f"--first {node.first} is {outside[0]}, which is no address of this machine, and --index 0 is this one"
+
+
+def _wait_for_first(node: Node, limit_s: float) -> str | int:
+    """Where rank 0 is; or the exit code, where that was not found out."""
+    numbers: list[int] = []
+    with SignalPipe(info) as signals:  # the first process of a container would not even end without a handler
+
+        def pause(seconds: float) -> bool:
+            numbers.extend(signals.wait(seconds))
+            return bool(numbers)
+
+        try:
+            address = find_first(node, limit_s, info, pause)
+        except NoFirstHostError as problem:
+            info(str(problem))
+            return EXIT_PREFLIGHT
+    return 128 + numbers[0] if address is None else address
