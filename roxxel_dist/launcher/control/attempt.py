@@ -218,7 +218,7 @@ class Attempt:
             self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
-        names = {signal.SIGINT: "Ctrl-C or stop", signal.SIGQUIT: "Ctrl-\\ or stop --kill"}
+        names: dict[int, str] = {signal.SIGINT: "Ctrl-C or stop", signal.SIGQUIT: "Ctrl-\\ or stop --kill"}
         name = names.get(number) or signal.Signals(number).name
         again = self._requested is not None
         self._requested = self._requested or number
