@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from roxxel_dist.cli.arguments import Switch, parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
 
@@ -184,7 +184,7 @@ def stop(words: list[str]) -> int:
         info(f"run {job.run_id} is {job.state} after {limit:g} s: `roxxel-dist stop {job.run_id} --kill` ends it")
         return EXIT_FAILED
     _say_over(job)
-    return 0 if job.code in ORDERLY else EXIT_FAILED
+    return 0 if job.code in OK_CODES else EXIT_FAILED
 
 
 def _find(name: str, command: str) -> "JobRecord":

@@ -32,9 +32,9 @@ EXIT_LOST_RANK = 76
 """jax's coordinator, or what it says of another rank, is lost to this rank: started again."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
-WAITED = "the program had ended, and other ranks had not after the time that --exit-timeout gives"
+EXIT_TIMEOUT_TEXT = "the program had ended, and other ranks had not after the time that --exit-timeout gives"
 """What a worker says when it leaves with `EXIT_HANG`."""
-ORDERLY = (0, EXIT_DRAINED)
+OK_CODES = (0, EXIT_DRAINED)
 """Codes that are no failure."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_HANG, WAITED
+from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_TIMEOUT_TEXT
 
 pytestmark = pytest.mark.xdist_group("launch")
 # Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.
@@ -238,4 +238,4 @@ def test_a_rank_that_only_waits_for_the_others_leaves_when_the_limit_is_over(tmp
     (tmp_path / "end.py").write_text("import atexit, time\natexit.register(time.sleep, 1000)\nprint('out')\n")
     done = worker("end.py", cwd=tmp_path, ROXXEL_EXIT_TIMEOUT="0.2")
     assert (done.returncode, done.stdout) == (EXIT_HANG, "out\n")
-    assert done.stderr == f"roxxel-dist: {WAITED}\n"
+    assert done.stderr == f"roxxel-dist: {EXIT_TIMEOUT_TEXT}\n"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
 from roxxel_dist.launcher.control.outcome import USAGE_S, AttemptResult, HostLost, RankExit
@@ -151,7 +151,7 @@ class Attempt:
 
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
-        failed = any(end.code not in ORDERLY for end in self._exits)
+        failed = any(end.code not in OK_CODES for end in self._exits)
         return failed or self._late or self._lost is not None or self._requested is not None
 
     def _end_hang(self, dump: Dump, now: float) -> None:
@@ -203,11 +203,11 @@ class Attempt:
 
     def _on_exit(self, end: RankExit) -> None:
         self._exits.append(end)
-        if end.code not in ORDERLY and not end.killed_by_us:
+        if end.code not in OK_CODES and not end.killed_by_us:
             self._failed = self._failed or time.monotonic()
         self._watch.forget(end.rank)
         self._reached = max(self._reached, end.step)
-        if end.code not in ORDERLY:
+        if end.code not in OK_CODES:
             if self._requested is None:  # the agent of this rank does so by itself; this is for the others
                 self._kill(USAGE_S if end.code == EXIT_USAGE else 0)
         elif self._deadline is None and not self._late and self._requested is None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES
 from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 
@@ -80,7 +80,7 @@ def first_failure(outcome: AttemptResult) -> RankExit | None:
     crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a lost host
     that was silent already by then, or whose agent died: what it had said before may be read after the failure.
     """
-    failures = [end for end in outcome.exits if end.code not in ORDERLY and not end.killed_by_us]
+    failures = [end for end in outcome.exits if end.code not in OK_CODES and not end.killed_by_us]
     if not failures:
         return None
     first = failures[0]
@@ -111,7 +111,7 @@ def exit_code(outcome: AttemptResult) -> int:
     if outcome.late and any(end.killed_by_us for end in outcome.exits):
         return EXIT_HANG
     codes = {end.code for end in outcome.exits}
-    if outcome.requested is not None and not codes <= set(ORDERLY):
+    if outcome.requested is not None and not codes <= set(OK_CODES):
         return 128 + outcome.requested
     return EXIT_DRAINED if EXIT_DRAINED in codes else 0
 
@@ -149,7 +149,7 @@ def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[st
 def late_report(outcome: AttemptResult, exit_timeout: float) -> str:
     """Who stayed when others had ended."""
     stayed = [end for end in outcome.exits if end.killed_by_us]
-    ended = next(end.rank for end in outcome.exits if end.code in (*ORDERLY, EXIT_HANG))
+    ended = next(end.rank for end in outcome.exits if end.code in (*OK_CODES, EXIT_HANG))
     names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
     return (
         f"rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, ORDERLY, WAITED
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES, EXIT_TIMEOUT_TEXT
 from roxxel_dist.launcher.control.hang import hang_report
 from roxxel_dist.launcher.control.outcome import (
     AttemptResult,
@@ -39,7 +39,7 @@ def _failed(job: JobSpec, outcome: AttemptResult, failure: RankExit, logs: Logs)
     if failure.code == EXIT_USAGE and words and (job.command[0] == "train" or words[-1].startswith("roxxel-dist: ")):
         shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
         return [] if shown else tail
-    if failure.code == EXIT_HANG and any(WAITED in line for line in tail[-1:]):
+    if failure.code == EXIT_HANG and any(EXIT_TIMEOUT_TEXT in line for line in tail[-1:]):
         return _said(late_report(outcome, job.exit_timeout))
     return failure_report(failure, tail, logs.path(failure.rank))
 
@@ -47,7 +47,7 @@ def _failed(job: JobSpec, outcome: AttemptResult, failure: RankExit, logs: Logs)
 def _ended(job: JobSpec, outcome: AttemptResult, logs: Logs) -> list[str]:
     """Where no rank failed by itself."""
     if outcome.lost is not None:
-        others = [end for end in outcome.exits if end.code not in ORDERLY and not end.killed_by_us][:1]
+        others = [end for end in outcome.exits if end.code not in OK_CODES and not end.killed_by_us][:1]
         words = [line for end in others for line in failure_report(end, logs.tail(end.rank), logs.path(end.rank))]
         return [*words, *_said(outcome.lost.text)]
     if outcome.late:

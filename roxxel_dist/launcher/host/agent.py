@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, ORDERLY, PIPE_ENV, STACK_SIGNAL
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, PIPE_ENV, STACK_SIGNAL
 from roxxel_dist.launcher.control.outcome import USAGE_S
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
@@ -313,7 +313,7 @@ class Agent:
                 if rank.output < 0:
                     rank.tree.kill()
             return
-        failures = {rank.code for rank in exited if rank.code not in ORDERLY and not rank.killed_by_us}
+        failures = {rank.code for rank in exited if rank.code not in OK_CODES and not rank.killed_by_us}
         if failures == {EXIT_USAGE}:
             self._kill_in(USAGE_S)
         elif failures:

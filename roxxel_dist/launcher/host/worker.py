@@ -25,9 +25,9 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_PORT,
     EXIT_TIMEOUT_ENV,
     EXIT_USAGE,
-    ORDERLY,
+    OK_CODES,
     STACK_SIGNAL,
-    WAITED,
+    EXIT_TIMEOUT_TEXT,
     FileSystemError,
     LostRankError,
 )
@@ -173,7 +173,7 @@ def _run(program: Callable[[], None]) -> None:
         program()
     except SystemExit as end:
         code = _exit_code(end)
-        if code not in ORDERLY:
+        if code not in OK_CODES:
             _fail(code)
         _limit_the_wait()
         sys.exit(code)
@@ -201,7 +201,7 @@ def _limit_the_wait() -> None:
 
 
 def _give_up() -> NoReturn:
-    info(WAITED)
+    info(EXIT_TIMEOUT_TEXT)
     _leave(EXIT_HANG)
 
 
