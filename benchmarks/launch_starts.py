@@ -6,9 +6,10 @@ import os
 import shlex
 import signal
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.spec import JobSpec, coordinator_port, rank_environment
 
 MOST_S, MOST_SHARE = 0.3, 0.03
+FEW_HOSTS, MANY_HOSTS, MOST_MS_A_HOST = 2, 48, 15.0
 RESTART_S = 2.0
 SAVE_EVERY = 100
 CONFIG = f"""
@@ -41,6 +43,46 @@ def starts(setting: Setting) -> Iterator[Row]:
     with Cluster(2) as hosts:
         mine = lambda: Job(over_ssh(hosts, JAX_RANK, *options), 2, hosts)  # noqa: E731
         yield _start_row("2 hosts by ssh", setting, lambda: _by_hand_over_ssh(hosts), mine)
+    yield _cpu_row(setting)
+
+
+def _cpu_row(setting: Setting) -> Row:
+    """What each further host costs the controller, by the difference of two launches: its own start is not in it."""
+    with Cluster(MANY_HOSTS) as hosts:
+        few, many = hosts.names[:FEW_HOSTS], hosts.names
+        tally = repeated(
+            "CPU of the controller for each host",
+            setting.count,
+            lambda number: 1000 * (_cpu_s(hosts, many) - _cpu_s(hosts, few)) / (MANY_HOSTS - FEW_HOSTS),
+        )
+    return Row(
+        what=f"CPU of the controller for each of {MANY_HOSTS} hosts by ssh, without that of ssh itself",
+        target=f"median <= {MOST_MS_A_HOST:g} ms",
+        limit=MOST_MS_A_HOST,
+        times=tally.times,
+        unit="ms",
+        missed=tally.missed,
+        by_median=True,
+    )
+
+
+COUNT_CPU = """
+import resource, sys
+from roxxel_dist.cli import main
+code = main(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print("cpu", used.ru_utime + used.ru_stime)
+sys.exit(code)
+"""
+
+
+def _cpu_s(hosts: Cluster, names: Sequence[str]) -> float:
+    """What a launch of `true` on these hosts takes of the CPU, without its children."""
+    words = ["launch", "ssh", "--hosts", ",".join(names), "--ssh-config", hosts.ssh_config, "--", "true"]
+    done = hosts.run([sys.executable, "-c", COUNT_CPU, *words], cwd=hosts.folder, timeout=START_S)
+    if done.returncode:
+        raise MissedError(f"a launch on {len(names)} hosts ended with {done.returncode}: {done.stderr[-2000:]}")
+    return float(done.stdout.rpartition("cpu ")[2])
 
 
 def _start_row(where: str, setting: Setting, by_hand: Callable[[], Job], mine: Callable[[], Job]) -> Row:

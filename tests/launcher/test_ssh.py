@@ -101,6 +101,21 @@ def test_what_each_rank_sees(ssh: Callable[[int], Ssh], tmp_path: Path) -> None:
     assert not two.left()
 
 
+@pytest.mark.long
+def test_64_hosts(ssh: Callable[[int], Ssh]) -> None:
+    """Twice as many as are asked at a time; and the failure of one rank is that of all."""
+    many = ssh(64)
+    done = many.run("--all-ranks", "--", "env", "sh", "-c", "echo here $ROXXEL_PROCESS_ID", timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == sorted(f"here {n}" for n in range(64))
+    assert not many.left()
+    failing = 'test "$ROXXEL_PROCESS_ID" != 40 || exit 7; sleep 1000'
+    done = many.run("--max-restarts", 0, "--", "env", "sh", "-c", failing, timeout=280)
+    assert done.returncode == 7
+    assert "rank 40 failed first: exit code 7 (host h41" in done.stderr
+    assert not many.left()
+
+
 JAX = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
