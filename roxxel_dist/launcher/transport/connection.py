@@ -5,7 +5,6 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 CHUNK = 1 << 20
 AGENT_END_S = 10.0
 HEARTBEAT_S = 0.5
-"""How often a controller and its agents let each other hear that they live."""
+"""How often a controller lets its agents hear that it lives."""
 STDERR_LINES = 100
 """Of a program's stderr so many lines are kept, to tell why it ended."""
 
@@ -40,9 +39,6 @@ class HostConnection:
     """Whether it has said anything."""
     done: bool = False
     """Whether nothing more is expected from it: its work has ended, or it is lost."""
-    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
-    """The last lines of its stderr: those of ssh, or of a program that could not start."""
-    decoder: Decoder = field(default_factory=Decoder)
 
     def __post_init__(self) -> None:
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
@@ -51,6 +47,9 @@ class HostConnection:
         assert stderr is not None
         self._streams = (stdin, stdout, stderr)
         self.order_fd, self.fd, self.error_fd = (stream.fileno() for stream in self._streams)
+        self.stderr: deque[str] = deque(maxlen=STDERR_LINES)
+        """The last lines of its stderr: those of ssh, or of a program that could not start."""
+        self.decoder = Decoder()
         self._outbox = Outbox(self.order_fd)
         self._lines = LineSplitter()
         self._lock = threading.Lock()
@@ -60,15 +59,11 @@ class HostConnection:
         """Whether there are orders for which the pipe has had no room."""
         return len(self._outbox) > 0
 
-    def send(self, message: Message) -> None:
-        """Give an order, without waiting for anybody; a program that is gone needs none."""
+    def send(self, *messages: Message) -> None:
+        """Give orders, and go on with those that wait, without waiting for the program; one that is gone needs none."""
         with self._lock:
-            self._outbox.send(message)
-            self._outbox.flush()
-
-    def flush(self) -> None:
-        """Go on with what waits."""
-        with self._lock:
+            for message in messages:
+                self._outbox.send(message)
             self._outbox.flush()
 
     def errors(self, data: bytes) -> list[str]:
@@ -102,24 +97,3 @@ class HostConnection:
         if self.wait(limit_s) is None:
             self.process.wait()
         self._streams[2].close()
-
-
-class Heartbeat:
-    """Tells agents, from a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
-
-    def __init__(self, links: Sequence[HostConnection]) -> None:
-        self._links = links
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._end.wait(HEARTBEAT_S):
-            for link in self._links:
-                if not link.done and not link.waiting:
-                    link.send({"type": "alive"})
-
-    def end(self) -> None:
-        """Say nothing any more."""
-        self._end.set()
-        self._thread.join()

@@ -2,10 +2,10 @@
 
 import os
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
@@ -13,7 +13,7 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
 from roxxel_dist.launcher.control.outcome import HostLost, how
 from roxxel_dist.launcher.spec import JobSpec, Placement
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, Heartbeat, HostConnection, agent_words
+from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, HEARTBEAT_S, HostConnection, agent_words
 from roxxel_dist.launcher.transport.protocol import Message
 
 SILENT_S = 10.0
@@ -56,25 +56,32 @@ class HostPool:
         self._select = selectors.DefaultSelector()
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ)
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: threading.Thread | None = None
+        self._ending = threading.Event()
         self._kill_by: float | None = None
         self._looked = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._ending.set()
+        if self._heartbeat is not None:
+            self._heartbeat.join()
+        self._select.close()
+        for link in self.all:
+            link.hang_up()
+        end = time.monotonic() + (PROBE_END_S if self._heartbeat is None else AGENT_END_S)
+        for link in self.all:
+            link.close(max(0.0, end - time.monotonic()))
 
     def connect(self, host: str) -> HostConnection:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
         if host in self._by_host:
             return self._by_host[host]
         self._by_host[host] = link = HostConnection(host=host, process=self._backend.start(host, *self._words))
-        self._select.register(link.fd, selectors.EVENT_READ, (self._read, link))
-        self._select.register(link.error_fd, selectors.EVENT_READ, (self._read_errors, link))
+        for fd in (link.fd, link.error_fd):
+            self._select.register(fd, selectors.EVENT_READ, link)
         return link
 
     def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
@@ -127,7 +134,15 @@ class HostPool:
             link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
-        self._heartbeat = Heartbeat(list(self.all))
+        self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heartbeat.start()
+
+    def _beat(self) -> None:
+        """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
+        while not self._ending.wait(HEARTBEAT_S):
+            for link in self.all:
+                if not link.done and not link.waiting:
+                    link.send({"type": "alive"})
 
     @property
     def done(self) -> bool:
@@ -168,45 +183,38 @@ class HostPool:
         A message, a line of stderr, EOFError where a program has closed its stdout, ValueError for what is no message.
         """
         for link in self.all:
-            self._want_room(link)
+            blocked = link.order_fd in self._select.get_map()
+            if link.waiting and not link.done and not blocked:  # the pipe has had no room for its orders
+                self._select.register(link.order_fd, selectors.EVENT_WRITE, link)
+            elif blocked and (link.done or not link.waiting):
+                self._select.unregister(link.order_fd)
         for key, _ in self._select.select(wait_s):
-            if key.data is None:
+            link: HostConnection | None = key.data
+            if link is None:
                 yield None, None
-            elif key.fd in self._select.get_map():  # it may be lost by the event before
-                handle, link = key.data
-                yield from ((link, event) for event in handle(link))
+            elif key.fd not in self._select.get_map():  # lost by the event before
+                continue
+            elif key.fd == link.order_fd:
+                link.send()
+            else:
+                yield from ((link, event) for event in self._read(link, key.fd))
 
-    def _want_room(self, link: HostConnection) -> None:
-        """Wait for room in the pipe of orders, as long as there are orders that found none."""
-        registered = link.order_fd in self._select.get_map()
-        if link.waiting and not link.done and not registered:
-            self._select.register(link.order_fd, selectors.EVENT_WRITE, (self._flush, link))
-        elif registered and (link.done or not link.waiting):
-            self._select.unregister(link.order_fd)
-
-    def _flush(self, link: HostConnection) -> list[Message]:
-        link.flush()
-        return []
-
-    def _read(self, link: HostConnection) -> Iterator[Message | Exception]:
-        data = os.read(link.fd, CHUNK)
+    def _read(self, link: HostConnection, fd: int) -> Iterator[Message | str | Exception]:
+        data = os.read(fd, CHUNK)
         if not data:
-            self._select.unregister(link.fd)
+            self._select.unregister(fd)
+        if fd == link.error_fd:
+            yield from link.errors(data)
+        elif not data:
             if not link.done:
                 yield EOFError()
-            return
-        link.heard = time.monotonic()
-        link.ready = True
-        try:
-            yield from link.decoder.feed(data)
-        except ValueError as error:
-            yield error
-
-    def _read_errors(self, link: HostConnection) -> list[str]:
-        data = os.read(link.error_fd, CHUNK)
-        if not data:
-            self._select.unregister(link.error_fd)
-        return link.errors(data)
+        else:
+            link.heard = time.monotonic()
+            link.ready = True
+            try:
+                yield from link.decoder.feed(data)
+            except ValueError as error:
+                yield error
 
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
@@ -256,17 +264,6 @@ class HostPool:
                 ranks = ", ".join(map(str, link.ranks))
                 text = f"host {link.host}: of the ranks {ranks}, not all are gone {KILL_S:g} s after they were killed"
                 yield link, self._lose(link, f"{text} (a process that waits for a disk or a driver cannot be)")
-
-    def close(self) -> None:
-        """End every program, an agent with what ranks it has, and wait for their end."""
-        if self._heartbeat is not None:
-            self._heartbeat.end()
-        self._select.close()
-        for link in self.all:
-            link.hang_up()
-        end = time.monotonic() + (PROBE_END_S if self._heartbeat is None else AGENT_END_S)
-        for link in self.all:
-            link.close(max(0.0, end - time.monotonic()))
 
 
 def _why_it_ended(link: HostConnection) -> str:
