@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
-from roxxel_dist.launcher.control.outcome import USAGE_S, AttemptResult, HostLost, RankExit
+from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console

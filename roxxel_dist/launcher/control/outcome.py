@@ -11,10 +11,6 @@ from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
-USAGE_S = 5.0
-"""Seconds the others get after a configuration error, so that the rank that prints it (rank 0) comes to it as well:
-on a busy machine ranks start seconds apart."""
-
 TAIL_WITHOUT_TRACEBACK = 15
 CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
 

@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, PIPE_ENV, STACK_SIGNAL
-from roxxel_dist.launcher.control.outcome import USAGE_S
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, PIPE_ENV, STACK_SIGNAL, USAGE_S
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
 from roxxel_dist.launcher.output.logs import LineSplitter
