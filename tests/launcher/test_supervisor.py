@@ -67,7 +67,8 @@ def test_the_one_that_failed_first_counts_not_those_who_followed(number: int, la
 
 def test_a_failure_that_a_rank_has_told_needs_no_end_of_it(launch: Launch) -> None:
     """Its connections are open still, so nobody can have followed it."""
-    script = r"[ $ROXXEL_PROCESS_ID != 1 ] || printf 'bye\n\036failed 7\n'; sleep 1000"
+    tell = """echo bye; echo '{"failed": 7}' >&${ROXXEL_PIPE%:*}"""
+    script = f"[ $ROXXEL_PROCESS_ID != 1 ] || {{ {tell}; }}; sleep 1000"
     code, _, err = launch("bash", "-c", script, nprocs=3).wait()
     assert code == 7
     assert "rank 1 failed first: exit code 7 (" in err
