@@ -1,16 +1,17 @@
 """What runs inside the Ray actor of a node: it starts programs there, and carries their bytes.
 
-The class travels to the node as source of its own (`cluster.actor`), so that Ray's workers need no
-roxxel_dist: this file imports the standard library alone. Each method may wait; the actor has threads for it.
+The class travels to the node as source of its own (`cluster.make_actor`), so that Ray's workers need no
+roxxel_dist: this file imports the standard library and Ray alone. Each method may wait; the actor has threads for it.
 """
 
 import os
+import select
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-CHUNK = 1 << 16
-"""Answers below 100 KB travel with the answer itself, not through Ray's object store."""
+CHUNK = 48_000
+"""Bytes of each stream in an answer: below 100 KB an answer needs no place in Ray's object store."""
 OF_WORKERS = ("PYTHONBREAKPOINT", "SPT_NOENV", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY")
 """Means Ray's workers alone: its debugger, how it names processes, and the session of whoever typed `ray start`."""
 
@@ -26,8 +27,11 @@ class RayNode:
         self._programs: dict[int, subprocess.Popen[bytes]] = {}
         self._environment = environment(os.environ, given)
 
-    def ready(self) -> None:
-        """Answers when the actor is up."""
+    def ready(self) -> str:
+        """The address of its node, when the actor is up."""
+        import ray.util
+
+        return ray.util.get_node_ip_address()
 
     def start(self, number: int, words: Sequence[str], directory: str | None) -> str:
         """Start a program as `number`, in a directory (None: that of Ray's worker); why it cannot be, or ""."""
@@ -47,39 +51,46 @@ class RayNode:
             return f"{words[0]}: {error.strerror}"
         return ""
 
-    def read(self, number: int, error: bool) -> bytes:
-        """Wait for bytes of its stdout or stderr; b"" at the end."""
+    def read(self, number: int) -> tuple[bytes, bytes, int | None]:
+        """Wait for bytes of its stdout or stderr: (stdout, stderr, None); at the end of its stdout its exit code."""
         program = self._programs[number]
-        stream = program.stderr if error else program.stdout
-        assert stream is not None
-        data = os.read(stream.fileno(), CHUNK)
-        if not data:
-            stream.close()
-        return data
+        assert program.stdout is not None
+        assert program.stderr is not None
+        while True:
+            is_over = program.stdout.closed  # stderr may still have its last words
+            pieces = [b"", b""]
+            poll = select.poll()  # select() knows no descriptor above 1,023
+            streams = [stream for stream in (program.stdout, program.stderr) if not stream.closed]
+            for stream in streams:
+                poll.register(stream, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(0 if is_over else None)}
+            for stream in streams:
+                if stream.fileno() in ready:
+                    data = os.read(stream.fileno(), CHUNK)
+                    pieces[stream is program.stderr] = data
+                    if not data:
+                        stream.close()
+            if any(pieces):
+                return pieces[0], pieces[1], None
+            if is_over:
+                return b"", b"", program.wait()
 
     def write(self, number: int, data: bytes) -> bool:
         """Give bytes to its stdin; b"" closes it. Whether it still reads."""
         stream = self._programs[number].stdin
         assert stream is not None
-        try:
+        with suppress(OSError):
             if data:
                 stream.write(data)
                 stream.flush()
                 return True
-        except OSError:
-            pass
         with suppress(OSError):
             stream.close()
         return False
 
-    def wait(self, number: int) -> int:
-        """How it ended, when it has."""
-        return self._programs[number].wait()
-
     def kill(self, number: int) -> None:
         """End it now."""
-        program = self._programs.get(number)
-        if program is not None:
+        if program := self._programs.get(number):
             program.kill()
 
 

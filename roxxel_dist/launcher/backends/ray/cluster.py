@@ -1,9 +1,11 @@
 """A Ray cluster as the launcher meets it: connected to, with a token, and a place on each of several nodes."""
 
+import atexit
 import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
-LISTED = 8
+MAX_NODES = 8
 """Nodes that a message names."""
 ASK_S = 10.0
+CLOSE_S = 10.0
 RECONNECT, HEAD_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 600
 """How long Ray itself waits for a head that is gone; the launcher has ended long before."""
 TOKEN = (
@@ -60,8 +63,12 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
             raise ClusterError(f"--address {address}: {no_answer(error)}") from error
         try:
             yield ray
-        finally:
-            ray.shutdown()
+        finally:  # in a thread: from a cluster that is gone Ray never comes back, nor when the interpreter ends
+            closing = threading.Thread(target=ray.shutdown, name="ray-close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            if closing.is_alive():
+                atexit.unregister(ray.shutdown)
 
 
 @contextmanager
@@ -96,9 +103,9 @@ def check_address(address: str) -> None:
 
 def no_answer(error: Exception) -> str:
     """Why Ray could not connect, in one line, and what to do."""
-    said = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+    reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
     return (
-        f"this process could not join the Ray cluster ({said}): is it up (`ray status`), is this machine one of its "
+        f"this process could not join the Ray cluster ({reason}): is it up (`ray status`), is this machine one of its "
         "nodes, and is the token here that of the cluster (RAY_AUTH_MODE=token, and ~/.ray/auth_token or "
         "RAY_AUTH_TOKEN_PATH)?"
     )
@@ -110,9 +117,9 @@ def check_token(address: str) -> None:
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or file.is_file()
     if mode.lower() != "token" and (mode or not has_token):
-        now = repr(mode) if mode else "not set, and there is no token"
+        state = repr(mode) if mode else "not set, and there is no token"
         raise ValueError(
-            f"--address {address}: RAY_AUTH_MODE is {now}; it must be token, for whoever reaches a cluster without a "
+            f"--address {address}: RAY_AUTH_MODE is {state}; it must be token, for whoever reaches a cluster without a "
             f"token can run programs as you. {TOKEN}; or use --insecure, in a network where you trust everybody"
         )
 
@@ -134,23 +141,19 @@ def check_head(address: str) -> None:
         ) from error
 
 
-@contextmanager
-def placed(ray: Any, count: int, bundle: Mapping[str, float], limit_s: float) -> Iterator[Any]:
-    """A placement group: a bundle on each of `count` nodes, taken away at the end.
+def place(ray: Any, count: int, bundle: Mapping[str, float], limit_s: float) -> Any:
+    """A placement group: a bundle on each of `count` nodes, until Ray is left.
 
     Raises ClusterError where Ray has no room for it within `limit_s` seconds.
     """
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group
 
     group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD", name="roxxel-dist")
-    try:
-        end = time.monotonic() + limit_s
-        while not group.wait(max(0.1, min(1.0, end - time.monotonic()))):  # in pieces: Ctrl-C is heard between them
-            if time.monotonic() >= end:
-                raise ClusterError(no_room(count, bundle, limit_s, ray.nodes(), ray.available_resources()))
-        yield group
-    finally:
-        remove_placement_group(group)
+    end = time.monotonic() + limit_s
+    while not group.wait(max(0.1, min(1.0, end - time.monotonic()))):  # in pieces: Ctrl-C is heard between them
+        if time.monotonic() >= end:
+            raise ClusterError(no_room(count, bundle, limit_s, ray.nodes(), ray.available_resources()))
+    return group
 
 
 def no_room(
@@ -161,12 +164,11 @@ def no_room(
     free: Mapping[str, float],
 ) -> str:
     """What was asked, and what there is."""
-    alive = [node for node in nodes if node["Alive"]]
-    told = ", ".join(f"{node['NodeManagerAddress']} ({_amounts(node['Resources'], bundle)})" for node in alive[:LISTED])
-    more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
+    alive = [f"{node['NodeManagerAddress']} ({_amounts(node['Resources'], bundle)})" for node in nodes if node["Alive"]]
+    named = ", ".join(alive[:MAX_NODES]) + (f" and {len(alive) - MAX_NODES} more" if len(alive) > MAX_NODES else "")
     return (
         f"Ray found no room within {limit_s:g} s (--place-timeout). Asked: {_amounts(bundle, bundle)} on each of "
-        f"{count} different nodes (--hosts, --cpus-per-host, --gpus-per-host). Alive: {len(alive)}: {told}{more}; "
+        f"{count} different nodes (--hosts, --cpus-per-host, --gpus-per-host). Alive: {len(alive)}: {named}; "
         f"free now, together: {_amounts(free, bundle)}. Ask for less, wait for what runs there (`ray status`), or "
         "start more nodes"
     )
@@ -174,34 +176,3 @@ def no_room(
 
 def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names)
-
-
-def addresses(ray: Any, group: Any) -> list[str]:
-    """The address of the node of each bundle; "" where it has none at the moment."""
-    from ray.util.placement_group import placement_group_table
-
-    table = placement_group_table(group)
-    known = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-    homes = table["bundles_to_node_id"]
-    return [known.get(homes.get(index, ""), "") for index in range(len(table["bundles"]))]
-
-
-def actor(ray: Any, group: Any, index: int, bundle: Mapping[str, float], threads: int) -> Any:
-    """A new actor on the node of a bundle; returns before it is up."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    from roxxel_dist.launcher.backends.ray import actor
-
-    # By value: Ray's workers may be of a Python that has no roxxel_dist.
-    ray.cloudpickle.register_pickle_by_value(actor)
-    given = list((ray.get_runtime_context().runtime_env or {}).get("env_vars") or {})
-    options = {
-        "num_cpus": bundle["CPU"],
-        "num_gpus": bundle.get("GPU", 0),
-        "max_concurrency": threads,
-        "max_restarts": 0,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=index
-        ),
-    }
-    return ray.remote(actor.RayNode).options(**options).remote(given)

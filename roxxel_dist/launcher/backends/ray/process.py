@@ -1,8 +1,9 @@
-"""The near end of a program that a Ray actor runs: pipes here, and threads that carry their bytes through Ray.
+"""The near end of a program that a Ray actor runs: pipes here, and two threads that carry their bytes through Ray.
 
 No port and no key of ours: everything travels in calls of the actor, which Ray authenticates.
 """
 
+import math
 import os
 import subprocess
 import threading
@@ -14,7 +15,6 @@ from typing import IO, Any
 CHUNK = 1 << 16
 KILL_S = 5.0
 """How long a node may take to say how a killed program ended, before nobody waits for it."""
-REASON_S = 1.0
 LOOK_S = 1.0
 LOST = 255
 """How a program ends whose node is gone, as with ssh."""
@@ -47,9 +47,9 @@ class RayProcess:
         self._words, self._directory = list(words), directory
         self._code: int | None = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._node: Any = None
-        self._killed = False
+        self._actor: Any = None
+        self._kill_by = math.inf
+        """By the launcher's clock; finite when it was killed."""
         self._threads: list[threading.Thread] = []
         orders, stdin = os.pipe()
         stdout, out = os.pipe()
@@ -64,69 +64,26 @@ class RayProcess:
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended, when it has; LOST where its node is gone. Raises subprocess.TimeoutExpired."""
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(self._words, timeout or 0)
+        """How it ended, when it has; LOST where its node is gone. Raises subprocess.TimeoutExpired.
+
+        One that was killed is waited for KILL_S at most: its node may be gone too, and its agent has a limit.
+        """
+        limit = min(math.inf if timeout is None else timeout, max(0.0, self._kill_by - time.monotonic()))
+        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
+            if time.monotonic() < self._kill_by:
+                raise subprocess.TimeoutExpired(self._words, timeout or 0)
+            return LOST
         assert self._code is not None
         return self._code
 
     def kill(self) -> None:
-        """End it now. A node that does not answer is waited for KILL_S at most; its agent has a heartbeat timeout."""
-        self._killed = True
-        self._tell_killed()
-        limit = threading.Timer(KILL_S, self._end, (LOST,))
-        limit.daemon = True
-        limit.start()
-
-    def _tell_killed(self) -> None:
+        """End it now; see `wait`."""
         from ray.exceptions import RayError
 
-        if self._node is not None:
+        self._kill_by = min(self._kill_by, time.monotonic() + KILL_S)
+        if self._actor is not None:
             with suppress(RayError):
-                self._node.kill.remote(self._number)
-
-    def _thread(self, run: Callable[..., None], *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=run, args=arguments, name=f"ray-{self._number}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        return thread
-
-    def _run(self, orders: int, out: int, err: int) -> None:
-        """The life of the program: started, its stdout carried here, its end heard."""
-        from ray.exceptions import RayError
-
-        try:
-            self._node = self._reach()
-            why = self._ask("start", self._words, self._directory)
-        except NoNodeError as problem:
-            why = str(problem)
-        except RayError as problem:
-            why = gone(problem)
-        if why:
-            self._refuse(why, orders, out, err)
-            return
-        if self._killed:
-            self._tell_killed()
-        self._thread(self._carry_orders, orders)
-        errors = self._thread(self._carry_errors, err)
-        try:
-            self._carry(out, False)
-        except RayError:
-            errors.join(REASON_S)  # who sees the end of its stdout looks at once for the reason
-            self._end(LOST)
-        os.close(out)
-        try:
-            self._end(self._ask("wait"))
-        except RayError:
-            self._end(LOST)
-
-    def _refuse(self, why: str, orders: int, out: int, err: int) -> None:
-        os.close(orders)
-        with suppress(OSError):
-            os.write(err, f"{why}\n".encode())
-        os.close(err)
-        self._end(LOST)
-        os.close(out)
+                self._actor.kill.remote(self._number)
 
     def leave(self, limit_s: float) -> None:
         """Wait until no thread of this one is in Ray any more, when `closed` is set."""
@@ -134,61 +91,89 @@ class RayProcess:
         for thread in list(self._threads):
             thread.join(max(0.0, end - time.monotonic()))
 
+    def _thread(self, run: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=run, args=arguments, name=f"ray-{self._number}", daemon=True))
+        self._threads[-1].start()
+
+    def _run(self, orders: int, out: int, err: int) -> None:
+        """The life of the program: started, what it says carried here, its end heard."""
+        from ray.exceptions import RayError
+
+        code = LOST
+        try:
+            self._actor = self._reach()
+            reason = self._ask("start", self._words, self._directory)
+            if not reason:
+                if self._kill_by < math.inf:  # before it was there
+                    self.kill()
+                self._thread(self._carry_orders, orders)
+                code = self._carry_output(out, err)
+        except NoNodeError as problem:
+            reason = str(problem)
+        except RayError as problem:
+            reason = gone(problem)
+        if len(self._threads) == 1:
+            os.close(orders)
+        if reason:
+            with suppress(OSError):
+                os.write(err, f"{reason}\n".encode())
+        os.close(err)
+        self._code = code
+        self._ended.set()
+        os.close(out)  # last: who sees the end of its stdout looks at once for the reason
+
     def _ask(self, method: str, *arguments: object) -> Any:
         """The answer of the actor. Raises RayError, also when the launcher has closed."""
-        import ray
         from ray.exceptions import GetTimeoutError
 
         if self._closed.is_set():
             raise GetTimeoutError("the launcher has ended")
-        answer = getattr(self._node, method).remote(self._number, *arguments)
+        return result(getattr(self._actor, method).remote(self._number, *arguments), self._closed)
+
+    def _carry_output(self, out: int, err: int) -> int:
+        """Bring what the program says into the pipes here, to its end; its exit code."""
         while True:
-            try:
-                return ray.get(answer, timeout=LOOK_S)
-            except GetTimeoutError:
-                if self._closed.is_set():  # who waits in Ray while it is shut down takes the process with it
-                    raise
-
-    def _carry(self, fd: int, error: bool) -> None:
-        """Bring what the program says into a pipe here, to its end."""
-        with suppress(BrokenPipeError):  # nobody here wants to know any more
-            while data := self._ask("read", error):
+            *pieces, code = self._ask("read")
+            for fd, data in zip((out, err), pieces, strict=True):
                 view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-
-    def _carry_errors(self, fd: int) -> None:
-        from ray.exceptions import RayError
-
-        try:
-            self._carry(fd, True)
-        except RayError as problem:
-            with suppress(OSError):
-                os.write(fd, f"{gone(problem)}\n".encode())
-        finally:
-            os.close(fd)
+                with suppress(BrokenPipeError):  # nobody here wants to know any more
+                    while view:
+                        view = view[os.write(fd, view) :]
+            if code is not None:
+                return code
 
     def _carry_orders(self, fd: int) -> None:
         from ray.exceptions import RayError
 
-        try:
-            with suppress(RayError):
-                while self._ask("write", os.read(fd, CHUNK)):
-                    pass
-        finally:
-            os.close(fd)
+        with os.fdopen(fd, "rb", buffering=0) as orders, suppress(RayError):
+            while self._ask("write", orders.read(CHUNK)):
+                pass
 
-    def _end(self, code: int) -> None:
-        with self._lock:
-            if self._code is None:
-                self._code = code
-        self._ended.set()
+
+def result(answer: Any, closed: threading.Event, limit_s: float = math.inf) -> Any:
+    """What an actor answers.
+
+    Raises RayError: what became of the actor, or a GetTimeoutError after `limit_s` seconds or when `closed` is set:
+    who waits in Ray while it is shut down takes the process with it.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            return ray.get(answer, timeout=LOOK_S)
+        except GetTimeoutError:
+            if closed.is_set() or time.monotonic() > end:
+                raise
 
 
 def gone(problem: Exception) -> str:
     """Why an actor does not answer, in one line: Ray's own text has many."""
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, NodeDiedError
 
+    if isinstance(problem, GetTimeoutError):
+        return "Ray has no node for it yet, or the node does not answer (`ray status`)"
     if isinstance(problem, NodeDiedError) or "node has died" in str(problem):
         return "Ray says that the node died"
     if isinstance(problem, ActorDiedError):
