@@ -36,7 +36,7 @@ def launch_ray(words: list[str]) -> int:
         if not args.dry_run:
             try:
                 with usage_errors():
-                    stack.enter_context(backend)
+                    stack.enter_context(backend.opened())
             except ClusterError as problem:
                 _say(str(problem))
                 return EXIT_PREFLIGHT

@@ -6,9 +6,7 @@ trial said and the driver did not yet write down is gone. Therefore the body of 
 when it is run again, and tell its result at once.
 """
 
-import atexit
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,8 +26,6 @@ from roxxel_dist.sweep.ray_task import Item
 from roxxel_dist.sweep.space import Params, Sweep
 
 __all__ = ["Ending", "Options", "run_sweep"]
-CLOSE_S = 10.0
-"""So long Ray may take to leave a cluster."""
 
 
 def run_sweep(
@@ -102,12 +98,4 @@ def _ray(options: Options, wanted: Mapping[str, float]) -> Iterator[Any]:
             if not str(error).startswith(flag):
                 raise
             raise type(error)(f"--ray_address{str(error).removeprefix(flag)}") from error
-        opened = stack.pop_all()
-    try:
         yield ray
-    finally:  # in a thread: from a cluster that is gone Ray never comes back, nor when the interpreter ends
-        closing = threading.Thread(target=opened.close, name="ray-close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
-        if closing.is_alive():
-            atexit.unregister(ray.shutdown)

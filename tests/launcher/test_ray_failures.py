@@ -40,6 +40,23 @@ def test_a_node_that_dies_and_comes_back(nodes: RayNodes, tmp_path: Path, until:
 
 
 @pytest.mark.long
+def test_a_host_that_ray_moves_keeps_its_name(tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    script = "rank=$ROXXEL_PROCESS_ID; hostname > on.$rank; mv on.$rank up.$rank; [ $ROXXEL_ATTEMPT = 1 ] || sleep 1000"
+    with ray_nodes(3, head=("--include-dashboard", "false")) as nodes:
+        job = begin(nodes, tmp_path, "--place-timeout", 120, "--host-timeout", 120, "--", "bash", "-c", script)
+        used = {path.read_text().strip() for path in tmp_path.glob("up.*")}
+        (spare,) = {*nodes.hosts.names} - used
+        victim = next(name for name in used if name != "h1")
+        nodes.kill(victim)
+        _, err = job.communicate(timeout=240)
+        assert job.returncode == 0, err
+        before, now = nodes.hosts.address(victim), nodes.hosts.address(spare)
+        assert f"Ray has moved host {before} to {now}; it is called {before} until the end".encode() in err
+
+
+@pytest.mark.long
 def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Path, until: Until) -> None:
     if why := missing():
         pytest.skip(why)

@@ -4,10 +4,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray import actor, cluster
@@ -50,9 +49,8 @@ class RayOptions:
 class RayBackend:
     """One agent a node, started by an actor in a placement group that spreads over `options.hosts` nodes.
 
-    Before it is opened (as a context) it only tells what it would do. Opened, it is connected, and holds the nodes. A
-    host is then called by the address of its node, and keeps that name: an actor that died is made anew at the next
-    `start`, on the node to which Ray has moved its bundle.
+    Before it is `opened` it only tells what it would do. Then a host is called by the address of its node, and keeps
+    that name: an actor that died is made anew at the next `start`, on the node to which Ray has moved its bundle.
 
     Args:
         options: which nodes, of which cluster.
@@ -89,18 +87,17 @@ class RayBackend:
         self._locks = [threading.Lock() for _ in self.hosts]
         self._processes: list[RayProcess] = []
         self._closed = threading.Event()
-        self._open = ExitStack()
 
-    def __enter__(self) -> "RayBackend":
-        """Connect, and wait for the nodes.
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Connected, with the nodes held; at the end they are let go, and whatever runs there.
 
         Raises:
             ValueError: Ray is not installed, or there is no token.
             ClusterError: it does not answer, or has no room.
         """
         options = self._options
-        with ExitStack() as stack:
-            self._ray = stack.enter_context(cluster.connected(options.address, insecure=options.insecure))
+        with cluster.connected(options.address, insecure=options.insecure) as self._ray:
             context = self._ray.get_runtime_context()
             self._head = context.gcs_address
             if options.directory is None and (context.runtime_env or {}).get("working_dir"):
@@ -117,18 +114,13 @@ class RayBackend:
                     "see `ray logs`"
                 ) from error
             self.hosts = tuple(unique(self._addresses))
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let go of the nodes, and whatever runs there."""
-        self._closed.set()
-        end = time.monotonic() + LEAVE_S
-        for process in self._processes:
-            process.leave(max(0.0, end - time.monotonic()))
-        self._open.close()
+            try:
+                yield
+            finally:
+                self._closed.set()
+                end = time.monotonic() + LEAVE_S
+                for process in self._processes:
+                    process.leave(max(0.0, end - time.monotonic()))
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs on the node."""

@@ -18,12 +18,7 @@ MAX_NODES = 8
 """Nodes that a message names."""
 ASK_S = 10.0
 CLOSE_S = 10.0
-RECONNECT, HEAD_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 600
-"""How long Ray itself waits for a head that is gone; the launcher has ended long before."""
-TOKEN = (
-    "Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token to every node (mode 600), and start Ray "
-    "with RAY_AUTH_MODE=token everywhere"
-)
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 
 class ClusterError(Exception):
@@ -45,8 +40,9 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
     check_address(address)
     if find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'roxxel-dist[ray]'")
-    # A head that is gone does not come back. Ray would end this process, with code 1 and its own words, after 60 s.
-    values = {RECONNECT: os.environ.get(RECONNECT, str(HEAD_S))}
+    # A head that is gone does not come back. Ray would end this process, with code 1 and its own words, after 60 s;
+    # 600 s later the launcher has ended itself.
+    values = {RECONNECT: os.environ.get(RECONNECT, "600")}
     if not insecure:
         check_token(address)
         values["RAY_AUTH_MODE"] = "token"
@@ -120,7 +116,9 @@ def check_token(address: str) -> None:
         state = repr(mode) if mode else "not set, and there is no token"
         raise ValueError(
             f"--address {address}: RAY_AUTH_MODE is {state}; it must be token, for whoever reaches a cluster without a "
-            f"token can run programs as you. {TOKEN}; or use --insecure, in a network where you trust everybody"
+            "token can run programs as you. Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token "
+            "to every node (mode 600), and start Ray with RAY_AUTH_MODE=token everywhere; or use --insecure, in a "
+            "network where you trust everybody"
         )
 
 

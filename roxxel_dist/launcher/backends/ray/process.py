@@ -97,8 +97,6 @@ class RayProcess:
 
     def _run(self, orders: int, out: int, err: int) -> None:
         """The life of the program: started, what it says carried here, its end heard."""
-        from ray.exceptions import RayError
-
         code = LOST
         try:
             self._actor = self._reach()
@@ -110,7 +108,7 @@ class RayProcess:
                 code = self._carry_output(out, err)
         except NoNodeError as problem:
             reason = str(problem)
-        except RayError as problem:
+        except Exception as problem:  # of many kinds, where Ray is gone; nobody is to wait for a thread that died of it
             reason = gone(problem)
         if len(self._threads) == 1:
             os.close(orders)
