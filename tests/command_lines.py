@@ -18,7 +18,7 @@ from roxxel_dist.launcher.backends import options
 
 GROUPS = {
     "data": ("build", "info", "verify"),
-    "launch": (*options(), "ray"),
+    "launch": tuple(options()),
 }
 PATHS = [path for word in COMMANDS for path in ([(word, sub) for sub in GROUPS[word]] if word in GROUPS else [(word,)])]
 SPAN = re.compile(r"(?<![`\w])`([^`]+)`(?!`)")

@@ -16,7 +16,6 @@ from roxxel_dist.cli.doctor import doctor
 from roxxel_dist.cli.jobs import attach, logs, ps, stop
 from roxxel_dist.cli.launch import command_of
 from roxxel_dist.cli.models import evaluate, export, generate
-from roxxel_dist.cli.ray import launch_ray
 from roxxel_dist.cli.report import report
 from roxxel_dist.cli.sweep import sweep
 from roxxel_dist.cli.train import batch, find_lr, plan, save, train
@@ -111,9 +110,7 @@ def launch(words: list[str]) -> int:
     """Start a program as many processes and watch over them: local, ssh, slurm, ray, k8s, member."""
     from roxxel_dist.launcher.backends import options
 
-    made = {name: command_of(name, kind) for name, kind in options().items()}
-    own = {"ray": launch_ray}
-    return _dispatch("launch", made | own, words)
+    return _dispatch("launch", {name: command_of(name, kind) for name, kind in options().items()}, words)
 
 
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})

@@ -45,18 +45,6 @@ def command_of(name: str, kind: "type[Command]") -> Callable[[list[str]], int]:
     return command
 
 
-def launch_words(kind, words, name, example):
-    if "--" not in words and not {"-h", "--help"} & set(words):
-        raise UsageError(f"no command: write it after `--`, as in `launch {name} {example} -- train --data_path DIR`")
-    cut = words.index("--") if "--" in words else len(words)
-    return parse(kind, words[:cut], f"launch {name}", underscores=False, marks=(tyro.conf.UseAppendAction,)), words[
-        cut + 1 :
-    ]
-
-
-from roxxel_dist.launcher.backends.base import Options as JobArgs  # noqa
-
-
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     """Start a job, or tell what would be started."""
     if options.dry_run:

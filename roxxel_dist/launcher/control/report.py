@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES, EXIT_TIMEOUT_TEXT
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_TIMEOUT_TEXT, EXIT_USAGE, OK_CODES
 from roxxel_dist.launcher.control.hang import hang_report
 from roxxel_dist.launcher.control.outcome import (
     AttemptResult,

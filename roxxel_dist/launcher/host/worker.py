@@ -24,10 +24,10 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_LOST_RANK,
     EXIT_PORT,
     EXIT_TIMEOUT_ENV,
+    EXIT_TIMEOUT_TEXT,
     EXIT_USAGE,
     OK_CODES,
     STACK_SIGNAL,
-    EXIT_TIMEOUT_TEXT,
     FileSystemError,
     LostRankError,
 )

@@ -5,13 +5,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.ray import actor, cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, gone, result
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
+from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.spec import ranks_on
 
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
@@ -22,7 +26,7 @@ THREADS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """Which nodes, of which cluster: flags of `launch ray`."""
+    """Which nodes, of which cluster."""
 
     address: str
     """The cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head."""
@@ -46,7 +50,7 @@ class RayOptions:
     """The working directory on the nodes; not given, that of the launcher, or the working_dir of the Ray job."""
 
 
-class RayBackend:
+class RayBackend(base.Backend):
     """One agent a node, started by an actor in a placement group that spreads over `options.hosts` nodes.
 
     Before it is `opened` it only tells what it would do. Then a host is called by the address of its node, and keeps
@@ -61,10 +65,8 @@ class RayBackend:
         ValueError: an option that cannot be.
     """
 
-    address: str | None = None
-    heartbeat_timeout_s: float | None = HEARTBEAT_TIMEOUT_S
-    environment: Mapping[str, str] = {}
-    """Nothing of the launcher's own goes to the nodes by itself."""
+    kind = "ray"
+    heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
 
     def __init__(self, options: RayOptions, gpus: int | None = None, say: Callable[[str], None] = print) -> None:
         cluster.check_address(options.address)
@@ -76,8 +78,8 @@ class RayBackend:
             raise ValueError(f"--place-timeout {options.place_timeout:g}: must be seconds, more than 0")
         self._options, self._say = options, say
         self._bundle = {"CPU": options.cpus_per_host, **({} if gpus is None else {"GPU": gpus})}
-        self.python: str = options.python or sys.executable
-        self.hosts: Sequence[str] = tuple(f"bundle-{index}" for index in range(options.hosts))
+        self.python = options.python or sys.executable
+        self.hosts = tuple(f"bundle-{index}" for index in range(options.hosts))
         self._directory: str | None = options.directory or os.getcwd()  # None: that of Ray's workers
         self._ray: Any = None
         self._head = ""
@@ -134,7 +136,7 @@ class RayBackend:
 
     def describe(self) -> Mapping[str, Any]:
         """What a dry run tells of it."""
-        return {"kind": "ray", "directory": self._directory}
+        return {"kind": self.kind, "directory": self._directory}
 
     def _make_actor(self, index: int) -> Any:
         """A new actor on the node of a bundle; returns before it is up."""
@@ -188,3 +190,35 @@ def unique(addresses: Sequence[str]) -> list[str]:
         address if address and list(addresses).count(address) == 1 else f"{address or 'bundle'}#{index}"
         for index, address in enumerate(addresses)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options, RayOptions):
+    """Start a program on nodes of a Ray cluster: `launch ray --address auto --hosts N [options] -- CMD…`.
+
+    The cluster is used with a token (RAY_AUTH_MODE=token). --gpus-per-host are asked of Ray too. To leave it to the
+    cluster: `ray job submit --no-wait -- roxxel-dist launch ray --address auto --hosts N -- CMD…`.
+    """
+
+    example: ClassVar[str] = "--address auto --hosts 2"
+
+    def launch(self, request: base.LaunchRequest) -> int:
+        """Hold the nodes, and start the ranks there."""
+        with request.usage_errors():
+            if self.detach:
+                raise ValueError(
+                    "--detach: leave the launcher to the cluster itself: `ray job submit --no-wait -- roxxel-dist "
+                    "launch ray --address auto …`; `ray job logs` and `ray job stop` go with it"
+                )
+            backend = RayBackend(self, self.gpus_per_host, info)
+            job = request.job(self, ranks_on(self.hosts, self.procs_per_host, 0, self.min_hosts), backend)
+        if self.dry_run:
+            return request.start(self, job, backend)
+        with ExitStack() as stack:
+            try:
+                with request.usage_errors():
+                    stack.enter_context(backend.opened())
+            except cluster.ClusterError as problem:
+                info(str(problem))
+                return EXIT_PREFLIGHT
+            return request.start(self, job, backend)
