@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -59,7 +59,6 @@ class RayBackend(base.Backend):
     Args:
         options: which nodes, of which cluster.
         gpus: of each node; None asks Ray for none, and leaves those of the node visible.
-        say: tells a person a line.
 
     Raises:
         ValueError: an option that cannot be.
@@ -68,15 +67,14 @@ class RayBackend(base.Backend):
     kind = "ray"
     heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
 
-    def __init__(self, options: RayOptions, gpus: int | None = None, say: Callable[[str], None] = print) -> None:
+    def __init__(self, options: RayOptions, gpus: int | None = None) -> None:
         cluster.check_address(options.address)
-        for flag in ("--hosts", "--procs-per-host", "--cpus-per-host"):
-            value = getattr(options, flag[2:].replace("-", "_"))
+        for flag, value in (("--hosts", options.hosts), ("--cpus-per-host", options.cpus_per_host)):
             if not 1 <= value < float("inf"):
                 raise ValueError(f"{flag} {value}: must be at least 1")
         if not 0 < options.place_timeout < float("inf"):
             raise ValueError(f"--place-timeout {options.place_timeout:g}: must be seconds, more than 0")
-        self._options, self._say = options, say
+        self._options = options
         self._bundle = {"CPU": options.cpus_per_host, **({} if gpus is None else {"GPU": gpus})}
         self.python = options.python or sys.executable
         self.hosts = tuple(f"bundle-{index}" for index in range(options.hosts))
@@ -179,7 +177,7 @@ class RayBackend(base.Backend):
                 raise NoNodeError(reason)
             if address != self._addresses[index]:
                 name = self.hosts[index]
-                self._say(f"Ray has moved host {name} to {address}; it is called {name} until the end of the job")
+                info(f"Ray has moved host {name} to {address}; it is called {name} until the end of the job")
                 self._addresses[index] = address
             return self._actors[index]
 
@@ -210,7 +208,7 @@ class Options(base.Options, RayOptions):
                     "--detach: leave the launcher to the cluster itself: `ray job submit --no-wait -- roxxel-dist "
                     "launch ray --address auto …`; `ray job logs` and `ray job stop` go with it"
                 )
-            backend = RayBackend(self, self.gpus_per_host, info)
+            backend = RayBackend(self, self.gpus_per_host)
             job = request.job(self, ranks_on(self.hosts, self.procs_per_host, 0, self.min_hosts), backend)
         if self.dry_run:
             return request.start(self, job, backend)
