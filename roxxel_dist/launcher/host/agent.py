@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
@@ -31,22 +32,20 @@ from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.spec import CONTRACT, worker_argv
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
-QUESTION = STACK_SIGNAL
-"""The worker answers it with faulthandler, into the rank's log. A process that does not catch it would die of it."""
-
 
 def ask_for_stack(pid: int, session: int) -> tuple[str, bool]:
-    """Signal a process of a session, if it listens; (its state as in /proc, whether it was asked).
+    """Ask a process of a session for its stacks, if it listens; (its state as in /proc, whether it was asked).
 
+    The worker answers with faulthandler, into the rank's log. A process that does not catch the signal would die of it.
     `pid` is what the rank has written in its record, perhaps nothing (0) or of a process that is gone: then the state
     is that of the session's leader, and nobody is asked.
     """
     with suppress(OSError):
         if pid > 0 and os.getsid(pid) == session:
             fields = _status(pid)
-            listens = bool(int(fields["SigCgt"], 16) >> (QUESTION - 1) & 1)
+            listens = bool(int(fields["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1)
             if listens:
-                os.kill(pid, QUESTION)
+                os.kill(pid, STACK_SIGNAL)
             return fields["State"][:1], listens
     with suppress(OSError):
         return _status(session)["State"][:1], False
@@ -141,11 +140,8 @@ class Agent:
         self._ranks: list[Rank] = []
         self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
         self._poll = select.epoll()
-        self._poll.register(ORDERS, select.EPOLLIN)
-        self._by_pidfd: dict[int, Rank] = {}
-        self._by_keeper: dict[int, Rank] = {}
-        self._by_output: dict[int, Rank] = {}
-        self._by_pipe: dict[int, Rank] = {}
+        self._on_ready: dict[int, Callable[[], None]] = {}
+        self._watch(ORDERS, self._read_orders)
         self._kill_at: float | None = None
         self._report_at = 0.0
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -158,16 +154,8 @@ class Agent:
         self._obey(orders)
         while not self._ended:
             for fd, _ in self._poll.poll(self._wait_s()):
-                if fd == ORDERS:
-                    self._read_orders()
-                elif fd in self._by_pidfd:
-                    self._note_exit(self._by_pidfd.pop(fd))
-                elif fd in self._by_keeper:
-                    self._hear_keeper(self._by_keeper[fd])
-                elif fd in self._by_pipe:
-                    self._read_pipe(self._by_pipe[fd])
-                elif fd in self._by_output:
-                    self._read_output(self._by_output[fd])
+                if fd in self._on_ready:  # else there is room for messages, or it was closed by the event before
+                    self._on_ready[fd]()
             self._on_exits()
             now = time.monotonic()
             if self._kill_at is not None and now >= self._kill_at:
@@ -181,6 +169,14 @@ class Agent:
             self._tell_done()
             self._send()
         self._poll.close()
+
+    def _watch(self, fd: int, handle: Callable[[], None]) -> None:
+        self._on_ready[fd] = handle
+        self._poll.register(fd, select.EPOLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        del self._on_ready[fd]
+        self._poll.unregister(fd)
 
     def _wait_s(self) -> float:
         if not self._paused and any(rank.tree.gone and rank.output >= 0 for rank in self._ranks):
@@ -211,15 +207,15 @@ class Agent:
         self._total = order["total"]
         self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
-        for rank in order["ranks"]:
-            env = {**base, **rank["env"], progress.ENV: str(self._progress_file)}
-            started = start_rank(rank["rank"], worker_argv(order["command"]), env)
-            self._ranks.append(started)
-            self._by_pidfd[started.tree.pidfd] = self._by_keeper[started.tree.fd] = started
-            self._by_output[started.output] = self._by_pipe[started.pipe] = started
-            for fd in (started.tree.pidfd, started.tree.fd, started.output, started.pipe):
-                self._poll.register(fd, select.EPOLLIN)
-            self._outbox.send({"type": "started", "rank": started.number, "pid": started.tree.pid})
+        for placed in order["ranks"]:
+            env = {**base, **placed["env"], progress.ENV: str(self._progress_file)}
+            rank = start_rank(placed["rank"], worker_argv(order["command"]), env)
+            self._ranks.append(rank)
+            self._watch(rank.tree.pidfd, partial(self._note_exit, rank))
+            self._watch(rank.tree.fd, partial(self._hear_keeper, rank))
+            self._watch(rank.output, partial(self._read_output, rank))
+            self._watch(rank.pipe, partial(self._read_pipe, rank))
+            self._outbox.send({"type": "started", "rank": rank.number, "pid": rank.tree.pid})
 
     def _stop(self, grace: float) -> None:
         """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""
@@ -231,7 +227,11 @@ class Agent:
     def _report(self) -> None:
         """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
         self._report_at = time.monotonic() + REPORT_S
-        self._beat()
+        try:
+            beat(self._heartbeat)
+        except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
+            self.why = "its guard was killed (is memory short on this host?)"
+            self._ended = True
         moved = []
         records = self._records()
         for rank in self._alive():
@@ -243,13 +243,6 @@ class Agent:
 
     def _records(self) -> list[progress.Record]:
         return progress.read(self._progress, self._total) if self._total else []
-
-    def _beat(self) -> None:
-        try:
-            beat(self._heartbeat)
-        except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
-            self.why = "its guard was killed (is memory short on this host?)"
-            self._ended = True
 
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
@@ -273,15 +266,14 @@ class Agent:
             rank.tree.kill()
 
     def _note_exit(self, rank: Rank) -> None:
-        self._poll.unregister(rank.tree.pidfd)
+        self._unwatch(rank.tree.pidfd)
         os.close(rank.tree.pidfd)
         self._exited.append(rank)
 
     def _hear_keeper(self, rank: Rank) -> None:
         rank.tree.hear()
         if rank.tree.gone:
-            self._poll.unregister(rank.tree.fd)
-            del self._by_keeper[rank.tree.fd]
+            self._unwatch(rank.tree.fd)
             rank.tree.close()
 
     def _on_exits(self) -> None:
@@ -328,9 +320,7 @@ class Agent:
         if lines := rank.lines.feed(data) if data else rank.lines.close():
             self._outbox.send({"type": "lines", "rank": rank.number, "time": time.time(), "text": "\n".join(lines)})
         if not data:
-            if not self._paused:
-                self._poll.unregister(rank.output)
-            del self._by_output[rank.output]
+            self._unwatch(rank.output)
             os.close(rank.output)
             rank.output = -1
             if rank.code is not None:
@@ -345,8 +335,7 @@ class Agent:
         """A rank's failure, and the newest record for the bar."""
         data = os.read(rank.pipe, CHUNK)
         if not data:
-            self._poll.unregister(rank.pipe)
-            del self._by_pipe[rank.pipe]
+            self._unwatch(rank.pipe)
             os.close(rank.pipe)
         status = None
         for line in rank.messages.feed(data):
@@ -375,11 +364,11 @@ class Agent:
                 self._poll.unregister(self._outbox.fd)
         if (len(self._outbox) > FULL) != self._paused:
             self._paused = not self._paused
-            for fd in self._by_output:
-                if self._paused:
-                    self._poll.unregister(fd)
-                else:
-                    self._poll.register(fd, select.EPOLLIN)
+            for rank in self._ranks:
+                if rank.output >= 0 and self._paused:
+                    self._unwatch(rank.output)
+                elif rank.output >= 0:
+                    self._watch(rank.output, partial(self._read_output, rank))
 
 
 def main() -> None:

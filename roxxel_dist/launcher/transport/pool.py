@@ -59,7 +59,7 @@ class HostPool:
         self._heartbeat: threading.Thread | None = None
         self._ending = threading.Event()
         self._kill_by: float | None = None
-        self._looked = time.monotonic()
+        self._looked = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +129,7 @@ class HostPool:
 
     def start(self, job: JobSpec, placed: Sequence[Placement]) -> None:
         """Have an agent on each host start its ranks."""
+        self._looked = time.monotonic()  # nobody was to be heard since the last question
         for place in placed:
             link = self.connect(place.host)
             link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), False
