@@ -98,7 +98,8 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher.environment import assignments, read_env_file
     from roxxel_dist.launcher.jobs import record
-    from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id, placements, working_hosts
+    from roxxel_dist.launcher.placement import placements, working_hosts
+    from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id
 
     if options.json and not options.dry_run:
         raise ValueError("--json tells what would run: give it with --dry-run")

@@ -11,7 +11,8 @@ from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.report import count
 from roxxel_dist.launcher.environment import masked, masked_words, shell_line
-from roxxel_dist.launcher.spec import JobSpec, coordinator_port, placements, worker_argv, working_hosts
+from roxxel_dist.launcher.placement import coordinator_port, placements, worker_argv, working_hosts
+from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import agent_words
 
 

@@ -12,16 +12,8 @@ import pytest
 
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.spec import (
-    CONTRACT,
-    JobSpec,
-    coordinator_port,
-    log_dir_for,
-    new_run_id,
-    placements,
-    rank_environment,
-    visible_gpus,
-)
+from roxxel_dist.launcher.placement import coordinator_port, placements, rank_environment, visible_gpus
+from roxxel_dist.launcher.spec import CONTRACT, JobSpec, log_dir_for, new_run_id
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 

@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
-from roxxel_dist.launcher.spec import HostOptions, ranks_on
+from roxxel_dist.launcher.placement import ranks_on
+from roxxel_dist.launcher.spec import HostOptions
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question

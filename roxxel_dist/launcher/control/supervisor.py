@@ -14,8 +14,9 @@ from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.placement import placements, working_hosts
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
-from roxxel_dist.launcher.spec import JobSpec, placements, working_hosts
+from roxxel_dist.launcher.spec import JobSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, PIPE_ENV, STACK
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
 from roxxel_dist.launcher.output.logs import LineSplitter
-from roxxel_dist.launcher.spec import CONTRACT, worker_argv
+from roxxel_dist.launcher.placement import worker_argv
+from roxxel_dist.launcher.spec import CONTRACT
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
 

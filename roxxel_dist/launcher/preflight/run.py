@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
+from roxxel_dist.launcher.placement import coordinator_port
 from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
@@ -22,7 +23,7 @@ from roxxel_dist.launcher.preflight.checks import (
     requirements_of,
     run_checks,
 )
-from roxxel_dist.launcher.spec import JobSpec, coordinator_port
+from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 

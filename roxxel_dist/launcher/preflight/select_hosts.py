@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.placement import working_hosts
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.spec import JobSpec, working_hosts
+from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 RETRY_S = 2.0

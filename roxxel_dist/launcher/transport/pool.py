@@ -12,7 +12,8 @@ from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
 from roxxel_dist.launcher.control.outcome import HostLost, how
-from roxxel_dist.launcher.spec import JobSpec, Placement
+from roxxel_dist.launcher.placement import Placement
+from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, HEARTBEAT_S, HostConnection, agent_words
 from roxxel_dist.launcher.transport.protocol import Message
 

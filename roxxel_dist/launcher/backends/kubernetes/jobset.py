@@ -19,7 +19,8 @@ from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
 from roxxel_dist.launcher.environment import assignments, is_secret, masked_words, read_env_file
-from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for, placements
+from roxxel_dist.launcher.placement import placements
+from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for
 
 Plain = dict[str, Any]
 

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.backends.ray import actor, cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, gone, result
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.spec import ranks_on
+from roxxel_dist.launcher.placement import ranks_on
 
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""

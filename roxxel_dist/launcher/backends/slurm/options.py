@@ -31,7 +31,8 @@ from roxxel_dist.launcher.backends.slurm.script import (
     take_options,
 )
 from roxxel_dist.launcher.environment import masked_words
-from roxxel_dist.launcher.spec import HostOptions, ranks_on
+from roxxel_dist.launcher.placement import ranks_on
+from roxxel_dist.launcher.spec import HostOptions
 
 
 @dataclass(frozen=True, kw_only=True)
