@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -14,7 +16,6 @@ from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.origin import run_step
 
 T = TypeVar("T")
-Switch = bool
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 BOOLEANS = {"true": True, "false": False}
 NESTED = ("phases", "datasets", "validation", "model_args")
@@ -28,30 +29,81 @@ def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = Tru
         marks: more of tyro's marks, for all fields.
     """
     words = normalise_switches(words, kind)
-    _check_words(kind, words, name)
+    if not {"-h", "--help"} & set(words):
+        _check_words(kind, words, name)
     config = (tyro.conf.FlagCreatePairsOff, *marks)
     return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, config=config)
 
 
-def _check_words(kind: type, words: list[str], command: str) -> None:
-    """Raises UsageError for an option that the command does not have, for a number that is none, and for a word that
-    belongs to no option where a command takes options alone."""
+def split_words(words: Sequence[str], switches: Container[str] = ()) -> Iterator[tuple[str, str | None, list[str]]]:
+    """(name, value, its words) of every flag, and ("", None, [word]) of a word that belongs to none.
+
+    A flag's name has _ where - was written. Its value is what follows `=`, or the next word, unless that is a flag too;
+    of `switches` only `True` and `False` are values.
+    """
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if not word.startswith("--"):
+            yield "", None, [word]
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        is_switch = name.removeprefix("no_") in switches
+        if equals:
+            yield name, value, [word]
+        elif rest and not rest[0].startswith("--") and (not is_switch or rest[0].lower() in BOOLEANS):
+            yield name, rest[0], [word, rest.popleft()]
+        else:
+            yield name, None, [word]
+
+
+def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, value) of every flag, as far as that can be told without knowing which take one; "" where none follows."""
+    return [(name, value or "") for name, value, _ in split_words(words) if name]
+
+
+def normalise_switches(words: list[str], kind: Any) -> list[str]:
+    """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
+    result: list[str] = []
+    for name, value, own in split_words(words, defaults):
+        given = BOOLEANS.get((value or "").lower(), True)
+        flag = own[0].partition("=")[0]
+        if name not in defaults:
+            result += own
+        elif given != defaults[name]:
+            result.append(flag if given else f"--no-{flag[2:]}")
+    return result
+
+
+def _check_words(kind: Any, words: list[str], command: str) -> None:
+    """Raises UsageError where tyro's own message would be long: an option that is not there, a number that is none, a
+    word that belongs to no option where a command takes options alone, and something without a default not given."""
     hints = get_type_hints(kind, include_extras=True)
-    if {"-h", "--help"} & set(words):
-        return
-    if words and not words[0].startswith("-") and not any(POSITIONAL in get_args(hint)[1:] for hint in hints.values()):
+    switches = {name for name, hint in hints.items() if hint is bool}
+    positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
+    all_options = f"`roxxel-dist {command} --help` tells all"
+    if words and not words[0].startswith("-") and not positional:
         data = f": write --data_path {words[0]}" if "data_path" in hints else ""
         raise UsageError(f"`{command}` takes options alone, and {words[0]!r} is none{data}")
-    for name, value in flags_in(words):
-        if name not in hints and not (name.startswith("no_") and hints.get(name[3:]) is bool):
+
+    def flag(name: str) -> str:  # as the command's help writes it
+        return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
+
+    given = set()
+    for name, value, (word, *_) in split_words(words, switches):
+        if not name:
+            given |= positional if not word.startswith("-") else set()
+            continue
+        given.add(name)
+        if name not in hints and name.removeprefix("no_") not in switches:
             near = nearest(name, list(hints))
-            hint = f"did you mean {_flag(near, command)}?" if near else "it is none of the command's;"
-            raise UsageError(
-                f"there is no option {_flag(name, command)}: {hint} `roxxel-dist {command} --help` tells all"
-            )
+            hint = f"did you mean {flag(near)}?" if near else "it is none of the command's;"
+            raise UsageError(f"there is no option {flag(name)}: {hint} {all_options}")
         kinds = {hints.get(name)} | set(get_args(hints.get(name)))
         kinds |= {part for each in kinds for part in get_args(each)}
-        if value.startswith("--") or value == "None" or kinds & {str, bool}:
+        if value == "None" or kinds & {str, bool}:
             continue  # the parser knows
         choices = [choice for choice in kinds if isinstance(choice, str)]
         if choices and value and value not in choices:
@@ -59,61 +111,19 @@ def _check_words(kind: type, words: list[str], command: str) -> None:
         number, what = (float, "a number") if float in kinds else (int, "a whole number")
         try:
             if kinds & {int, float}:
-                number(value)
+                number(value or "")
         except ValueError:
             raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
-    _check_required(kind, words, hints, command)
-
-
-def _flag(name: str, command: str) -> str:
-    """As the command's help writes it."""
-    return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
-
-
-def _check_required(kind: Any, words: list[str], hints: dict[str, Any], command: str) -> None:
-    """Raises UsageError where something without a default is not given."""
-    flags = dict(flags_in(words))
-    with_value = {name for name, hint in hints.items() if hint is not bool}
-    pairs = zip(["", *words], words, strict=False)
-    bare = [
-        word
-        for before, word in pairs
-        if not word.startswith("-") and not (before.startswith("--") and before[2:].replace("-", "_") in with_value)
-    ]
     missing = {}
     for field in dataclasses.fields(kind):
-        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING:
-            continue
-        kinds = get_args(hints[field.name])
-        if POSITIONAL in kinds[1:]:
-            missing |= {} if bare else {field.name: field.name.upper()}
-        elif field.name not in flags:
-            value = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
-            missing[field.name] = f"{_flag(field.name, command)} {value or field.name.upper()}"
+        name, kinds = field.name, get_args(hints[field.name])
+        if name not in given and {field.default, field.default_factory} == {dataclasses.MISSING}:
+            choices = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
+            missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
     if missing:
         docs = field_docs(kind)
         needs = "; ".join(f"{shown} ({docs[name].rstrip('.')})" for name, shown in missing.items())
-        raise UsageError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` tells all")
-
-
-def normalise_switches(words: list[str], kind: Any) -> list[str]:
-    """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing."""
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
-    result: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        if not flag.startswith("--") or name not in defaults:
-            result.append(word)
-            continue
-        if not equals and rest and rest[0].lower() in BOOLEANS:
-            value = rest.pop(0)
-        given = BOOLEANS.get(value.lower(), True)
-        if given != defaults[name]:
-            result.append(flag if given else f"--no-{flag[2:]}")
-    return result
+        raise UsageError(f"`{command}` needs {needs}. {all_options}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,25 +157,24 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
     """
     words = normalise_switches(words, TrainArgs)
-    own = ("config", "run_dir", "resume", "amend", "fork", "from_step", "skip_steps")
-    told = {name: value for name, value in flags_in(words) if name in own}
-    if told.get("run_dir") == "":
+    given = dict(flags_in(words))
+    if given.get("run_dir") == "":
         raise ValueError("--run_dir is empty: name a folder, or leave it out for a new one")
-    if "amend" in told and "resume" not in told:
+    if "amend" in given and "resume" not in given:
         raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
-    if "resume" in told and "run_dir" not in told:
+    if "resume" in given and "run_dir" not in given:
         raise ValueError("--resume does not say which run: name its folder with --run_dir")
-    if "from_step" in told and "resume" not in told:
+    if "from_step" in given and "resume" not in given:
         raise ValueError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
-    if "from_step" in told and "fork" in told:
+    if "from_step" in given and "fork" in given:
         raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
-    saved = [Path(told["run_dir"]) / CONFIG] if "resume" in told else []
+    run = Path(given.get("run_dir") or default_run_dir())
     if attempt_number():  # a job that its launcher starts again is resumed, as `fit` has it
-        run = Path(told.get("run_dir") or default_run_dir())
         check_still_there(run)
-        saved.append(run / CONFIG)
-    saved += [run_step(told["fork"]).run / CONFIG] if "fork" in told else []
-    return parse_config(TrainArgs, words, "train", next((str(path) for path in saved if path.exists()), None))
+    runs = [run] if "resume" in given or attempt_number() else []
+    runs += [run_step(given["fork"]).run] if "fork" in given else []
+    saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
+    return parse_config(TrainArgs, words, "train", next(saved, None))
 
 
 def parse_config(kind: type[T], words: list[str], command: str, path: str | None = None) -> tuple[T, Any]:
@@ -180,8 +189,6 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
     Raises:
         ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
     """
-    import yaml
-
     words, model_args = _without_model_args(normalise_switches(words, kind))
     flags = dict(flags_in(words))
     base = Config.from_yaml(flags["config"]) if flags.get("config") else Config()
@@ -194,11 +201,7 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
         base.of_run = base.of_run if flags.get("config") else saved.of_run
     args: Any = parse(_with_fields(base, kind), words, command)
     values = {name: getattr(args, name) for name in field_types()}
-    for name in NESTED:
-        try:
-            values[name] = yaml.safe_load(values[name]) if values[name] else None
-        except yaml.YAMLError as error:
-            raise ValueError(f"--{name} is not valid YAML: {yaml_problem(error)}") from error
+    values |= {name: _from_yaml(f"--{name}", values[name] or "null") for name in NESTED}
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
@@ -211,23 +214,26 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
 
 def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """(the other words, {name: value} of every `--model_args.NAME VALUE`, whose value is typed as in YAML)."""
+    others: list[str] = []
+    values: dict[str, Any] = {}
+    for name, value, own in split_words(words):
+        flag = own[0].partition("=")[0]
+        if not name.startswith("model_args."):
+            others += own
+        elif value is None:
+            raise ValueError(f"{flag} has no value: write {flag} VALUE")
+        else:
+            values[flag.partition(".")[2]] = _from_yaml(flag, value)
+    return others, values
+
+
+def _from_yaml(flag: str, text: str) -> Any:
     import yaml
 
-    others, found, rest = [], {}, list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        field, dot, name = flag.partition(".")
-        if field not in ("--model_args", "--model-args") or not dot:
-            others.append(word)
-            continue
-        if not equals and (not rest or rest[0].startswith("--")):
-            raise ValueError(f"{flag} has no value: write {flag} VALUE")
-        try:
-            found[name] = yaml.safe_load(value if equals else rest.pop(0))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
-    return others, found
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
 
 
 def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
@@ -252,27 +258,13 @@ def as_flags(message: str) -> str:
 
 
 def steps_to_skip(text: str | None) -> tuple[int, int] | None:
-    """The first and the last step of A:B, or None.
-
-    Raises:
-        ValueError: it is written otherwise.
-    """
+    """The first and the last step of A:B, or None. Raises ValueError for what is written otherwise."""
     if text is None:
         return None
-    first, mark, last = text.partition(":")
-    if not (mark and first.isdecimal() and last.isdecimal()):
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
         raise ValueError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
-    return int(first), int(last)
-
-
-def flags_in(words: list[str]) -> list[tuple[str, str]]:
-    """(name, value) of every flag, as far as that can be told without knowing which take one."""
-    pairs = []
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            pairs.append((name.replace("-", "_"), value if equals else following))
-    return pairs
+    return int(match[1]), int(match[2])
 
 
 def _with_fields(base: Any, kind: type) -> type:

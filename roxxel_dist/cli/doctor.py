@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cli.arguments import Switch, parse, parse_train
+from roxxel_dist.cli.arguments import parse, parse_train
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
 
@@ -40,7 +40,7 @@ class DoctorArgs:
     """The Python of the hosts; the path of this one where not given."""
     directory: str | None = None
     """The working directory on the hosts; that of this process where not given."""
-    json: Switch = False
+    json: bool = False
     """Print JSON."""
 
 

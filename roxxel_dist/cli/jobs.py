@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from roxxel_dist.cli.arguments import Switch, parse
+from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
@@ -35,11 +35,11 @@ class PsArgs:
     Of a job whose launcher is on another machine, the state is as old as is said.
     """
 
-    all: Switch = False
+    all: bool = False
     """Also those that have ended or were lost more than a day ago; they are remembered for a week."""
-    prune: Switch = False
+    prune: bool = False
     """Forget all that have ended or were lost, and those on other machines that were not heard of for a day."""
-    json: Switch = False
+    json: bool = False
     """Print a JSON list."""
 
 
@@ -88,9 +88,9 @@ class LogsArgs(_Run):
 
     rank: int = 0
     """The rank."""
-    launcher: Switch = False
+    launcher: bool = False
     """What a detached launcher said instead."""
-    follow: Annotated[Switch, tyro.conf.arg(aliases=("-f",))] = False
+    follow: Annotated[bool, tyro.conf.arg(aliases=("-f",))] = False
     """Go on with the lines that come, until the job is over."""
     lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = LINES
     """How many lines."""
@@ -161,7 +161,7 @@ def attach(words: list[str]) -> int:
 class StopArgs(_Run):
     """Ask a job to save and leave, and wait until it has; exits with 0 where every rank saved, or had ended well."""
 
-    kill: Switch = False
+    kill: bool = False
     """Kill the ranks without waiting for them to save."""
     timeout: float | None = None
     """Seconds to wait; the job's --grace and a minute where not given."""
