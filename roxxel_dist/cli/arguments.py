@@ -2,8 +2,7 @@
 
 import dataclasses
 import re
-from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -12,6 +11,7 @@ import tyro
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, nearest, yaml_problem
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
+from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.origin import run_step
 
@@ -35,39 +35,16 @@ def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = Tru
     return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, config=config)
 
 
-def split_words(words: Sequence[str], switches: Container[str] = ()) -> Iterator[tuple[str, str | None, list[str]]]:
-    """(name, value, its words) of every flag, and ("", None, [word]) of a word that belongs to none.
-
-    A flag's name has _ where - was written. Its value is what follows `=`, or the next word, unless that is a flag too;
-    of `switches` only `True` and `False` are values.
-    """
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
-        if not word.startswith("--"):
-            yield "", None, [word]
-            continue
-        flag, equals, value = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        is_switch = name.removeprefix("no_") in switches
-        if equals:
-            yield name, value, [word]
-        elif rest and not rest[0].startswith("--") and (not is_switch or rest[0].lower() in BOOLEANS):
-            yield name, rest[0], [word, rest.popleft()]
-        else:
-            yield name, None, [word]
-
-
 def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
     """(name, value) of every flag, as far as that can be told without knowing which take one; "" where none follows."""
-    return [(name, value or "") for name, value, _ in split_words(words) if name]
+    return [(name, value or "") for name, value, _ in split_flags(words) if name]
 
 
 def normalise_switches(words: list[str], kind: Any) -> list[str]:
     """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
     result: list[str] = []
-    for name, value, own in split_words(words, defaults):
+    for name, value, own in split_flags(words, defaults):
         given = BOOLEANS.get((value or "").lower(), True)
         flag = own[0].partition("=")[0]
         if name not in defaults:
@@ -92,7 +69,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
         return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
 
     given = set()
-    for name, value, (word, *_) in split_words(words, switches):
+    for name, value, (word, *_) in split_flags(words, switches):
         if not name:
             given |= positional if not word.startswith("-") else set()
             continue
@@ -216,7 +193,7 @@ def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """(the other words, {name: value} of every `--model_args.NAME VALUE`, whose value is typed as in YAML)."""
     others: list[str] = []
     values: dict[str, Any] = {}
-    for name, value, own in split_words(words):
+    for name, value, own in split_flags(words):
         flag = own[0].partition("=")[0]
         if not name.startswith("model_args."):
             others += own

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.backends import make
-from roxxel_dist.launcher.backends.slurm.allocation import Allocation, allocation, requeue
+from roxxel_dist.launcher.backends.slurm.allocation import Allocation, current_allocation, requeue
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, step_environment
-from roxxel_dist.launcher.backends.slurm.script import Request, hide_secrets, script, take_options
+from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, parse_sbatch_options, script
 from roxxel_dist.launcher.control.supervisor import JobResult
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +67,7 @@ def test_a_machine_without_sbatch_is_not_fit_and_nothing_is_made(tmp_path: Path,
 def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
     words = ["--nodes", "2", "--slurm-partition", "gpu", "--slurm-exclusive", "--slurm_mail_user=a@b", "--grace", "9"]
     words[4:4] = ["--slurm-comment", "a b"]
-    options, own = take_options([word.replace("--slurm_mail", "--slurm-mail") for word in words])
+    options, own = parse_sbatch_options([word.replace("--slurm_mail", "--slurm-mail") for word in words])
     assert options == {"partition": "gpu", "comment": "a b", "exclusive": None, "mail-user": "a@b"}
     assert own == ["--nodes", "2", "--grace", "9"]
 
@@ -89,7 +89,7 @@ def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
 )
 def test_options_that_cannot_be(words: list[str], said: str, launch: Launch) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        take_options(words)
+        parse_sbatch_options(words)
     told = launch("--nodes", "2", *words, "--", "true")
     assert (told.returncode, told.stdout) == (2, "")
     assert said in told.stderr
@@ -127,9 +127,9 @@ def test_what_cannot_be_in_an_allocation(cli: Launch, tmp_path: Path) -> None:
         assert (told.returncode, said in told.stderr) == (2, True), told.stderr
 
 
-def lines(**more: Any) -> list[str]:
-    request = Request(nodes=3, procs_per_host=2, output="o", directory="/d", grace=30, **more)
-    return script(request, ["python", "a b", "it's"]).splitlines()
+def lines(passed: dict[str, str | None] | None = None, **more: Any) -> list[str]:
+    options = Options(nodes=3, procs_per_host=2, directory="/d", grace=30, **more)
+    return script(options, passed or {}, "o", ["python", "a b", "it's"]).splitlines()
 
 
 def test_what_slurm_is_asked_for() -> None:
@@ -140,13 +140,13 @@ def test_what_slurm_is_asked_for() -> None:
     assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@45"} < set(text)
     assert not [line for line in text if "gres" in line or "no-kill" in line]
     assert "#SBATCH --gres=gpu:8" in lines(gpus_per_host=8)
-    asked = lines(gpus_per_host=8, options={"gpus-per-node": "h100:8", "comment": 'a "b"', "exclusive": None})
+    asked = lines({"gpus-per-node": "h100:8", "comment": 'a "b"', "exclusive": None}, gpus_per_host=8)
     assert not [line for line in asked if "gres" in line]
     assert {"#SBATCH --gpus-per-node=h100:8", '#SBATCH --comment="a \\"b\\""', "#SBATCH --exclusive"} < set(asked)
-    assert "#SBATCH --no-kill" in lines(stays=True)
-    assert "#SBATCH --no-requeue" in lines(requeue=False)
-    assert "#SBATCH --signal=B:USR1@9" in lines(options={"signal": "B:USR1@9"})
-    assert "#SBATCH --signal=B:TERM@45" not in lines(options={"signal": "B:USR1@9"})
+    assert "#SBATCH --no-kill" in lines(min_hosts=1)
+    assert "#SBATCH --no-requeue" in lines(max_requeues=0)
+    assert "#SBATCH --signal=B:USR1@9" in lines({"signal": "B:USR1@9"})
+    assert "#SBATCH --signal=B:TERM@45" not in lines({"signal": "B:USR1@9"})
 
 
 def test_secrets_are_handed_on_and_not_written_down(launch: Launch) -> None:
@@ -198,12 +198,14 @@ def test_a_step_gets_no_options_from_the_variables_of_its_job() -> None:
 
 
 def test_what_slurms_variables_say() -> None:
-    assert allocation({}) is None
+    assert current_allocation({}) is None
     batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "ENVIRONMENT": "BATCH", "SLURM_RESTART_COUNT": "2"}
-    told = allocation(batch | {"SLURMD_NODENAME": "n1"})
+    told = current_allocation(batch | {"SLURMD_NODENAME": "n1"})
     assert told == Allocation(job_id="7", nodelist="n[1-2]", batch=True, restarts=2, node="n1")
-    assert allocation(batch | {"ROXXEL_PROCESS_ID": "0"}) is None, "a rank of a launch has no allocation of its own"
-    told = allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"})
+    assert current_allocation(batch | {"ROXXEL_PROCESS_ID": "0"}) is None, (
+        "a rank of a launch has no allocation of its own"
+    )
+    told = current_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"})
     assert told == Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local:LocalBackend",
     "ssh": "roxxel_dist.launcher.backends.ssh:SshBackend",
-    "slurm": "roxxel_dist.launcher.backends.slurm.options:SlurmBackend",
+    "slurm": "roxxel_dist.launcher.backends.slurm.launch:SlurmBackend",
     "ray": "roxxel_dist.launcher.backends.ray.backend:RayBackend",
     "k8s": "roxxel_dist.launcher.backends.kubernetes.jobset",
     "member": "roxxel_dist.launcher.backends.kubernetes.node:MemberBackend",

@@ -4,12 +4,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
 
-RUNTIMES = ("pyxis", "apptainer")
 OPTIONS = (
     "--nodes=1",
     "--ntasks=1",
@@ -25,30 +24,27 @@ KEPT = ("SLURM_CONF", "SLURM_JWT")
 
 @dataclass(eq=False)
 class SlurmBackend(base.Backend):
-    """One agent a node of a job that SLURM has started, from anywhere where `srun` works.
-
-    Raises:
-        ValueError: a runtime that there is not.
-    """
+    """One agent a node of a SLURM job, from anywhere where `srun` works. Raises ValueError as `check_container`."""
 
     kind = "slurm"
     heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
     job_id: str
     hosts: Sequence[str]
     """Names of its nodes, in the order of the ranks."""
-    python: str = field(default="", kw_only=True)
+    _: KW_ONLY
+    python: str = ""
     """The interpreter there; empty: the path of this one, or `python3` of the container."""
-    directory: str = field(default="", kw_only=True)
+    directory: str = ""
     """The working directory there; empty: that of this process."""
-    container: str | None = field(default=None, kw_only=True)
+    container: str | None = None
     """An image, in which agents and ranks run."""
-    runtime: str | None = field(default=None, kw_only=True)
+    runtime: str | None = None
     """What runs it: pyxis (a plugin of srun) or apptainer."""
-    mounts: Sequence[str] = field(default=(), kw_only=True)
+    mounts: Sequence[str] = ()
     """Of the container, beside the working directory, as `/path` or `/path:/inside`."""
-    gpus: bool = field(default=False, kw_only=True)
+    gpus: bool = False
     """Whether the ranks use GPUs: apptainer has to be told."""
-    binds: bool = field(default=True, kw_only=True)
+    binds: bool = True
     """Whether this SLURM would bind the agent, and with it its ranks, to some of the CPUs of the job."""
 
     def __post_init__(self) -> None:
@@ -83,12 +79,10 @@ class SlurmBackend(base.Backend):
 
 def check_container(container: str | None, runtime: str | None, mounts: Sequence[str]) -> None:
     """Raises ValueError where the three do not make sense together."""
-    if runtime is not None and runtime not in RUNTIMES:
-        raise ValueError(f"--runtime {runtime}: there are {' and '.join(RUNTIMES)}")
     if container is None and (runtime is not None or mounts):
         raise ValueError(f"--{'runtime' if runtime else 'mount'} is for a container: give --container IMAGE too")
     if container is not None and runtime is None:
-        raise ValueError(f"--container {container}: say what runs it: --runtime {' or --runtime '.join(RUNTIMES)}")
+        raise ValueError(f"--container {container}: say what runs it: --runtime pyxis or --runtime apptainer")
 
 
 def step_environment(outer: Mapping[str, str]) -> dict[str, str]:

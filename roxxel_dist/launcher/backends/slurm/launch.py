@@ -1,0 +1,270 @@
+"""`launch slurm`: submits a job, prints its script, or runs on the nodes of the job that it is in."""
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT
+from roxxel_dist.launcher.backends import base
+from roxxel_dist.launcher.backends.slurm.allocation import (
+    Allocation,
+    binds_cpus,
+    current_allocation,
+    nodes,
+    run_in_allocation,
+)
+from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, check_container
+from roxxel_dist.launcher.environment import is_secret, masked_words
+from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.placement import ranks_on
+from roxxel_dist.launcher.spec import HostOptions, split_flags
+
+SLACK_S = 15
+"""From the end of the ranks' grace to the time limit: for the kill of those that stay, and for the requeue."""
+REFUSED = {
+    "gpus-per-task": "it hides the GPUs of a node from each other's tasks (jax#23452, #28194); use --gpus-per-host",
+    "ntasks": "use --nodes and --procs-per-host",
+    "ntasks-per-node": "use --procs-per-host",
+    "nodes": "use --nodes, without slurm",
+    "wrap": "the command comes after `--`",
+    "chdir": "use --directory",
+    "wait": "submit, then `roxxel-dist attach RUN`, which ends with the code of the job",
+    "array": "each run has a folder of its own; submit one job a run",
+}
+OURS = {
+    "ENVIRONMENT", "SLURM_RESTART_COUNT",
+    "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_WAIT",
+}  # fmt: skip
+"""Variables that a shell within a job may have."""
+KEY = re.compile(r"[a-z][a-z-]*")
+JOB_RUN_ID = '"slurm-$SLURM_JOB_ID"'
+"""A run id that stays when the job is requeued, for a script that may be submitted many times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(HostOptions):
+    """Which nodes."""
+
+    nodes: int | None = None
+    """Nodes that work; not given, 1, or inside a job all of its nodes."""
+    procs_per_host: int = 1
+    """Processes to start on each node."""
+    spare_hosts: int = 0
+    """Nodes that are asked for too, and take the place of one that fails (--no-kill)."""
+    max_requeues: int = 100
+    """How often SLURM is asked to queue the job again, after a time limit, a preemption or a lost node. 0: never."""
+    container: str | None = None
+    """An image in which the ranks run."""
+    runtime: Literal["pyxis", "apptainer"] | None = None
+    """What runs the image."""
+    mount: tuple[str, ...] = ()
+    """/PATH or /PATH:/INSIDE for the container, beside the working directory. Repeatable."""
+    print: bool = False
+    """Print the sbatch script instead of submitting it."""
+    python: str | None = None
+    """The interpreter on the nodes; not given, the path of this one, or python3 of the container."""
+    directory: str | None = None
+    """The working directory on the nodes; not given, that of the launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options, SlurmOptions):
+    """Start a program on the nodes of a SLURM job: `launch slurm --nodes 2 [options] -- CMD…`.
+
+    Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for instance --slurm-partition gpu
+    --slurm-time 4:00:00. Inside one (salloc, or a script of your own) it runs on the nodes of that job. Before the time
+    limit all ranks save, the job is queued again, and goes on from there. docs/howto/slurm.md tells more.
+    """
+
+    example: ClassVar[str] = "--nodes 2"
+
+    @classmethod
+    def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
+        """`--slurm-KEY VALUE` is for sbatch."""
+        return parse_sbatch_options(words)
+
+    def launch(self, request: base.LaunchRequest) -> int:
+        """Submit a job, or start ranks on the nodes of the one this is in."""
+        with request.usage_errors():
+            for flag, value, least in (("--nodes", self.nodes, 1), ("--max-requeues", self.max_requeues, 0)):
+                if value is not None and value < least:
+                    raise ValueError(f"{flag} {value}: must be at least {least}")
+            check_container(self.container, self.runtime, self.mount)
+            if self.detach:
+                raise ValueError("--detach: a submitted job does not need it, and one in an allocation ends with it")
+        allocation = current_allocation(os.environ)
+        if allocation is not None and allocation.batch:  # SLURM's request may come before anybody listens: it waits
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if self.print or allocation is None:
+            return _submit(self, request)
+        return _run(self, request, allocation)
+
+
+def parse_sbatch_options(words: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
+    """Part `--slurm-KEY VALUE` (`--slurm-KEY=VALUE`, or `--slurm-KEY` alone) from the launcher's own options.
+
+    Raises ValueError for a key that SLURM cannot have, or that is not for it, and for one given twice.
+    """
+    passed: dict[str, str | None] = {}
+    others: list[str] = []
+    for name, value, own in split_flags(words):
+        key = name.removeprefix("slurm_").replace("_", "-")
+        if not name.startswith("slurm_"):
+            others += own
+            continue
+        if not KEY.fullmatch(key):
+            raise ValueError(f"{own[0]}: write --slurm-KEY VALUE, with the name of an option of sbatch for KEY")
+        if key in REFUSED:
+            raise ValueError(f"--slurm-{key}: {REFUSED[key]}")
+        if key in passed:
+            raise ValueError(f"--slurm-{key} is given twice: give it once")
+        if "\n" in (value or ""):
+            raise ValueError(f"--slurm-{key}: its value holds a line end, which a #SBATCH line cannot: take it out")
+        passed[key] = value
+    return passed, others
+
+
+def hide_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """`--env K=V` as `--env K` where the name K is that of a secret, and these variables: sbatch hands them on.
+
+    So that no secret is in a script, which SLURM keeps and shows (`scontrol write batch_script`).
+    """
+    shown: list[str] = []
+    secrets: dict[str, str] = {}
+    for name, value, own in split_flags(words):
+        variable, equals, secret = (value or "").partition("=")
+        shown += own
+        if name == "env" and equals and is_secret(variable):
+            secrets[variable] = secret
+            shown[-1] = shown[-1].removesuffix(f"={secret}")
+    return shown, secrets
+
+
+def script(
+    options: Options, passed: Mapping[str, str | None], output: str, command: Sequence[str], notes: Sequence[str] = ()
+) -> str:
+    """The sbatch script that runs `command`.
+
+    Args:
+        passed: more `#SBATCH` lines, which win over ours; None: an option without a value.
+        output: the file for the launcher's lines; SLURM fills in %j, the number of the job.
+        notes: comments at its head.
+    """
+    ours: dict[str, str | None] = {
+        "job-name": "roxxel-dist",
+        "nodes": str((options.nodes or 1) + options.spare_hosts),
+        "ntasks-per-node": str(options.procs_per_host),
+        "chdir": options.directory or os.getcwd(),
+        "output": output,
+        "open-mode": "append",
+        # The launcher is the batch shell's process (exec), so B: is the launcher.
+        "signal": f"B:TERM@{int(options.grace) + SLACK_S}",
+        "requeue" if options.max_requeues else "no-requeue": None,
+    }
+    if options.gpus_per_host is not None and not any(key.startswith(("gpu", "gres")) for key in passed):
+        ours["gres"] = f"gpu:{options.gpus_per_host}"
+    if options.spare_hosts or options.min_hosts is not None:
+        ours["no-kill"] = None
+    line = " ".join(word if word == JOB_RUN_ID else shlex.quote(word) for word in command)
+    directives = [_directive(key, value) for key, value in {**ours, **passed}.items()]
+    return "\n".join(["#!/bin/bash", *directives, *(f"# {note}" for note in notes), "", "set -eu", f"exec {line}", ""])
+
+
+def _directive(key: str, value: str | None) -> str:
+    if value is None:
+        return f"#SBATCH --{key}"
+    quoted = value if re.fullmatch(r"[^\s\"'\\#]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"#SBATCH --{key}={quoted}"
+
+
+def _submit(options: Options, request: base.LaunchRequest) -> int:
+    """Hand the job to sbatch, or print what it would be handed."""
+    with request.usage_errors():
+        if options.dry_run:
+            raise ValueError("--dry-run: use --print, which prints the script; inside a job --dry-run tells each rank")
+        count = (options.nodes or 1) + options.spare_hosts
+        nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
+        job = request.job(options, nprocs, SlurmBackend("", [f"node {number}" for number in range(count)]))
+        if masked_words(request.command) != list(request.command):
+            raise ValueError(
+                "the command holds a secret, which would stand in the script that SLURM keeps and shows: let it read "
+                "a variable (--env NAME=VALUE, which is not in the script)"
+            )
+        log = Path(options.directory or os.getcwd()) / job.log_dir / "launcher.log"
+        if "\\" in str(log) and not options.print:
+            raise ValueError(
+                f"{str(log)!r}: SLURM cannot write to a path with a backslash; choose another run directory"
+            )
+    if not options.print and shutil.which("sbatch") is None:
+        info(
+            "not submitted: there is no `sbatch` on this machine: run this on a login node, or take the script of "
+            "--print there"
+        )
+        return EXIT_PREFLIGHT
+    shown, secrets = hide_secrets([word for word in request.words if word != "--print"])
+    python = options.python if options.python and not options.container else sys.executable
+    # A printed script may be submitted again and again, so its runs are named by their jobs.
+    named = [] if options.run_id else ["--run-id", JOB_RUN_ID if options.print else job.run_id]
+    launch = [python, "-u", "-m", "roxxel_dist", "launch", "slurm", *named, *shown, "--", *request.command]
+    notes = [f"export {name} before `sbatch`: it is a secret, and not in this script" for name in secrets]
+    output = "slurm-%j.out" if options.print else str(log).replace("%", "%%")
+    text = script(options, request.passed, output, launch, notes)
+    if options.print:
+        print(text, end="")
+        return 0
+    log.parent.mkdir(parents=True, exist_ok=True)  # SLURM makes no folder, and tells nobody
+    environment = {name: value for name, value in {**os.environ, **secrets}.items() if name not in OURS}
+    sbatch = subprocess.run(
+        ["sbatch", "--parsable"], input=text, env=environment, capture_output=True, text=True, check=False
+    )
+    message, job_id = sbatch.stderr.strip(), sbatch.stdout.strip().partition(";")[0]
+    if sbatch.returncode != 0:
+        info(f"not submitted: {message or f'sbatch ended with {sbatch.returncode} and said nothing'}")
+        return EXIT_FAILED
+    if message:
+        print(message, file=sys.stderr)
+    print(job_id, flush=True)
+    info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {job_id}`, `scancel {job_id}`)")
+    info(f"when it runs: `roxxel-dist attach {job.run_id}`; its lines are in {request.passed.get('output') or log}")
+    return 0
+
+
+def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) -> int:
+    """Run on the nodes that this job has."""
+    job_id = allocation.job_id
+    with request.usage_errors():
+        if request.passed:
+            raise ValueError(
+                f"--slurm-{next(iter(request.passed))} is for a job that is still to be submitted, and this is job "
+                f"{job_id}; leave it out, or unset SLURM_JOB_ID to submit another"
+            )
+        if shutil.which("srun") is None:
+            raise ValueError(f"this is SLURM job {job_id}, and there is no `srun`: add SLURM's commands to PATH")
+        names = nodes(allocation.nodelist)
+        count = len(names) if options.nodes is None else options.nodes + options.spare_hosts
+        if count > len(names):
+            raise ValueError(
+                f"--nodes {options.nodes}, --spare-hosts {options.spare_hosts}: job {job_id} has {len(names)} nodes "
+                f"({', '.join(names)})"
+            )
+        backend = SlurmBackend(
+            job_id, names[:count], python=options.python or "", directory=options.directory or "",
+            container=options.container, runtime=options.runtime, mounts=options.mount,
+            gpus=options.gpus_per_host is not None, binds=binds_cpus(),
+        )  # fmt: skip
+        if allocation.batch and options.run_id is None:  # the same when it is queued again
+            options = dataclasses.replace(options, run_id=f"slurm-{job_id}")
+        nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
+        job = dataclasses.replace(request.job(options, nprocs, backend), first_attempt=allocation.restarts)
+    if options.dry_run:
+        return request.start(options, job, backend)
+    return run_in_allocation(job, backend, allocation, options.max_requeues)
