@@ -106,6 +106,7 @@ CASES = [
     ("disk", "error", put("h1", run_dir=disk(MIN_FREE_BYTES - 1)), ["h1", "/data/runs", "0.2 MiB", "--run_dir"]),
     ("disk", "warning", put("h1", run_dir=disk(ADVISED_FREE_BYTES - 1)), ["h1", "/data/runs", "--run_dir"]),
     ("disk", "error", put("h1", run_dir=disk(1 << 40, "no permission")), ["h1", "/data/runs", "no permission"]),
+    ("disk", "error", put("h1", run_dir=disk(1 << 40, "is a file")), ["h1: /data/runs is a file: name a folder with"]),
     (
         "leftovers",
         "error",

@@ -175,8 +175,8 @@ def test_a_signal_breaks_it_off() -> None:
     os.write(writes, b"\x02")
     hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
     try:
-        with pytest.raises(Interrupted):
-            check_job_hosts(job(), Children(hosts), tuple(hosts), port=None, wake=reads)
+        with HostPool(Children(hosts), reads) as pool, pytest.raises(Interrupted):
+            check_job_hosts(job(), Children(hosts), tuple(hosts), port=None, pool=pool)
         assert os.read(reads, 9) == b"\x02"
     finally:
         os.close(reads)

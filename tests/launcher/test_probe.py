@@ -104,8 +104,8 @@ def test_facts_of_this_machine(start: Start) -> None:
 
 def test_it_is_light() -> None:
     code = (
-        "import sys; from roxxel_dist.launcher.preflight import probe; "
-        f"probe.Probe().answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }); "
+        "import contextlib, sys; from roxxel_dist.launcher.preflight import probe; "
+        f"probe.answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }, contextlib.ExitStack()); "
         "print(*{'jax', 'numpy', 'yaml', 'tyro', 'rich'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)

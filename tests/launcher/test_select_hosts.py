@@ -11,7 +11,7 @@ from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.preflight import select_hosts
-from roxxel_dist.launcher.preflight.checks import check_result
+from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
 from roxxel_dist.launcher.spec import JobSpec
@@ -80,7 +80,7 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
         asked.append(hosts)
         assert len(asked) < 5
         gone = {"d": "no route"} if "d" in hosts else {}
-        wrong = () if gone else (check_result("error", "port", hosts, "b does not reach a"),)
+        wrong = () if gone else (CheckResult("error", "port", hosts, "b does not reach a"),)
         return PreflightReport(address="10.0.0.1", port=1, findings=wrong, unreachable=gone)
 
     monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)

@@ -1,14 +1,14 @@
 """What a job needs of its hosts, and what is wrong with them by what they say of themselves: pure functions.
 
-docs/howto/launching.md has a table of the checks. Those that take more questions (the port, the folder that hosts
-share) are in `run.py`.
+docs/howto/launching.md has a table of the checks. Those that take more questions (the port, the run directory that
+hosts share) are in `run.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roxxel_dist.launcher.preflight.host_info import LOCK, HostInfo, is_loopback
+from roxxel_dist.launcher.preflight.host_info import IS_FILE, LOCK, HostInfo, is_loopback
 from roxxel_dist.launcher.spec import JobSpec, flag
 
 Level = Literal["ok", "warning", "error"]
@@ -40,6 +40,8 @@ class Requirements:
     """JAX_PLATFORMS, where the job sets it."""
     code: str | None = None
     """The hash of the launcher's own code, where hosts must have the same."""
+    compare: bool = True
+    """Whether to ask for what matters beside other hosts: versions, code, data."""
 
 
 def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Requirements:
@@ -63,7 +65,7 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CheckResult:
     """What one check found."""
 
@@ -73,22 +75,9 @@ class CheckResult:
     text: str
 
 
-def check_result(level: Level, check: str, hosts: Iterable[str], text: str) -> CheckResult:
-    """The result of a check of these hosts."""
-    return CheckResult(level=level, check=check, hosts=tuple(hosts), text=text)
-
-
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
     """Everything that can be said without a further question."""
-    checks: list[Callable[[Requirements, Hosts], Iterator[CheckResult]]] = [
-        _devices,
-        tpu_locks,
-        _disk,
-        _stale_ranks,
-        _versions,
-        _data,
-        _one_machine,
-    ]
+    checks = [_devices, tpu_locks, _disk, _stale_ranks, _versions, _data, _one_machine]
     if not are_one_machine(hosts):
         checks.append(own_names)
     return [result for check in checks for result in check(requirements, hosts)]
@@ -118,22 +107,15 @@ def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[st
     return groups
 
 
-def _listed(groups: Mapping[Any, Sequence[str]]) -> str:
-    return "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
-
-
 def _on_each(
     check: str, hosts: Hosts, problems: Callable[[str, HostInfo], Problems], fine: Callable[[list[str]], str]
 ) -> Iterator[CheckResult]:
     """The problems of each host by itself, and a line about all hosts that have none."""
-    good = []
-    for host, info in hosts.items():
-        results = [check_result(level, check, [host], f"{host}: {text}") for level, text in problems(host, info)]
-        yield from results
-        if not results:
-            good.append(host)
-    if good:
-        yield check_result("ok", check, good, fine(good))
+    texts = {host: list(problems(host, info)) for host, info in hosts.items()}
+    for host, found in texts.items():
+        yield from (CheckResult(level, check, (host,), f"{host}: {text}") for level, text in found)
+    if good := [host for host, found in texts.items() if not found]:
+        yield CheckResult("ok", check, tuple(good), fine(good))
 
 
 def _same(
@@ -141,24 +123,25 @@ def _same(
 ) -> CheckResult:
     """Whether all hosts have the same value."""
     if len(groups) == 1:
-        return check_result("ok", check, hosts, f"{what}: {next(iter(groups))}")
-    return check_result(level, check, hosts, f"{what} differs: {_listed(groups)}; {fix}")
+        return CheckResult("ok", check, tuple(hosts), f"{what}: {next(iter(groups))}")
+    values = "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
+    return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}")
 
 
 def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
     need = requirements.gpus_per_host if requirements.visible is None else None
-    is_short = False
+    short = []
     for host, info in hosts.items():
         listed = info["visible"]
         count = info["gpus"] if listed is None else len([name for name in listed.split(",") if name.strip()])
         if need and count is not None and count < need:
-            is_short = True
             fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"
             where = "/dev/nvidia*" if listed is None else f"CUDA_VISIBLE_DEVICES={listed}"
             text = f"{host}: --gpus-per-host {need}, and it has {count} ({where}); {fix}, or leave this host out"
-            yield check_result("error", "devices", [host], text)
-    if not is_short:
+            short.append(CheckResult("error", "devices", (host,), text))
+    yield from short
+    if not short:
         groups = _groups(
             hosts, lambda info: f"{info['gpus']} GPUs, {info['tpus']} TPU chips".replace("None", "uncounted")
         )
@@ -170,7 +153,7 @@ def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
     for host, info in hosts.items():
         platforms = requirements.platforms or info["platforms"]
         if info["tpu_lock"] is not None and (not platforms or "tpu" in platforms.split(",")):
-            yield check_result("error", "tpu lock", [host], f"{host}: {LOCK}, libtpu's lock, {info['tpu_lock']}")
+            yield CheckResult("error", "tpu lock", (host,), f"{host}: {LOCK}, libtpu's lock, {info['tpu_lock']}")
 
 
 def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -178,7 +161,9 @@ def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
 
     def problems(_: str, place: HostInfo) -> Problems:
         fix = "or name another folder with --run_dir"
-        if place["why"] is not None:
+        if place["why"] == IS_FILE:
+            yield "error", f"{place['path']} is a file: name a folder with --run_dir"
+        elif place["why"] is not None:
             yield "error", f"{place['path']} cannot be written ({place['why']}); change its permissions, {fix}"
         elif place["free"] < ADVISED_FREE_BYTES:
             is_full = place["free"] < MIN_FREE_BYTES
@@ -213,8 +198,8 @@ def _stale_ranks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
         return f"run {runs}, {len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
 
     def way_to_end(ranks: Sequence[HostInfo]) -> str:
-        if watched := [rank for rank in ranks if not rank["orphan"]]:  # their launcher is well
-            return f"`roxxel-dist stop {watched[0]['run_id']}` where it was launched"
+        if watched := [rank["run_id"] for rank in ranks if not rank["orphan"]]:  # their launcher is well
+            return f"`roxxel-dist stop {watched[0]}` where it was launched"
         return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
 
     fine = "no ranks that another launch has left on"
@@ -233,7 +218,7 @@ def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
             level: Level = "error" if name in MUST_MATCH else "warning"
             yield _same(level, "versions", hosts, groups, name, "install the same version on all hosts")
     if equal:
-        yield check_result("ok", "versions", hosts, ", ".join(equal))
+        yield CheckResult("ok", "versions", tuple(hosts), ", ".join(equal))
     codes = _groups(hosts, lambda info: info["code"])
     if requirements.code not in (None, *codes):  # it talks with the hosts
         codes[requirements.code] = ["the launcher here"]
@@ -248,13 +233,13 @@ def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     first = next(iter(data))
     path = data[first]["path"]
     if data[first].get("text"):  # rank 0 makes shards in the run directory, the others read those
-        yield check_result("ok", "data", [first], f"{path}: text, of which rank 0 makes shards")
+        yield CheckResult("ok", "data", (first,), f"{path}: text, of which rank 0 makes shards")
         return
     other = f"it is text there, and tokens on {first}"
     for why, names in _groups(data, lambda info: other if info.get("text") else info.get("why")).items():
         if why is not None:
             text = f"{named(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
-            yield check_result("error", "data", names, text)
+            yield CheckResult("error", "data", tuple(names), text)
     data = {host: info for host, info in data.items() if "fingerprint" in info}
     if data:
         fingerprints = _groups(data, lambda info: info["fingerprint"])
@@ -266,7 +251,7 @@ def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
     for names in _groups(hosts, lambda info: info["machine"]).values():
         if len(names) > 1:
             text = f"{named(names)} are one machine: their ranks share its devices; name each machine once"
-            yield check_result("warning", "host", names, text)
+            yield CheckResult("warning", "host", tuple(names), text)
 
 
 def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -278,12 +263,9 @@ def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
             to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
             fix = f"have /etc/hosts on {host} say `{info.get('ssh_address') or 'its address'} {name}` instead"
             text = f"its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: {fix}"
-            yield "error" if _runs_on_cpu(requirements, info) else "warning", text
+            platforms = requirements.platforms or info["platforms"]
+            cpu = platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
+            yield "error" if cpu else "warning", text
 
     fine = "own names resolve to addresses that others can reach on"
     return _on_each("name", hosts, problems, lambda good: f"{fine} {named(good)}")
-
-
-def _runs_on_cpu(requirements: Requirements, info: HostInfo) -> bool:
-    platforms = requirements.platforms or info["platforms"]
-    return platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]

@@ -5,7 +5,6 @@ Nothing here changes the host: the one file that is made (to learn whether that 
 
 import fcntl
 import hashlib
-import importlib
 import ipaddress
 import os
 import platform
@@ -13,17 +12,15 @@ import socket
 import struct
 from contextlib import suppress
 from glob import glob
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-DATA_FUNCTION = "roxxel_dist.run_directory:data_to_read"
-"""Says what `train` would read, called on the host by its name: the launcher imports nothing of the trainer."""
 LOCK = Path("/tmp/libtpu_lockfile")
-FLOCK = "hhqqi4x"
-"""struct flock of Linux with 64 bits: type, whence, start, length, pid."""
+IS_FILE = "is a file"
 
 HostInfo = dict[str, Any]
 
@@ -31,18 +28,14 @@ HostInfo = dict[str, Any]
 def gather(question: HostInfo) -> HostInfo:
     """All that preflight compares or judges, as plain values.
 
-    The question: `run_dir` (text, or None where the job keeps nothing on this host), `run_id` and `data_path` (text or
-    None), `resume`, and `compare`: whether to tell what matters beside other hosts (versions, code, data).
+    The question: fields of `checks.Requirements`, where a run directory of None is that of a job which keeps nothing on
+    this host, and `compare` asks also for what matters beside other hosts (versions, code, data).
     """
     run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
-    network = os.readlink("/proc/self/ns/net")
-    boot = socket.gethostname()
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     # A container sees all GPUs of its machine in /proc, and may use those in /dev. AMD's are not counted.
     gpus = len(glob("/dev/nvidia[0-9]*") or glob("/proc/driver/nvidia/gpus/*"))
     info: HostInfo = {
-        "machine": f"{boot} {network}",
+        "machine": f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}",
         "gpus": None if not gpus and os.path.exists("/dev/kfd") else gpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
@@ -53,18 +46,30 @@ def gather(question: HostInfo) -> HostInfo:
         "left": stale_ranks(question["run_id"], run_dir),
     }
     if question["compare"]:
+        from importlib import metadata  # as slow as all the rest
+
         connection = os.environ.get("SSH_CONNECTION", "").split()
-        data = None
-        if data_path is not None or resume:
-            module, _, function = DATA_FUNCTION.partition(":")
-            data = getattr(importlib.import_module(module), function)(data_path, run_dir, resume=resume)
+        versions = {"python": platform.python_version()}
+        for name in PACKAGES:
+            with suppress(metadata.PackageNotFoundError):
+                versions[name] = metadata.version(name)
         info |= own_name() | {
             "ssh_address": connection[2] if len(connection) == 4 else None,  # where the ssh connection came to
-            "versions": _versions(),
+            "versions": versions,
             "code": hash_of_code(),
-            "data": data,
+            "data": None,
         }
+        if data_path is not None or resume:  # by its name: the launcher imports nothing of the trainer
+            trainer = import_module("roxxel_dist.run_directory")
+            info["data"] = trainer.data_to_read(data_path, run_dir, resume=resume)
     return info
+
+
+def boot_id() -> str:
+    """What the kernel calls its time since the last boot; empty where a container hides /proc/sys."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
 
 
 def own_name() -> HostInfo:
@@ -76,9 +81,7 @@ def own_name() -> HostInfo:
 def existing(path: str) -> Path:
     """The nearest folder (or file) that exists on the way up from a path."""
     place = Path(os.path.abspath(path))
-    while not os.path.exists(place):
-        place = place.parent
-    return place
+    return next(each for each in (place, *place.parents) if os.path.exists(each))
 
 
 def folder(path: str) -> HostInfo:
@@ -87,10 +90,9 @@ def folder(path: str) -> HostInfo:
     try:
         room = os.statvfs(place)
         free = room.f_bavail * room.f_frsize
-        if place.is_dir():
-            touch(path).unlink()
-        else:
-            why = f"{place} is a file"
+        touch(path).unlink()
+    except NotADirectoryError:
+        why = IS_FILE
     except OSError as error:
         why = error.strerror or str(error)
     return {"path": str(place), "free": free, "why": why}
@@ -117,17 +119,6 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _versions() -> dict[str, str]:
-    """Of Python and of what decides how a run goes; packages that are not there are left out."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
 def hash_of_code() -> str:
     """Of this package's own files: an editable install has one version for ever."""
     root = Path(__file__).parent.parent.parent
@@ -145,12 +136,13 @@ def tpu_lock(path: Path) -> str | None:
     """
     if not os.path.lexists(path):
         return None
+    flock = "hhqqi4x"  # struct flock of Linux with 64 bits: type, whence, start, length, pid
     try:  # O_CREAT as libtpu: in /tmp the kernel looks at that
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "rb+", buffering=0) as file:
-            lock = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            lock = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(flock, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError as error:
         return f"cannot be opened ({error.strerror}), and nothing can use the TPU; sudo rm {path}"
-    kind, _, _, _, pid = struct.unpack(FLOCK, lock)
+    kind, _, _, _, pid = struct.unpack(flock, lock)
     if kind == fcntl.F_UNLCK:
         return None
     holder = f"process {pid}" if pid > 0 else "a process of another container"
