@@ -1,9 +1,9 @@
 """Before each attempt: which hosts are there, whether they are fit for the job, and which of them work."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -47,11 +47,12 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
     devices = job.devices_per_proc  # of a process; 1 where only jax knows, so that whole processes are counted
     if devices is None:
         devices = job.gpus_per_host // procs if job.gpus_per_host is not None else 1
-    most, used, share = len(present) * procs * devices, len(present), devices  # the program will say why that cannot be
-    choices = [(number * procs * part, number, part) for number in range(1, used + 1) for part in range(1, devices + 1)]
-    if choices := [choice for choice in choices if not any(rows % choice[0] for rows in job.micro_batches)]:
-        # Few hosts, each with many devices: the network is what is slow.
-        most, used, share = max(choices, key=lambda choice: (choice[0], -choice[1]))
+    most, used, share = 0, len(present), devices  # if nothing divides them, the program will say so
+    for number in range(1, len(present) + 1):  # of as many devices those on fewer hosts: the network is what is slow
+        for part in range(1, devices + 1):
+            total = number * procs * part
+            if total > most and not any(rows % total for rows in job.micro_batches):
+                most, used, share = total, number, part
     smaller = replace(
         job,
         nprocs=used * procs,
@@ -59,7 +60,7 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
         gpus_per_host=share * procs if job.gpus_per_host is not None else None,
     )
     missing = [host for host in hosts if host not in present]
-    note = f"going on without {', '.join(missing)}: {most} of {len(working) * procs * devices} devices"
+    note = f"going on without {', '.join(missing)}: {used * procs * share} of {len(working) * procs * devices} devices"
     idle = [f"{host} ({procs * devices})" for host in present[used:]]
     if share < devices:
         idle += [f"{host} ({procs * (devices - share)})" for host in present[:used]]
@@ -85,7 +86,7 @@ class StoppedError(Exception):
         self.number = number
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReadyHosts:
     """The hosts that can start, and what they share."""
 
@@ -94,9 +95,9 @@ class ReadyHosts:
     """Reaches the agents that have answered; who gets it closes it."""
     coordinator: str
     """address:port of rank 0's coordinator, as all of them reach it."""
-    visible: Mapping[str, str] = field(default_factory=dict)
+    visible: Mapping[str, str]
     """CUDA_VISIBLE_DEVICES of the hosts that have it."""
-    cores: int | None = None
+    cores: int | None
     """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
 
 
@@ -109,10 +110,7 @@ class HostSelector:
     """
 
     def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console) -> None:
-        self._job = job
-        self._backend = backend
-        self._signals = signals
-        self._screen = screen
+        self._job, self._backend, self._signals, self._screen = job, backend, signals, screen
         self._warnings: set[str] = set()
         self._cores: int | None = None
 
@@ -134,30 +132,23 @@ class HostSelector:
             if report.passed:
                 self._cores = self._cores or report.cores
                 address = f"[{report.address}]" if ":" in report.address else report.address
-                return ReadyHosts(
-                    assignment=assignment,
-                    pool=pool,
-                    coordinator=f"{address}:{report.port}",
-                    visible=report.visible,
-                    cores=self._cores,
-                )
-            errors = [result for result in report.findings if result.level == "error"]
-            reasons = [result.text for result in errors]
-            reasons += [f"host {host} cannot be used: {why}" for host, why in report.unreachable.items()]
-            to_blame = {result.hosts[0] for result in errors if len(result.hosts) == 1} | set(report.unreachable)
+                return ReadyHosts(assignment, pool, f"{address}:{report.port}", report.visible, self._cores)
+            errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
+            errors |= {f"host {host} cannot be used: {why}": (host,) for host, why in report.unreachable.items()}
+            to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}
             rest = tuple(host for host in present if host not in to_blame)
             is_replaced = rest != present and len(rest) >= working
             if not is_replaced and time.monotonic() < deadline:
-                self._say(reasons, said)
+                self._say(errors, said)
                 if numbers := self._signals.wait(RETRY_S):
                     raise StoppedError(numbers[0])
                 continue
             may_shrink = is_retry and rest != present and job.min_hosts is not None and len(rest) >= job.min_hosts
             if not (is_replaced or may_shrink):
-                raise NotReadyError("\n".join(reasons), unreachable=bool(report.unreachable))
+                raise NotReadyError("\n".join(errors), unreachable=bool(report.unreachable))
             present = rest
             assignment = assign(job, hosts, present)
-            self._say([*reasons, assignment.note], said)
+            self._say([*errors, assignment.note], said)
 
     def _check(self, assignment: Assignment, attempt: int) -> tuple[PreflightReport, HostPool]:
         """What is found, and the agents that were asked: they stay where all is well."""
@@ -178,7 +169,7 @@ class HostSelector:
                     stack.pop_all()
                 return report, pool
 
-    def _say(self, lines: Sequence[str], said: set[str], prefix: str = "") -> None:
+    def _say(self, lines: Iterable[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""
         for line in lines:
             if line not in said:
