@@ -97,12 +97,11 @@ def _backend(args: DoctorArgs) -> "Backend":
 
 def _as_text(report: "PreflightReport", hosts: int) -> str:
     """A line a finding; then the count."""
-    from roxxel_dist.launcher.control.report import count
-
     rows = [(result.level, result.check, result.text) for result in report.findings]
     rows += [("error", "host", f"{host}: {why}") for host, why in report.unreachable.items()]
     width = max(len(check) for _, check, _ in rows)
     lines = [f"{level:<8} {check:<{width}}  {text}" for level, check, text in rows]
     levels = [level for level, _, _ in rows]
-    total = ", ".join(count(levels.count(level), level) for level in ("error", "warning"))
-    return "\n".join([*lines, f"{count(hosts, 'host')}: {total}"])
+    counts = {"host": hosts, "error": levels.count("error"), "warning": levels.count("warning")}
+    host, *total = (f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
+    return "\n".join([*lines, f"{host}: {', '.join(total)}"])

@@ -9,7 +9,6 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import PIPE_ENV
 from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.control.report import count
 from roxxel_dist.launcher.environment import masked, masked_words, shell_line
 from roxxel_dist.launcher.placement import coordinator_port, placements, worker_argv, working_hosts
 from roxxel_dist.launcher.spec import JobSpec
@@ -60,8 +59,9 @@ def as_text(job: JobSpec, backend: Backend) -> str:
     told = describe(job, backend)
     hosts = len({rank["host"] for rank in told["ranks"]})
     limit = "adaptive" if job.step_timeout is None else f"{job.step_timeout:g} s"
+    size = f"{job.nprocs} rank{'s' * (job.nprocs != 1)} on {hosts} host{'s' * (hosts != 1)}"
     lines = [
-        f"run {job.run_id}: {count(job.nprocs, 'rank')} on {count(hosts, 'host')}, logs in {job.log_dir}",
+        f"run {job.run_id}: {size}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
         *(f"agent on {host}: {shlex.join(words)}" for host, words in told["agents"].items()),
         f"in {told['working_directory']}, with the host's variables, {ENV} (a temporary file) and {PIPE_ENV} (a pipe):",

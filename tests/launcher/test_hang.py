@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cluster.progress import ACTIVITIES, Record
-from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, hang_report
+from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector
+from roxxel_dist.launcher.control.report import hang_report
 from roxxel_dist.launcher.host.agent import ask_for_stack
 
 Launch = Callable[..., Any]
@@ -36,8 +37,8 @@ def watch(*records: Record, step_timeout: float | None = 10.0) -> HangDetector:
 def looked(one: HangDetector, until: float) -> Any:
     """What it says at `until`, having been asked every second."""
     for now in range(int(until)):
-        assert one.overdue(now) is None, f"too early, at {now}"
-    return one.overdue(until)
+        assert one.check(now) is None, f"too early, at {now}"
+    return one.check(until)
 
 
 def test_the_rank_that_is_behind_is_named_when_its_time_is_over() -> None:
@@ -72,9 +73,9 @@ def test_a_rank_that_moves_is_not_stuck_and_one_that_ended_is_forgotten() -> Non
     for now in range(1, 30):
         one.observe(0, at(5 + now), now)
         one.observe(1, at(5 + now // 5), now)
-        assert one.overdue(now) is None
+        assert one.check(now) is None
     one.forget(1)
-    assert one.overdue(30) is None
+    assert one.check(30) is None
     assert one.reached == 34
 
 
@@ -82,8 +83,8 @@ def test_ranks_that_do_not_wait_for_each_other_are_named_too() -> None:
     one = watch(at(5), at(5))
     for now in range(1, 11):
         one.observe(0, at(5 + now), now)
-        assert one.overdue(now) is None
-    hang = one.overdue(11)
+        assert one.check(now) is None
+    hang = one.check(11)
     assert hang is not None
     assert hang.rank == 1
 
@@ -113,10 +114,10 @@ def test_what_happened_between_steps_is_not_the_time_of_a_step() -> None:
 def test_a_launcher_that_stood_still_blames_nobody() -> None:
     one = watch(at(6), at(5))
     assert looked(one, 3) is None
-    assert one.overdue(3600) is None
-    assert one.overdue(3602) is None
-    assert not any(one.overdue(now) for now in range(3603, 3608))
-    hang = one.overdue(3610)
+    assert one.check(3600) is None
+    assert one.check(3602) is None
+    assert not any(one.check(now) for now in range(3603, 3608))
+    hang = one.check(3610)
     assert hang is not None
     assert hang.rank == 1
 
@@ -127,11 +128,11 @@ def test_a_stopped_rank_is_named_first_then_one_that_is_behind_and_does_not_answ
     assert (hang.rank, hang.tied) == (0, 2)
     assert "it may be another" in hang_report(hang, "h")
     asked = {"now": 12.0}
-    assert one.blame(hang, stopped=(), silent=(), **asked) == hang
-    assert one.blame(hang, stopped={2}, silent={2, 1}, **asked).rank == 2
-    assert one.blame(hang, stopped=(), silent={2, 1}, **asked).rank == 1
-    assert one.blame(hang, stopped=(), silent={2}, **asked) == hang, "ahead of the others, and perhaps only slow"
-    assert one.blame(hang, stopped={0, 1, 2}, silent=(), **asked) == hang
+    assert one.refine(hang, stopped=(), silent=(), **asked) == hang
+    assert one.refine(hang, stopped={2}, silent={2, 1}, **asked).rank == 2
+    assert one.refine(hang, stopped=(), silent={2, 1}, **asked).rank == 1
+    assert one.refine(hang, stopped=(), silent={2}, **asked) == hang, "ahead of the others, and perhaps only slow"
+    assert one.refine(hang, stopped={0, 1, 2}, silent=(), **asked) == hang
 
 
 def test_a_rank_that_does_not_come_to_join_the_others_is_named() -> None:
@@ -141,8 +142,8 @@ def test_a_rank_that_does_not_come_to_join_the_others_is_named() -> None:
         one = watch(waits, absent, waits)
         hang = looked(one, LIMITS_S["join"] + 1)
         assert (hang.rank, hang.step, hang.limit, hang.tied) == (1, 0, LIMITS_S["join"], 1)
-        assert one.blame(hang, stopped=(), silent={0}, now=290.0) == hang, "a rank that waits is not to blame"
-        assert one.blame(hang, stopped={1}, silent={0}, now=290.0).rank == 1
+        assert one.refine(hang, stopped=(), silent={0}, now=290.0) == hang, "a rank that waits is not to blame"
+        assert one.refine(hang, stopped={1}, silent={0}, now=290.0).rank == 1
         assert "rank 1 on host h is stuck: it has not come to jax.distributed.initialize" in hang_report(hang, "h")
     assert looked(watch(starts, silent), LIMITS_S["join"] + 1) is None
     hang = looked(watch(waits, waits), LIMITS_S["join"] + 1)
@@ -162,9 +163,9 @@ def test_the_report_names_all() -> None:
 def test_a_launcher_that_is_slow_finds_a_hang_all_the_same() -> None:
     """It has listened in each of its turns; one that stood still, once, has not."""
     slow = watch(at(6), at(5))
-    assert [slow.overdue(now) is not None for now in (0, 6, 12, 18)] == [False, False, False, True]
+    assert [slow.check(now) is not None for now in (0, 6, 12, 18)] == [False, False, False, True]
     stopped = watch(at(6), at(5))
-    assert [stopped.overdue(now) for now in (0, 1, 1000, 1001, 2000, 2001)] == [None] * 6
+    assert [stopped.check(now) for now in (0, 1, 1000, 1001, 2000, 2001)] == [None] * 6
 
 
 def test_a_process_that_catches_a_signal_for_its_own_ends_is_not_asked() -> None:

@@ -99,76 +99,56 @@ class HangDetector:
         samples = self._usual.get(record.phase, ())
         return max(LEAST_S, TIMES * statistics.median(samples)) if len(samples) >= SAMPLES else UNKNOWN_S
 
-    def overdue(self, now: float) -> Hang | None:
+    def check(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""
         still = self._looked is not None and now - self._looked > STILL_S
         if self._looked is not None and still and not self._stood_still:  # twice in a row: it is slow, and has listened
             for seen in self._seen.values():
                 seen.since += now - self._looked
         self._looked, self._stood_still = now, still
-        absent = self._absent(now)
-        last = absent or self._last()
-        ages = {rank: now - self._seen[rank].since for rank in last}
-        limits = {rank: self.limit(self._seen[rank].record) for rank in last}
-        if not last or (not absent and any(ages[rank] <= limits[rank] for rank in last)):
+        last, absent = self._last(now)
+        if not last or (not absent and any(now - seen.since <= self.limit(seen.record) for seen in last.values())):
             return None
-        rank = min(last, key=lambda rank: (-ages[rank], rank))
-        return self._hang(rank, ages[rank], len(last), absent=bool(absent))
+        rank = min(last, key=lambda rank: (last[rank].since, rank))
+        return self._hang(rank, now, tied=len(last), absent=absent)
 
-    def blame(self, hang: Hang, *, stopped: Collection[int], silent: Collection[int], now: float) -> Hang:
+    def refine(self, hang: Hang, *, stopped: Collection[int], silent: Collection[int], now: float) -> Hang:
         """The hang with the rank that is to blame, when the stacks have been asked for.
 
         Args:
-            hang: as `overdue` gave it.
+            hang: as `check` gave it.
             stopped: ranks that the kernel does not run (SIGSTOP, a file system that does not answer).
             silent: ranks that did not answer.
-            now: as for `overdue`.
+            now: as for `check`.
         """
-        last = self._absent(now) or self._last()
+        last, _ = self._last(now)
         if hang.rank not in last:
             return hang
-        for some in ([rank for rank in self._seen if rank in stopped], [rank for rank in last if rank in silent]):
-            if some and (len(some) < len(self._seen)):
-                rank = min(some, key=lambda rank: (self._seen[rank].record.entered, rank))
-                return self._hang(rank, now - self._seen[rank].since, 1, absent=hang.absent)
+        for suspects in (self._seen.keys() & stopped, last.keys() & silent):
+            if 0 < len(suspects) < len(self._seen):
+                rank = min(suspects, key=lambda rank: (self._seen[rank].record.entered, rank))
+                return self._hang(rank, now, tied=1, absent=hang.absent)
         return hang
 
-    def _absent(self, now: float) -> list[int]:
-        """The ranks that have not come to where another has joined in vain for its whole time."""
-        last = {rank: self._seen[rank] for rank in self._last()}
-        late = any(one.record.activity == "join" and now - one.since > LIMITS_S["join"] for one in last.values())
-        return [rank for rank, one in last.items() if late and one.record.activity != "join"]
-
-    def _last(self) -> list[int]:
-        """The ranks that have entered the fewest steps; none where one of all has not said anything yet."""
+    def _last(self, now: float) -> tuple[dict[int, _Seen], bool]:
+        """The ranks that have entered the fewest steps; where one of these has joined in vain for its whole time, only
+        those that have not come to it, and True."""
         fewest = min((seen.record.entered for seen in self._seen.values()), default=0)
-        return [rank for rank, seen in self._seen.items() if seen.record.entered == fewest]
+        last = {rank: seen for rank, seen in self._seen.items() if seen.record.entered == fewest}
+        absent = {rank: seen for rank, seen in last.items() if seen.record.activity != "join"}
+        if any(seen.record.activity == "join" and now - seen.since > LIMITS_S["join"] for seen in last.values()):
+            return absent or last, bool(absent)
+        return last, False
 
-    def _hang(self, rank: int, seconds: float, tied: int, *, absent: bool = False) -> Hang:
-        record = self._seen[rank].record
+    def _hang(self, rank: int, now: float, *, tied: int, absent: bool) -> Hang:
+        seen = self._seen[rank]
         return Hang(
             rank=rank,
-            step=record.entered,
-            phase=record.phase,
-            activity=record.activity,
-            seconds=seconds,
-            limit=LIMITS_S["join"] if absent else self.limit(record),
+            step=seen.record.entered,
+            phase=seen.record.phase,
+            activity=seen.record.activity,
+            seconds=now - seen.since,
+            limit=LIMITS_S["join"] if absent else self.limit(seen.record),
             tied=tied,
             absent=absent,
         )
-
-
-def hang_report(hang: Hang, host: str) -> str:
-    """Who is stuck where, for people."""
-    where = f"in step {hang.step}" if hang.activity == "step" else f"busy with {hang.activity!r} after step {hang.step}"
-    phase = f", phase {hang.phase}" if hang.phase else ""
-    guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
-    if hang.absent:
-        where = "it has not come to jax.distributed.initialize, where others wait for it"
-    flag = (
-        "--step-timeout sets it" if hang.activity == "step" else f"that of {'join' if hang.absent else hang.activity!r}"
-    )
-    return (
-        f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
-        f"(limit {hang.limit:.0f} s; {flag}){guess}"
-    )

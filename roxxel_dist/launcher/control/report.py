@@ -1,74 +1,112 @@
 """What a person reads when an attempt is over: who, where, why, and where to read more."""
 
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_TIMEOUT_TEXT, EXIT_USAGE, OK_CODES
-from roxxel_dist.launcher.control.hang import hang_report
-from roxxel_dist.launcher.control.outcome import (
-    AttemptResult,
-    RankExit,
-    exit_code,
-    failure_report,
-    first_failure,
-    how,
-    late_report,
-)
+from roxxel_dist.launcher.control.hang import Hang
+from roxxel_dist.launcher.control.outcome import AttemptResult, RankExit, exit_code, first_failure
+from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec
 
 STACK_LINES = 60
+TAIL_WITHOUT_TRACEBACK = 15
+CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
 
 
-def report_of(job: JobSpec, outcome: AttemptResult, logs: Logs, stack: Sequence[str]) -> list[str]:
-    """The lines about an attempt; none where all went well. `stack` is that of the rank that hung."""
-    failure, code = first_failure(outcome), exit_code(outcome)
+def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
+    """The lines about an attempt; none where all went well."""
+    failure, code = first_failure(result), exit_code(result)
+    before: list[str] = []
     if code == 0:
         return []
-    if code == EXIT_DRAINED:
-        if outcome.requested is None:
-            return _said(f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it")
-        return _said("stopped on request; every rank saved and left")
-    if outcome.hang is not None and code == EXIT_HANG:
-        return _hung(outcome, logs, stack)
-    return _failed(job, outcome, failure, logs) if failure is not None else _ended(job, outcome, logs)
+    if code == EXIT_DRAINED and result.requested is None:
+        text = f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it"
+    elif code == EXIT_DRAINED:
+        text = "stopped on request; every rank saved and left"
+    elif result.hang is not None and code == EXIT_HANG:
+        rank = result.hang.rank
+        before = [f"roxxel-dist: {hang_report(result.hang, result.hang_host)}"]
+        if result.stack:
+            text = f"stack of rank {rank}; its log is {logs.path(rank)}; the logs have the stacks of the others too:"
+            return [*before, f"roxxel-dist: {text}", *result.stack[-STACK_LINES:]]
+        text = f"rank {rank} gave no stack (stopped, or no Python); the logs have those of the others"
+    elif failure is not None:
+        tail = logs.tail(failure.rank)
+        words = tail or logs.tail(0)
+        if (
+            failure.code == EXIT_USAGE
+            and words
+            and (job.command[0] == "train" or words[-1].startswith("roxxel-dist: "))
+        ):
+            shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
+            return [] if shown else tail
+        if failure.code != EXIT_HANG or not any(EXIT_TIMEOUT_TEXT in line for line in tail[-1:]):
+            return failure_report(failure, tail, logs.path(failure.rank))
+        text = late_report(result, job.exit_timeout)
+    elif result.lost is not None:
+        for end in [end for end in result.exits if end.code not in OK_CODES and not end.killed_by_us][:1]:
+            before = failure_report(end, logs.tail(end.rank), logs.path(end.rank))
+        text = result.lost.text
+    elif result.late:
+        text = late_report(result, job.exit_timeout)
+    else:
+        text = f"stopped on request ({how(-(result.requested or 0))}) before the ranks had saved"
+    return [*before, f"roxxel-dist: {text}"]
 
 
-def _failed(job: JobSpec, outcome: AttemptResult, failure: RankExit, logs: Logs) -> list[str]:
-    tail = logs.tail(failure.rank)
-    words = tail or logs.tail(0)
-    if failure.code == EXIT_USAGE and words and (job.command[0] == "train" or words[-1].startswith("roxxel-dist: ")):
-        shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
-        return [] if shown else tail
-    if failure.code == EXIT_HANG and any(EXIT_TIMEOUT_TEXT in line for line in tail[-1:]):
-        return _said(late_report(outcome, job.exit_timeout))
-    return failure_report(failure, tail, logs.path(failure.rank))
+def how(code: int) -> str:
+    """`exit code 7`, `signal SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    if code == -signal.SIGBUS:
+        return "signal SIGBUS (a mapped file, such as a shard of the data, was cut short, or its disk failed)"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
 
 
-def _ended(job: JobSpec, outcome: AttemptResult, logs: Logs) -> list[str]:
-    """Where no rank failed by itself."""
-    if outcome.lost is not None:
-        others = [end for end in outcome.exits if end.code not in OK_CODES and not end.killed_by_us][:1]
-        words = [line for end in others for line in failure_report(end, logs.tail(end.rank), logs.path(end.rank))]
-        return [*words, *_said(outcome.lost.text)]
-    if outcome.late:
-        return _said(late_report(outcome, job.exit_timeout))
-    return _said(f"stopped on request ({how(-(outcome.requested or 0))}) before the ranks had saved")
+def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[str]:
+    """What a person reads last: who failed first, where its log is, and its last lines."""
+    step = f", in step {failure.step}" if failure.step > 0 else ""
+    who = f"rank {failure.rank} failed first: {how(failure.code)}{step} (host {failure.host}, pid {failure.pid})"
+    if not tail:
+        return [f"roxxel-dist: {who}; it printed nothing"]
+    return [f"roxxel-dist: {who}; log {log}, last lines:", *last_words(tail)]
 
 
-def _hung(outcome: AttemptResult, logs: Logs, stack: Sequence[str]) -> list[str]:
-    assert outcome.hang is not None
-    rank = outcome.hang.rank
-    lines = _said(hang_report(outcome.hang, outcome.hang_host))
-    if not stack:
-        return lines + _said(f"rank {rank} gave no stack (stopped, or no Python); the logs have those of the others")
-    head = _said(f"stack of rank {rank}; its log is {logs.path(rank)}; the logs have the stacks of the others too:")
-    return [*lines, *head, *stack[-STACK_LINES:]]
+def last_words(tail: Sequence[str]) -> Sequence[str]:
+    """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
+    lines = [line for line in tail if not NOISE_PREFIXES.match(line)] or tail  # a thread may write behind a traceback
+    starts = (number for number, line in enumerate(lines) if line.startswith(CRASH_HEADERS))
+    return lines[next(starts, -TAIL_WITHOUT_TRACEBACK) :]
 
 
-def _said(text: str) -> list[str]:
-    return [f"roxxel-dist: {text}"]
+def late_report(result: AttemptResult, exit_timeout: float) -> str:
+    """Who stayed when others had ended."""
+    stayed = [end for end in result.exits if end.killed_by_us]
+    ended = next(end.rank for end in result.exits if end.code in (*OK_CODES, EXIT_HANG))
+    names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
+    return (
+        f"rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "
+        "--exit-timeout sets this limit"
+    )
 
 
-def count(number: int, what: str) -> str:
-    """`1 host`, `2 hosts`."""
-    return f"{number} {what}{'s' * (number != 1)}"
+def hang_report(hang: Hang, host: str) -> str:
+    """Who is stuck where."""
+    in_step = hang.activity == "step"
+    where = f"in step {hang.step}" if in_step else f"busy with {hang.activity!r} after step {hang.step}"
+    flag = "--step-timeout sets it" if in_step else f"that of {hang.activity!r}"
+    if hang.absent:
+        where = "it has not come to jax.distributed.initialize, where others wait for it"
+        flag = "that of 'join'"
+    phase = f", phase {hang.phase}" if hang.phase else ""
+    guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
+    return (
+        f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
+        f"(limit {hang.limit:.0f} s; {flag}){guess}"
+    )

@@ -70,39 +70,36 @@ class Decision:
     code: int = 0
 
 
-def classify(outcome: AttemptResult) -> Cause:
+def classify(result: AttemptResult) -> Cause:
     """Why an attempt ended. `bash -c` reports a signal as 128 + s, and is understood."""
-    code = exit_code(outcome)
-    if outcome.requested is not None:
+    code = exit_code(result)
+    if result.requested is not None:
         return Cause.REQUESTED
     if code == 0:
         return Cause.DONE
-    if outcome.hang is not None or outcome.lost is not None:
+    if result.hang is not None or result.lost is not None:
         return Cause.INFRASTRUCTURE
-    failure = first_failure(outcome)
-    if failure is not None:
+    if (failure := first_failure(result)) is not None:
         code = as_code(failure.code)
     if code in PREEMPTED:
         return Cause.PREEMPTED
     return Cause.INFRASTRUCTURE if code in INFRASTRUCTURE else Cause.USER
 
 
-def summary(outcome: AttemptResult, *, seconds: float, counts: bool, report: Sequence[str] = ()) -> AttemptSummary:
+def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequence[str] = ()) -> AttemptSummary:
     """An attempt for `next_action`. `counts`: the program is known to tell its steps, even if it has not yet."""
-    failure = first_failure(outcome)
-    culprit = outcome.hang or failure
-    if failure is not None and failure.code in OF_NO_RANK:
-        culprit = None
+    failure = first_failure(result)
+    culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
     return AttemptSummary(
-        cause=classify(outcome),
-        code=exit_code(outcome),
+        cause=classify(result),
+        code=exit_code(result),
         rank=culprit.rank if culprit else None,
         step=culprit.step if culprit else 0,
-        reached=outcome.reached,
-        counts=counts or outcome.reached > 0,
+        reached=result.reached,
+        counts=counts or result.reached > 0,
         seconds=seconds,
-        requested=outcome.requested,
-        host_lost=outcome.lost is not None and outcome.lost.with_host,
+        requested=result.requested,
+        host_lost=result.lost is not None and result.lost.with_host,
         report=report,
     )
 
@@ -119,28 +116,35 @@ def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decisi
     if last.counts and by_rank and max(attempt.reached for attempt in attempts) < 1:
         why = "not started again: no rank has come to step 1, and would not the next time"
         return Decision(again=False, code=last.code, why=why)
-    before = [(failure.rank, failure.step) for failure in failures[:-1]]
-    if last.counts and by_rank and (last.rank, last.step) in before:
+    if (
+        last.counts
+        and by_rank
+        and (last.rank, last.step) in [(failure.rank, failure.step) for failure in failures[:-1]]
+    ):
         why = f"not started again: rank {last.rank} has failed in step {last.step} before, so it would again"
         return Decision(again=False, code=last.code, why=why)
     if len(failures) > max_restarts:
         why = f"given up: {max_restarts} restart{'s' * (max_restarts > 1)} (--max-restarts) made and used up"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
-    wait = min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (len(failures) - 1))
+    wait = _backoff(len(failures))
     return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} in {wait:g} s")
 
 
 def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
     """Preemptions are free; but who leaves again and again before it has done anything is not preempted."""
-    idle, reached = 0, [attempt.reached for attempt in attempts]
+    idle = 0
     for number in reversed(range(len(attempts))):
         attempt = attempts[number]
-        new_step = reached[number] > max(reached[:number], default=0)
+        new_step = attempt.reached > max((earlier.reached for earlier in attempts[:number]), default=0)
         if attempt.cause is not Cause.PREEMPTED or attempt.seconds >= BRIEF_S or new_step:
             break
         idle += 1
     if idle >= IDLE_PREEMPTIONS:
         why = f"not started again: preempted {idle} times in a row within a minute, without a new step"
         return Decision(again=False, code=attempts[-1].code, why=why)
-    wait = min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** max(0, idle - 1))
+    wait = _backoff(idle)
     return Decision(again=True, wait=wait, why=f"preempted; restart in {wait:g} s (it counts for nothing)")
+
+
+def _backoff(times: int) -> float:
+    return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** max(0, times - 1))

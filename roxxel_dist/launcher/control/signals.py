@@ -5,42 +5,39 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from typing import Self
 
 
 class SignalPipe:
     """SIGINT, SIGQUIT, SIGTERM and SIGHUP as bytes in a pipe (`fd`), not as exceptions, while the context is open.
 
     Args:
-        say: shows a line to a person.
+        info: shows a line to a person.
         stays: take SIGTSTP (Ctrl-Z) too, for a launcher that must not stand still.
     """
 
     fd: int
 
-    def __init__(self, say: Callable[[str], None], *, stays: bool = False) -> None:
-        self._say = say
+    def __init__(self, info: Callable[[str], None], *, stays: bool = False) -> None:
+        self._info = info
         self._stays = stays
 
-    def __enter__(self) -> "SignalPipe":
+    def __enter__(self) -> Self:
         self.fd, self._writes = os.pipe()
         for fd in (self.fd, self._writes):
             os.set_blocking(fd, False)
         self._wakeup = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
-        names = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]
+        numbers = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, *[signal.SIGTSTP] * self._stays]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to stay
-            names.append(signal.SIGHUP)
-        if self._stays:
-            names.append(signal.SIGTSTP)
-        self._before = {name: signal.signal(name, self._noted) for name in names}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, names)  # who was asked to stop before this was ready, hears it now
+            numbers.append(signal.SIGHUP)
+        # The wake-up descriptor has the number already; without a handler it would not get it.
+        self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # one that came before this was ready is heard now
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name, handler in self._before.items():
-            signal.signal(name, handler)
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self.fd)
         os.close(self._writes)
@@ -48,11 +45,11 @@ class SignalPipe:
     def take(self) -> list[int]:
         """The requests that came since the last call."""
         try:
-            numbers = list(os.read(self.fd, 64))
+            numbers = os.read(self.fd, 64)
         except BlockingIOError:
             return []
         if self._stays and signal.SIGTSTP in numbers:
-            self._say("Ctrl-Z is not followed: hosts that hear nothing from here for 10 s end their ranks")
+            self._info("Ctrl-Z is not followed: hosts that hear nothing from here for 10 s end their ranks")
         # The descriptor has the number of every signal for which the program has a handler.
         return [number for number in numbers if number in self._before and number != signal.SIGTSTP]
 
@@ -63,7 +60,3 @@ class SignalPipe:
             if select.select([self.fd], [], [], left)[0] and (numbers := self.take()):
                 return numbers
         return self.take()
-
-    @staticmethod
-    def _noted(number: int, frame: FrameType | None) -> None:
-        """The wake-up descriptor has the number already."""

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
@@ -32,106 +31,89 @@ class JobResult:
     """Its last attempt came to no step, though its program tells its steps."""
 
 
-def run(job: JobSpec, backend: Backend, register: JobRecorder | None = None) -> int:
-    """Run a job to its end and return its exit code. Call it from the main thread. `register` enters it as a job.
+def run(job: JobSpec, backend: Backend, recorder: JobRecorder | None = None) -> int:
+    """Run a job to its end and return its exit code. Call it from the main thread. `recorder` enters it as a job.
 
     Raises ValueError for a job that does not fit the hosts.
     """
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)
-    return supervise(job, backend, register or JobRecorder(job, backend)).code
+    return supervise(job, backend, recorder or JobRecorder(job, backend)).code
 
 
-def supervise(job: JobSpec, backend: Backend, register: JobRecorder) -> JobResult:
+def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResult:
     """As `run`, and tells more of the end."""
-    with register as entry:
-        result = _supervise(job, backend, entry)
-        entry.end(result.code)
-        return result
+    with recorder:
+        with (
+            Console(all_ranks=job.all_ranks, first=job.first_rank) as console,
+            SignalPipe(console.info, stays=backend.heartbeat_timeout_s is not None) as signals,
+        ):
+            result = _Controller(job, backend, recorder, console, signals).run()
+        recorder.end(result.code)  # only now: who follows the job stops to read when it is over
+    return result
 
 
-def _supervise(job: JobSpec, backend: Backend, entry: JobRecorder) -> JobResult:
-    attempts: list[AttemptSummary] = []
-    with (
-        Console(all_ranks=job.all_ranks, first=job.first_rank) as screen,
-        SignalPipe(screen.info, stays=backend.heartbeat_timeout_s is not None) as signals,
-    ):
-        selector = HostSelector(job, backend, signals, screen)
-        while True:
-            try:
-                ready = selector.select(len(attempts))
-            except StoppedError as request:
-                return _stopped(request.number, attempts, screen)
-            except NotReadyError as problem:
-                again = bool(attempts) or job.first_attempt > 0
-                return JobResult(code=_not_ready(problem, attempts, screen), host_lost=again and problem.unreachable)
-            reached = max((attempt.reached for attempt in attempts), default=0)
-            last = _attempt(ready, backend, len(attempts), reached, signals, screen, entry)
-            attempts.append(last)
-            decision = next_action(attempts, job.max_restarts)
-            screen.print(last.report)
-            if decision.why:
-                screen.info(decision.why)
-            if not decision.again:
-                _tell_first_cause(attempts, screen)
-                return JobResult(
-                    code=decision.code,
-                    requested=last.requested,
-                    host_lost=last.host_lost,
-                    idle=last.counts and last.reached == 0,
-                )
-            entry.update(state="restarting")
-            if numbers := signals.wait(decision.wait):
-                return _stopped(numbers[0], attempts, screen)
+@dataclass
+class _Controller:
+    job: JobSpec
+    backend: Backend
+    recorder: JobRecorder
+    console: Console
+    signals: SignalPipe
 
-
-def _stopped(number: int, attempts: Sequence[AttemptSummary], screen: Console) -> JobResult:
-    """A job that a signal ended while no rank ran."""
-    screen.info(f"{signal.Signals(number).name}: not started{' again' * bool(attempts)}")
-    drained = bool(attempts) and attempts[-1].code == EXIT_DRAINED
-    return JobResult(code=EXIT_DRAINED if drained else 128 + number, requested=number)
-
-
-def _not_ready(problem: NotReadyError, attempts: Sequence[AttemptSummary], screen: Console) -> int:
-    """The code of a job whose hosts were not ready; says why, and what had ended it before."""
-    screen.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
-    screen.info(f"not started{' again' * bool(attempts)}: see above; `roxxel-dist doctor` looks at everything")
-    _tell_first_cause(attempts, screen)
-    return EXIT_PREFLIGHT
-
-
-def _attempt(
-    ready: ReadyHosts,
-    backend: Backend,
-    number: int,
-    reached: int,
-    signals: SignalPipe,
-    screen: Console,
-    entry: JobRecorder,
-) -> AttemptSummary:
-    job = ready.assignment.job
-    count = job.first_attempt + number
-    with ready.pool:
-        screen.flush()  # a detached launcher lets go of its terminal here
-        entry.update(state="running", attempt=count)
-        outer, hosts = backend.environment, ready.assignment.hosts
-        placed = placements(job, hosts, ready.coordinator, outer, count, ready.visible, ready.cores, reached)
-        logs = Logs(job, screen.info, count)
-        begun = time.monotonic()
-        attempt = Attempt(job, ready.pool, logs, screen, signals, entry)
+    def run(self) -> JobResult:
+        self._attempts: list[AttemptSummary] = []
+        selector = HostSelector(self.job, self.backend, self.signals, self.console)
         try:
-            outcome = attempt.run(placed)
-        finally:
-            logs.close()
-    entry.update(step=outcome.reached)
-    trains = job.command[0] == "train"
-    report = report_of(job, outcome, logs, attempt.stack)
-    return summary(outcome, seconds=time.monotonic() - begun, counts=trains, report=report)
+            while True:
+                last = self._attempt(selector.select(len(self._attempts)))
+                self._attempts.append(last)
+                decision = next_action(self._attempts, self.job.max_restarts)
+                self.console.print(last.report)
+                if decision.why:
+                    self.console.info(decision.why)
+                if not decision.again:
+                    self._tell_first_cause()
+                    idle = last.counts and last.reached == 0
+                    return JobResult(code=decision.code, requested=last.requested, host_lost=last.host_lost, idle=idle)
+                self.recorder.update(state="restarting")
+                if numbers := self.signals.wait(decision.wait):
+                    raise StoppedError(numbers[0])
+        except StoppedError as stop:  # while no rank ran
+            self.console.info(f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}")
+            drained = bool(self._attempts) and self._attempts[-1].code == EXIT_DRAINED
+            return JobResult(code=EXIT_DRAINED if drained else 128 + stop.number, requested=stop.number)
+        except NotReadyError as problem:
+            self.console.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
+            again = " again" * bool(self._attempts)
+            self.console.info(f"not started{again}: see above; `roxxel-dist doctor` looks at everything")
+            self._tell_first_cause()
+            is_retry = bool(self._attempts) or self.job.first_attempt > 0
+            return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)
 
+    def _attempt(self, ready: ReadyHosts) -> AttemptSummary:
+        job, backend, console = ready.assignment.job, self.backend, self.console
+        number = job.first_attempt + len(self._attempts)
+        reached = max((attempt.reached for attempt in self._attempts), default=0)
+        with ready.pool as pool:
+            console.flush()  # a detached launcher lets go of its terminal here
+            self.recorder.update(state="running", attempt=number)
+            hosts, outer = ready.assignment.hosts, backend.environment
+            placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
+            begun = time.monotonic()
+            logs = Logs(job, console.info, number)
+            try:
+                result = Attempt(
+                    job=job, pool=pool, logs=logs, console=console, signals=self.signals, recorder=self.recorder
+                ).run(placed)
+            finally:
+                logs.close()
+        self.recorder.update(step=result.reached)
+        seconds, trains = time.monotonic() - begun, job.command[0] == "train"
+        return summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs))
 
-def _tell_first_cause(attempts: Sequence[AttemptSummary], screen: Console) -> None:
-    """After restarts in vain: what it was that went wrong first."""
-    failures = [attempt for attempt in attempts if attempt.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
-    if len(failures) < 2 or failures[-1] is not attempts[-1] or not failures[0].report:
-        return
-    screen.info(f"the first cause, of {len(attempts)} attempts:")
-    screen.print(failures[0].report)
+    def _tell_first_cause(self) -> None:
+        """After restarts in vain: what it was that went wrong first."""
+        failures = [attempt for attempt in self._attempts if attempt.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
+        if len(failures) > 1 and failures[-1] is self._attempts[-1] and failures[0].report:
+            self.console.info(f"the first cause, of {len(self._attempts)} attempts:")
+            self.console.print(failures[0].report)
