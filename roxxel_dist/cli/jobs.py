@@ -1,22 +1,23 @@
 """The commands for jobs that run already: ps, logs, attach, stop."""
 
 import dataclasses
+import json
 import shutil
 import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES
 from roxxel_dist.config import usage_errors
+from roxxel_dist.launcher.jobs import record, tail
+from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info
-
-if TYPE_CHECKING:
-    from roxxel_dist.launcher.jobs.record import JobRecord
 
 LINES = 40
 SLACK_S = 60.0
@@ -47,20 +48,13 @@ def ps(words: list[str]) -> int:
     """List running jobs."""
     args = parse(PsArgs, words, "ps")
     with usage_errors():
-        from roxxel_dist.launcher.jobs import record
-
         if args.prune:
             gone = record.forget()
             info(f"{len(gone)} jobs forgotten" + (f": {', '.join(job.run_id for job in gone)}" if gone else ""))
         jobs = record.entries()
     recent = time.time() - record.FORGOTTEN_S
-    shown = [
-        job for job in jobs
-        if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)
-    ]  # fmt: skip
+    shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
     if args.json:
-        import json
-
         values = [dataclasses.asdict(job) | ({} if job.is_known else {"state": "unknown"}) for job in shown]
         print(json.dumps(values, indent=2))
     elif shown:
@@ -74,9 +68,13 @@ def ps(words: list[str]) -> int:
     return 0
 
 
-def _row(job: "JobRecord") -> tuple[str, ...]:
+def _row(job: JobRecord) -> tuple[str, ...]:
     state = f"ended {job.code}" if job.state == "ended" else job.state
-    state += "" if job.is_known else f" {_age(time.time() - job.updated)} ago"
+    if not job.is_known:
+        age = max(time.time() - job.updated, 0)
+        units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+        unit, length = next((unit for unit in units if age >= 2 * unit[1]), units[-1])
+        state += f" {age / length:.0f} {unit} ago"
     host = job.controller.host + (f" +{len(job.hosts) - 1}" if len(job.hosts) > 1 else "")
     counts = (str(job.nprocs), str(job.attempt), str(job.step or "-"))
     return job.run_id, state, host, *counts, _clock(job.begun), job.command.replace("\n", "\\n")
@@ -122,17 +120,14 @@ def logs(words: list[str]) -> int:
     return 0
 
 
-def _show(job: "JobRecord", log: Path, count: int, *, follow: bool) -> "JobRecord":
+def _show(job: JobRecord, log: Path, count: int, *, follow: bool) -> JobRecord:
     """Show the last lines of a log, and those that come; the record as it is then."""
-    from roxxel_dist.launcher.jobs import tail
-    from roxxel_dist.launcher.jobs.record import path_of, read
-
     if follow and not job.is_known:
         where = f"the launcher of run {job.run_id} runs on {job.controller.host}"
         info(f"{where}: its end is seen from here, but not that it was killed; Ctrl-C ends this command alone")
     lines = tail.run_lines(log, job.run_id)
     tail.show(deque(iter(lambda: next(lines), None), maxlen=count))
-    return (tail.follow(lines, lambda: read(path_of(job))) if follow else read(path_of(job))) or job
+    return tail.follow(lines, job) if follow else job.now()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,8 +166,6 @@ def stop(words: list[str]) -> int:
     """Have a job save and leave."""
     args = parse(StopArgs, words, "stop")
     with usage_errors():
-        from roxxel_dist.launcher.jobs.stop import stop as stop_job
-
         job = _find(args.run, "stop")
         limit = job.grace + SLACK_S if args.timeout is None else args.timeout
         try:
@@ -187,11 +180,9 @@ def stop(words: list[str]) -> int:
     return 0 if job.code in OK_CODES else EXIT_FAILED
 
 
-def _find(name: str, command: str) -> "JobRecord":
+def _find(name: str, command: str) -> JobRecord:
     """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
-    from roxxel_dist.launcher.jobs.record import entries, find
-
-    job = find(name, entries())
+    job = record.find(name, record.entries())
     if job.is_known or (command != "stop" and not job.copied):  # its files are here: machines share them
         return job
     if job.slurm_job and command == "stop":
@@ -208,14 +199,7 @@ def _clock(when: float) -> str:
     return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%Y-%m-%d", then)
 
 
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-def _say_over(job: "JobRecord") -> None:
+def _say_over(job: JobRecord) -> None:
     if job.state == "lost":
         info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
     elif job.state == "ended":

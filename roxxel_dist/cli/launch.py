@@ -10,6 +10,7 @@ import tyro
 
 from roxxel_dist.cli.arguments import normalise_switches, parse, parse_train
 from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.launcher.output.console import info
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend, Command, Options
@@ -72,7 +73,7 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
         return problem.code
     print(entry.run_id, flush=True)
     started = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"
-    print(f"roxxel-dist: {started}; see it with `{entry.line('attach')}`", file=sys.stderr, flush=True)
+    info(f"{started}; see it with `{entry.line('attach')}`")
     return 0
 
 

@@ -62,7 +62,7 @@ def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path, monkeypatch: 
 def test_steps_are_not_written_each(state: Path) -> None:
     with JobRecorder(spec(), LocalBackend()) as register:
         register.update(state="running")
-        (path,) = record.paths()
+        (path,) = record.folder().glob("*.json")
         before = path.stat().st_mtime_ns
         register.update(step=1)
         assert path.stat().st_mtime_ns == before
@@ -121,7 +121,7 @@ def test_a_controller_that_was_killed_is_lost(tmp_path: Path) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert only().state == "lost", "a process that waits to be reaped is gone"
     assert only().state == "lost"
-    assert json.loads(record.paths()[0].read_text())["state"] == "running"
+    assert json.loads(only().path.read_text())["state"] == "running"
 
 
 def test_another_process_of_that_number_is_not_the_controller() -> None:
@@ -162,7 +162,7 @@ def test_a_machine_without_a_boot_id_and_a_folder_that_is_gone_end_no_launch(
 def elsewhere(run_id: str, **changes: object) -> JobRecord:
     """Write the entry of a job that runs on a machine of another name."""
     there = dataclasses.replace(record.this_process(), host="h9")
-    record.path_of(enter(run_id, f"runs/{run_id}")).unlink()
+    enter(run_id, f"runs/{run_id}").path.unlink()
     return enter(run_id, f"runs/{run_id}", **{"controller": there, "state": "running", "code": None, **changes})
 
 
@@ -224,9 +224,9 @@ def test_what_is_over_for_a_week_is_taken_away() -> None:
         controller = there if name in ("elsewhere", "unheard") else record.this_process()
         changes = {"controller": controller} | ({} if name in ("fresh", "old") else {"state": "running", "code": None})
         entry = dataclasses.replace(enter(name, "runs/x"), **changes)  # pyright: ignore[reportArgumentType]
-        record.path_of(enter(name, "runs/x")).unlink()
+        enter(name, "runs/x").path.unlink()
         record.write(entry)
-        os.utime(record.path_of(entry), (now - days * 86400,) * 2)
+        os.utime(entry.path, (now - days * 86400,) * 2)
     (record.folder() / "left.tmp").write_text("")
     os.utime(record.folder() / "left.tmp", (0, 0))
     record.forget(over_s=record.KEPT_S, unheard_s=record.UNHEARD_S)
@@ -252,7 +252,7 @@ def test_a_run_is_found_by_id_beginning_and_directory(tmp_path: Path, monkeypatc
     assert find("20260101", jobs) == first
     assert find("runs/one/", jobs) == again
     assert find(str(tmp_path / "runs" / "two"), jobs) == other
-    assert find(record.path_of(first).stem, jobs) == first
+    assert find(first.path.stem, jobs) == first
 
 
 @pytest.mark.parametrize(
@@ -281,6 +281,6 @@ def test_a_copy_does_not_replace_what_is_there() -> None:
     entry = enter("a", "runs/a")
     record.write(dataclasses.replace(entry, step=5), new_only=True)
     assert only() == entry
-    record.path_of(entry).unlink()
+    entry.path.unlink()
     record.write(dataclasses.replace(entry, step=5), new_only=True)
     assert only().step == 5

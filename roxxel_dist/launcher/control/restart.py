@@ -52,10 +52,6 @@ class AttemptSummary:
     """Whether the program tells its steps: without that nothing is said by step 0."""
     seconds: float = 0.0
     """How long the attempt lasted."""
-    requested: int | None = None
-    """The signal by which somebody asked for its end."""
-    host_lost: bool = False
-    """A host is out of reach."""
     report: Sequence[str] = ()
     """What a person reads about it."""
 
@@ -98,8 +94,6 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
         reached=result.reached,
         counts=counts or result.reached > 0,
         seconds=seconds,
-        requested=result.requested,
-        host_lost=result.lost is not None and result.lost.with_host,
         report=report,
     )
 

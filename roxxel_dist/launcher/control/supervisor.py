@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
+from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, next_action, summary
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -65,16 +66,20 @@ class _Controller:
         selector = HostSelector(self.job, self.backend, self.signals, self.console)
         try:
             while True:
-                last = self._attempt(selector.select(len(self._attempts)))
-                self._attempts.append(last)
+                result = self._attempt(selector.select(len(self._attempts)))
+                last = self._attempts[-1]
                 decision = next_action(self._attempts, self.job.max_restarts)
                 self.console.print(last.report)
                 if decision.why:
                     self.console.info(decision.why)
                 if not decision.again:
                     self._tell_first_cause()
-                    idle = last.counts and last.reached == 0
-                    return JobResult(code=decision.code, requested=last.requested, host_lost=last.host_lost, idle=idle)
+                    return JobResult(
+                        code=decision.code,
+                        requested=result.requested,
+                        host_lost=result.lost is not None and result.lost.with_host,
+                        idle=last.counts and last.reached == 0,
+                    )
                 self.recorder.update(state="restarting")
                 if numbers := self.signals.wait(decision.wait):
                     raise StoppedError(numbers[0])
@@ -90,7 +95,7 @@ class _Controller:
             is_retry = bool(self._attempts) or self.job.first_attempt > 0
             return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)
 
-    def _attempt(self, ready: ReadyHosts) -> AttemptSummary:
+    def _attempt(self, ready: ReadyHosts) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached = max((attempt.reached for attempt in self._attempts), default=0)
@@ -109,7 +114,8 @@ class _Controller:
                 logs.close()
         self.recorder.update(step=result.reached)
         seconds, trains = time.monotonic() - begun, job.command[0] == "train"
-        return summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs))
+        self._attempts.append(summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs)))
+        return result
 
     def _tell_first_cause(self) -> None:
         """After restarts in vain: what it was that went wrong first."""

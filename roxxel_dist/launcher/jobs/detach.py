@@ -21,9 +21,10 @@ from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
+from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
-from roxxel_dist.launcher.transport.protocol import encode, take_stdout
+from roxxel_dist.launcher.transport.protocol import Message, encode, take_stdout
 
 START_S = 300.0
 """For the connection and the preflight of all hosts."""
@@ -44,16 +45,23 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
     Raises:
         StartError: why not.
     """
-    host = backend.hosts[0]
-    spec = {"job": _plain(job), "backend": dict(backend.describe()), "host": host}
+    host, described = backend.hosts[0], backend.describe()
+    spec = {
+        "job": dataclasses.asdict(job) | {"log_dir": str(job.log_dir)},
+        "backend": dict(described),
+        "host": host,
+    }
     with HostPool(backend, words=(MODULE,)) as pool:
         answer = pool.ask({host: spec}, START_S).get(host)
-    stderr = [line for link in pool.all for line in link.stderr]  # whole: the controller has let go of it
+    stderr = [line for connection in pool.all for line in connection.stderr]  # whole: the controller has let go of it
     if answer is None:
         reason = f"roxxel-dist: the job could not be started on {host}: {pool.gone[host]}"
         raise StartError(EXIT_FAILED, "\n".join([*(stderr if len(stderr) > 1 else []), reason]))
     if "entry" not in answer:
-        raise StartError(answer["code"], "\n".join([*stderr, *_hint(answer["code"], backend, host)]))
+        if answer["code"] == EXIT_PREFLIGHT and described["kind"] != "local":
+            hint = f"this was asked from {host}: with --detach it must reach every host, itself too, by ssh"
+            stderr.append(f"roxxel-dist: {hint}")
+        raise StartError(answer["code"], "\n".join(stderr))
     for line in stderr:
         print(line, file=sys.stderr, flush=True)
     entry = record.from_values(answer["entry"])
@@ -65,26 +73,11 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
     return entry
 
 
-def _hint(code: int, backend: Backend, host: str) -> list[str]:
-    if code != EXIT_PREFLIGHT or backend.describe()["kind"] == "local":
-        return []
-    return [f"roxxel-dist: this was asked from {host}: with --detach it must reach every host, itself too, by ssh"]
-
-
-def _plain(job: JobSpec) -> dict[str, Any]:
-    return {**dataclasses.asdict(job), "log_dir": str(job.log_dir)}
-
-
-def _job(values: dict[str, Any]) -> JobSpec:
-    tuples = {name: tuple(values[name]) for name in ("command", "micro_batches") if name in values}
-    return JobSpec(**{**values, **tuples, "log_dir": Path(values["log_dir"])})
-
-
-class NobodyWaitsError(Exception):
+class ClientGoneError(Exception):
     """Who asked for the job is gone."""
 
 
-class _Caller:
+class _Client:
     """The command that asked for the job: it has our stdout and stderr until it is answered."""
 
     def __init__(self) -> None:
@@ -93,39 +86,36 @@ class _Caller:
     def started(self, entry: JobRecord) -> None:
         """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
-        log = os.open(entry.launcher_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.write(log, header(entry).encode(errors="backslashreplace"))
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(log, stream.fileno())
-        os.close(log)
+        with entry.launcher_log.open("ab", buffering=0) as log:
+            log.write(header(entry).encode(errors="backslashreplace"))
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(log.fileno(), stream.fileno())
         try:
-            self._answer({"entry": dataclasses.asdict(entry)})
+            self.answer({"entry": dataclasses.asdict(entry)})
         except BrokenPipeError:
-            raise NobodyWaitsError from None
+            raise ClientGoneError from None
 
-    def ended(self, code: int) -> None:
-        """The job is over; if that was before it started, nobody knows yet."""
+    def answer(self, message: Message) -> None:
+        """Say how it went, unless that was said before."""
         if not self._answers.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._answer({"code": code})
-
-    def _answer(self, answer: dict[str, Any]) -> None:
-        with self._answers as answers:
-            answers.write(encode(answer))
+            with self._answers:
+                self._answers.write(encode(message))
 
 
-def _control(spec: dict[str, Any], caller: _Caller) -> int:
+def _control(spec: dict[str, Any], client: _Client) -> int:
+    values = spec["job"]
+    values |= {name: tuple(values[name]) for name in ("command", "micro_batches") if name in values}
     try:
-        job, backend = _job(spec["job"]), make(spec["backend"])
+        job, backend = JobSpec(**{**values, "log_dir": Path(values["log_dir"])}), make(spec["backend"])
     except ValueError as error:  # such as a file of --ssh-config that is not here
-        print(f"roxxel-dist: on {spec['host']}, where the launcher would run: {error}", file=sys.stderr, flush=True)
+        info(f"on {spec['host']}, where the launcher would run: {error}")
         return EXIT_USAGE
     reach = backend.reach(spec["host"]) if isinstance(backend, SshBackend) else ()
     try:
-        return run(job, backend, JobRecorder(job, backend, started=caller.started, reach=reach))
-    except NobodyWaitsError:
-        print("roxxel-dist: nobody waits for this job to start any more, so it does not", file=sys.stderr, flush=True)
+        return run(job, backend, JobRecorder(job, backend, started=client.started, reach=reach))
+    except ClientGoneError:
+        info("nobody waits for this job to start any more, so it does not")
         return EXIT_FAILED
 
 
@@ -136,12 +126,12 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher takes it for a wish to stay
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, sys.stdin.fileno())
-    os.close(nowhere)
-    caller = _Caller()
-    code = _control(spec, caller)
-    caller.ended(code)
+    with open(os.devnull, "r+b", buffering=0) as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdin.fileno())
+    client = _Client()
+    code = _control(spec, client)
+    with contextlib.suppress(BrokenPipeError):
+        client.answer({"code": code})
     sys.exit(code)
 
 

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked_words
@@ -78,6 +77,15 @@ class JobRecord:
     """Brought here from another machine when the job began: nobody keeps it up to date."""
 
     @property
+    def path(self) -> Path:
+        """Its file. Two jobs can have one run id: it is unique among those of one working directory alone."""
+        return folder() / f"{self.run_id}.{self.controller.host}.{self.controller.pid}.json"
+
+    def now(self) -> "JobRecord":
+        """As `read`; the record as it was where its file is gone."""
+        return read(self.path) or self
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing will change any more."""
         return self.state in ("ended", "lost")
@@ -106,12 +114,10 @@ class JobRecord:
 
 def folder() -> Path:
     """Where the records are. Raises FileNotFoundError where this user has no home."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):
-        state = os.path.expanduser("~/.local/state")
-    if not os.path.isabs(state):
-        raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
-    return Path(state, "roxxel-dist", "jobs")
+    for state in (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")):
+        if os.path.isabs(state):
+            return Path(state, "roxxel-dist", "jobs")
+    raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
 
 
 def this_process() -> Process:
@@ -128,18 +134,17 @@ def is_alive(process: Process) -> bool:
 
 def _process(pid: int) -> Process | None:
     """A process of this machine; None for one that is gone or waits to be reaped."""
-    try:
-        stat = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if stat[0] in "ZX" else Process(host=socket.gethostname(), boot=_boot(), pid=pid, start=int(stat[19]))
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        if stat[0] not in "ZX":
+            return Process(host=socket.gethostname(), boot=_boot(), pid=pid, start=int(stat[19]))
+    return None
 
 
 def _boot() -> str:
-    try:
+    with contextlib.suppress(OSError):  # a container may hide /proc/sys
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # a container may hide /proc/sys
-        return ""
+    return ""
 
 
 def read(path: Path) -> JobRecord | None:
@@ -147,18 +152,17 @@ def read(path: Path) -> JobRecord | None:
 
     Where the file says that a job goes on and its controller is gone, the job is `lost`.
     """
-    record = _parse(path)
-    if record is None or record.is_over or not record.is_here or is_alive(record.controller):
-        return record
-    record = _parse(path)  # again: its last words may have come between the two looks
-    return record if record is None or record.is_over else replace(record, state="lost")
-
-
-def _parse(path: Path) -> JobRecord | None:
-    try:
-        return from_values(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    was_gone = False
+    while True:
+        try:
+            record = from_values(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        if record.is_over or not record.is_here or is_alive(record.controller):
+            return record
+        if was_gone:
+            return replace(record, state="lost")
+        was_gone = True  # read it again: its last words may have come between the two looks
 
 
 def from_values(values: Any) -> JobRecord:
@@ -170,14 +174,9 @@ def from_values(values: Any) -> JobRecord:
     return JobRecord(**{**known, **tuples, "controller": Process(**values["controller"])})
 
 
-def paths() -> list[Path]:
-    """The files of all records."""
-    return sorted(folder().glob("*.json"))
-
-
 def entries() -> list[JobRecord]:
     """All jobs, in the order in which they began."""
-    return sorted(filter(None, map(read, paths())), key=lambda record: record.begun)
+    return sorted(filter(None, map(read, folder().glob("*.json"))), key=lambda record: record.begun)
 
 
 def knows(run_id: str) -> bool:
@@ -187,23 +186,17 @@ def knows(run_id: str) -> bool:
     return False
 
 
-def path_of(record: JobRecord) -> Path:
-    """The file of a record. Two jobs can have one run id: it is unique among those of one working directory alone."""
-    return folder() / f"{record.run_id}.{record.controller.host}.{record.controller.pid}.json"
-
-
 def write(record: JobRecord, *, new_only: bool = False) -> None:
     """Write a record in one move; with `new_only` not over one that is there. Raises OSError."""
-    path = path_of(record)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    record.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = record.path.with_suffix(f".{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
         if new_only:
             with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
+                os.link(temporary, record.path)
         else:
-            temporary.replace(path)
+            temporary.replace(record.path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -249,7 +242,7 @@ class JobRecorder:
             directory = os.getcwd()
         except OSError:  # it was taken away
             directory = os.environ.get("PWD", "")
-        now, log_dir = time.time(), Path(directory, job.log_dir)
+        begun, log_dir = time.time(), Path(directory, job.log_dir)
         self._started = started
         self._wrote = 0.0
         self._failed = False
@@ -262,57 +255,50 @@ class JobRecorder:
             log_dir=str(log_dir),
             run_dir=str(log_dir.parent),
             directory=directory,
-            begun=now,
-            updated=now,
+            begun=begun,
+            updated=begun,
             grace=job.grace,
             detached=detached or started is not None,
             reach=tuple(reach),
             slurm_job=slurm_job,
         )
-        self._kept = self.entry
+        self._kept: JobRecord | None = None
 
-    def __enter__(self) -> "JobRecorder":
-        self._write()
+    def __enter__(self) -> Self:
+        self.update(state="starting")
         with contextlib.suppress(OSError):
             forget(over_s=KEPT_S, unheard_s=UNHEARD_S)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.entry.state != "ended":  # an exception of the launcher's own
             self.end(1)
 
-    def update(self, *, state: State | None = None, attempt: int | None = None, step: int | None = None) -> None:
-        """Note what has changed. A state or an attempt is written at once, a step once a second at most."""
-        values = {"state": state, "attempt": attempt, "step": step or None}  # a new attempt has come to no step yet
-        self._change({name: value for name, value in values.items() if value is not None})
-        if state == "running" and self._started is not None:
+    def update(self, *, step: int = 0, **changes: Any) -> None:
+        """Note changed fields of the record: a step is written once a second at most, the rest at once.
+
+        Step 0 changes nothing: a new attempt has come to no step yet.
+        """
+        self.entry = replace(self.entry, step=step or self.entry.step, **changes)
+        if self.entry != self._kept and (changes or time.monotonic() >= self._wrote + WRITE_S):
+            self._kept = self.entry = replace(self.entry, updated=time.time())
+            self._wrote = time.monotonic()
+            try:
+                write(self.entry)
+            except OSError as error:
+                where = error.filename or "the list of jobs"
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    if not self._failed:
+                        info(f"cannot write {where} ({error.strerror}): `ps` does not show how this job goes")
+                self._failed = True
+        if changes.get("state") == "running" and self._started is not None:
             started, self._started = self._started, None
             started(self.entry)
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""
-        self._change({"state": "ended", "code": code, "ended": time.time()})
+        self.update(state="ended", code=code, ended=time.time())
         return code
-
-    def _change(self, changes: dict[str, Any]) -> None:
-        self.entry = replace(self.entry, **changes)
-        is_due = time.monotonic() >= self._wrote + WRITE_S or changes.keys() != {"step"}
-        if self.entry != self._kept and is_due:
-            self._kept = self.entry = replace(self.entry, updated=time.time())
-            self._wrote = time.monotonic()
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            write(self.entry)
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                where = error.filename or "the list of jobs"
-                with contextlib.suppress(OSError):  # a terminal that was closed
-                    info(f"cannot write {where} ({error.strerror}): `ps` does not show how this job goes")
 
 
 def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
@@ -324,7 +310,7 @@ def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
         raise ValueError(f"there is no run {name!r}: no job of this user is known here")
     if not name:
         raise ValueError(f"say which run:{_list(among)}")
-    matches = [record for record in among if name in (record.run_id, path_of(record).stem)]
+    matches = [record for record in among if name in (record.run_id, record.path.stem)]
     if not matches:
         directory = os.path.realpath(name)
         matches = [record for record in among if os.path.realpath(record.run_dir) == directory][-1:]

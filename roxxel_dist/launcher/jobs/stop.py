@@ -1,11 +1,12 @@
 """Asking the controller of a job of this machine to stop, and waiting until it has."""
 
+import contextlib
 import os
 import select
 import signal
 import time
 
-from roxxel_dist.launcher.jobs.record import JobRecord, is_alive, path_of, read
+from roxxel_dist.launcher.jobs.record import JobRecord, is_alive
 from roxxel_dist.launcher.output.console import info
 
 REPORT_S = 5.0
@@ -21,38 +22,29 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
     try:
         controller = os.pidfd_open(job.controller.pid)
     except ProcessLookupError:
-        return read(path_of(job)) or job
-    try:
-        if is_alive(job.controller):  # after the open: from here on the descriptor is this very process
-            _request(job, controller, kill=kill)
-            _wait(job, controller, timeout_s)
-    finally:
-        os.close(controller)
-    return read(path_of(job)) or job
+        return job.now()
+    with open(controller, "rb", buffering=0):
+        if not is_alive(job.controller):  # after the open: from here on the descriptor is this very process
+            return job.now()
+        _request(job, controller, kill=kill)
+        poll = select.poll()
+        poll.register(controller, select.POLLIN)
+        begun = time.monotonic()
+        while (left := begun + timeout_s - time.monotonic()) > 0 and not poll.poll(min(REPORT_S, left) * 1000):
+            now = job.now()
+            step = f", in step {now.step}" if now.step else ""
+            info(f"run {job.run_id} is still {now.state}{step}, {time.monotonic() - begun:.0f} s after the request")
+    return job.now()
 
 
 def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
-    state = (read(path_of(job)) or job).state
+    state = job.now().state
     if state == "ended":
         return
-    if kill:
-        info(f"run {job.run_id}: killing its ranks")
-    elif state == "stopping":
+    if not kill and state == "stopping":
         info(f"run {job.run_id} was asked to stop before")
         return
-    else:
-        info(f"run {job.run_id}: its ranks get {job.grace:g} s to save and leave; --kill does not wait for them")
-    try:  # not SIGTERM: so SLURM asks, to go on later
+    rest = f"its ranks get {job.grace:g} s to save and leave; --kill does not wait for them"
+    info(f"run {job.run_id}: {'killing its ranks' if kill else rest}")
+    with contextlib.suppress(ProcessLookupError):  # not SIGTERM: so SLURM asks, to go on later
         signal.pidfd_send_signal(controller, signal.SIGQUIT if kill else signal.SIGINT)
-    except ProcessLookupError:
-        return
-
-
-def _wait(job: JobRecord, controller: int, timeout_s: float) -> None:
-    poll = select.poll()
-    poll.register(controller, select.POLLIN)
-    begun = time.monotonic()
-    while (left := begun + timeout_s - time.monotonic()) > 0 and not poll.poll(min(REPORT_S, left) * 1000):
-        now = read(path_of(job)) or job
-        step = f", in step {now.step}" if now.step else ""
-        info(f"run {job.run_id} is still {now.state}{step}, {time.monotonic() - begun:.0f} s after the request")

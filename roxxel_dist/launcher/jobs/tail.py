@@ -5,10 +5,10 @@ import re
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.launcher.jobs.record import JobRecord, read
 
 PAUSE_MS = 100
 HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): ")
@@ -48,17 +48,17 @@ def show(lines: Iterable[bytes]) -> None:
     sys.stdout.buffer.flush()
 
 
-def follow(lines: Iterator[bytes | None], look: Callable[[], JobRecord | None]) -> JobRecord | None:
-    """Show what comes until the job is over, and return what `look` then says of it.
+def follow(lines: Iterator[bytes | None], job: JobRecord) -> JobRecord:
+    """Show what comes until the job is over, and return its record then.
 
     Raises BrokenPipeError when nobody reads stdout any more.
     """
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)  # no event but that its reader is gone
     while True:
-        record = look()  # before the log: what the job says last must not be missed
+        record = read(job.path)  # before the log: what the job says last must not be missed
         show(iter(lambda: next(lines), None))
         if record is None or record.is_over:
-            return record
+            return record or job
         if reader.poll(PAUSE_MS):
             raise BrokenPipeError

@@ -2,8 +2,7 @@
 
 import math
 import time
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 
 class Bar:
@@ -62,12 +61,10 @@ class Bar:
         """Leave the terminal; the bar stays where it was."""
         self._progress.stop()
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.output.bar import Bar
@@ -23,8 +23,6 @@ LAST_S = 2.0
 """How long the terminal may take for the last words."""
 NOISE_PREFIXES = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
 """How lines begin in which a library tells of connections made, or of a SIGTERM: kept in the log, not shown."""
-
-Kind = Literal["rank", "launcher", "status", "flush"]
 
 
 def info(text: str) -> None:
@@ -38,7 +36,7 @@ class Console:
     def __init__(self, *, all_ranks: bool, first: int = 0) -> None:
         self._all = all_ranks
         self._first = first
-        self._queue: SimpleQueue[tuple[Kind, Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._queued = self._left_out = 0  # characters and lines of ranks, counted by who calls
         self._written = self._reported = 0  # the same, by the thread: no lock is needed
         self._bar: Bar | None = None
@@ -57,7 +55,7 @@ class Console:
         prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "
         text = prefix + f"\n{prefix}".join(lines)
         self._queued += len(text)
-        self._queue.put(("rank", text))
+        self._queue.put(partial(self._show, sys.stdout, text))
 
     def info(self, text: str) -> None:
         """A line of the launcher itself."""
@@ -66,7 +64,7 @@ class Console:
     def print(self, lines: Sequence[str]) -> None:
         """Lines for people, on stderr."""
         if lines:
-            self._queue.put(("launcher", "\n".join(lines)))
+            self._queue.put(partial(self._show, sys.stderr, "\n".join(lines)))
 
     def status(self, rank: int, record: dict[str, Any]) -> None:
         """Move the bar by a record of rank 0; of those that wait for the terminal only the newest counts."""
@@ -74,35 +72,31 @@ class Console:
             self._status = record
             if not self._status_is_queued:
                 self._status_is_queued = True
-                self._queue.put(("status", None))
+                self._queue.put(partial(self._safely, sys.stdout, self._move))
 
     def flush(self) -> None:
         """Wait until all was shown, or the terminal has taken nothing for a while."""
         done = threading.Event()
-        self._queue.put(("flush", done))
+        self._queue.put(done.set)
         done.wait(LAST_S)
 
     def _run(self) -> None:
-        for kind, what in iter(self._queue.get, None):
-            self._show(kind, what)
-            self._written += len(what) if kind == "rank" else 0
+        for act in iter(self._queue.get, None):
+            act()
             missing = self._left_out - self._reported
             if missing and self._queued - self._written < MAX_WAITING // 2:
                 self._reported += missing
-                self._show("launcher", f"roxxel-dist: {missing} lines were too many for this terminal: see the logs")
+                self._show(sys.stderr, f"roxxel-dist: {missing} lines were too many for this terminal: see the logs")
         if self._bar is not None:
             self._safely(sys.stdout, self._bar.close)
 
-    def _show(self, kind: Kind, what: Any) -> None:
-        if kind == "flush":
-            what.set()
-        elif kind == "status":
-            self._safely(sys.stdout, self._move)
-        elif self._bar is not None and (kind == "rank" or sys.stderr.isatty()):
-            self._safely(sys.stdout, self._bar.print, what)
+    def _show(self, stream: TextIO, text: str) -> None:
+        """Lines of ranks, which are counted, on stdout, others on stderr; above the bar where both are one terminal."""
+        if self._bar is not None and (stream is sys.stdout or sys.stderr.isatty()):
+            self._safely(sys.stdout, self._bar.print, text)
         else:
-            stream = sys.stdout if kind == "rank" else sys.stderr
-            self._safely(stream, _write, stream, what + "\n")
+            self._safely(stream, _write, stream, text + "\n")
+        self._written += len(text) if stream is sys.stdout else 0
 
     def _move(self) -> None:
         if self._bar is None:
@@ -123,13 +117,11 @@ class Console:
             os.close(nowhere)
             self._bar = None if stream is sys.stdout else self._bar
 
-    def __enter__(self) -> "Console":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._queue.put(None)
         self._thread.join(LAST_S)
 

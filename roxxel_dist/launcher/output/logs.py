@@ -81,28 +81,24 @@ class Logs:
         clock = time.strftime("%H:%M:%S", time.localtime(when))
         prefix = f"{clock}.{int(when * 1000) % 1000:03d} {host} {rank} | "
         try:
-            file = self._files.get(rank)
-            if file is None:
+            if rank not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 file = self.path(rank).open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
                 self._files[rank] = file
                 file.write(self._header)
-            file.write(prefix + f"\n{prefix}".join(lines) + "\n")
-            file.flush()
+            self._files[rank].write(prefix + f"\n{prefix}".join(lines) + "\n")
+            self._files[rank].flush()
         except OSError as error:  # a full disk must not end the job, and may have room again
-            _close(self._files.pop(rank, None))
+            self._close(rank)
             if not self._broken:
                 self._broken = True
                 self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from here on")
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            _close(file)
-        self._files.clear()
+        for rank in list(self._files):
+            self._close(rank)
 
-
-def _close(file: TextIO | None) -> None:
-    if file is not None:
-        with suppress(OSError):  # what it still held found no room, and was told to be missing
-            file.close()
+    def _close(self, rank: int) -> None:
+        with suppress(OSError, KeyError):  # what it still held found no room, and was told to be missing
+            self._files.pop(rank).close()
