@@ -47,31 +47,26 @@ def command_of(name: str, kind: "type[Command]") -> Callable[[list[str]], int]:
 
 
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
-    """Start a job, or tell what would be started."""
+    """Start a job, leave it to a controller of its own, or tell what would be started; the exit code."""
     if options.dry_run:
         from roxxel_dist.launcher.dry_run import as_json, as_text
 
         with usage_errors():  # the port may be in use
             print(as_json(job, backend) if options.json else as_text(job, backend))
         return 0
-    if options.detach:
-        with usage_errors():
-            return _detach(job, backend)
-    from roxxel_dist.launcher.control.supervisor import run
+    if not options.detach:
+        from roxxel_dist.launcher.control.supervisor import run
 
-    return run(job, backend)
-
-
-def _detach(job: "JobSpec", backend: "Backend") -> int:
-    """Leave the job to a controller of its own; the run id alone on stdout, for scripts."""
+        return run(job, backend)
     from roxxel_dist.launcher.jobs.detach import StartError, detach
 
     try:
-        entry = detach(job, backend)
+        with usage_errors():
+            entry = detach(job, backend)
     except StartError as problem:
         print(problem, file=sys.stderr, flush=True)
         return problem.code
-    print(entry.run_id, flush=True)
+    print(entry.run_id, flush=True)  # alone on stdout, for scripts
     started = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"
     info(f"{started}; see it with `{entry.line('attach')}`")
     return 0
@@ -80,10 +75,8 @@ def _detach(job: "JobSpec", backend: "Backend") -> int:
 def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     """Rows of each phase's micro-batch, by the words of a `train` command; none for another program.
 
-    Asked once, at the launch: the file of the config may be another one an hour later.
-
-    Raises:
-        ValueError: the words, or the config that they name, cannot be used.
+    Asked once, at the launch: the file of the config may be another one an hour later. Raises ValueError for words, or
+    a config that they name, that cannot be used.
     """
     if list(command[:1]) != ["train"]:
         return ()
@@ -104,7 +97,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
 
     if options.json and not options.dry_run:
         raise ValueError("--json tells what would run: give it with --dry-run")
-    batches = micro_batches(tuple(command))
+    batches = micro_batches(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(record.knows)
     job = JobSpec(

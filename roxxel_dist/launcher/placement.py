@@ -28,8 +28,8 @@ def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) ->
             f"{len(names) or 1}, or unset the variable"
         )
     share = gpus // procs
-    own = range(index * share, (index + 1) * share)
-    return ",".join(names[n] if names is not None else str(n) for n in own)
+    numbers = range(gpus) if names is None else names
+    return ",".join(map(str, numbers[index * share : (index + 1) * share]))
 
 
 def rank_environment(
@@ -122,9 +122,9 @@ def placements(
         ranks = {
             rank: rank_environment(job, rank, coordinator, outer, attempt, cores, reached) for rank in range(first, end)
         }
-        for index, env in enumerate(ranks.values()):
-            if job.gpus_per_host is not None:
-                allowed = common if common is not None else (visible or {}).get(host)
+        if job.gpus_per_host is not None:
+            allowed = common if common is not None else (visible or {}).get(host)
+            for index, env in enumerate(ranks.values()):
                 env["CUDA_VISIBLE_DEVICES"] = visible_gpus(job.gpus_per_host, len(ranks), index, allowed)
         placed.append(Placement(host=host, ranks=ranks))
     return placed

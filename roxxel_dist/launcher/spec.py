@@ -1,5 +1,6 @@
 """What to start: JobSpec, run ids and log folders."""
 
+import itertools
 import os
 import re
 import socket
@@ -136,13 +137,9 @@ class JobSpec(HostOptions, JobOptions):
 
 def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
     """YYYYMMDD_HHMMSS, with _2, _3, … where that is in `runs/`, `is_taken`, or another launcher's of this second."""
-    base = time.strftime("%Y%m%d_%H%M%S")
-    number = 1
-    while True:
-        run_id = base if number == 1 else f"{base}_{number}"
-        if not Path("runs", f"run_{run_id}").exists() and not is_taken(run_id) and _claim(run_id):
-            return run_id
-        number += 1
+    second = time.strftime("%Y%m%d_%H%M%S")
+    names = itertools.chain([second], (f"{second}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and _claim(name))
 
 
 def _claim(run_id: str) -> bool:

@@ -12,20 +12,11 @@ from roxxel_dist.launcher.spec import JobOptions, JobSpec
 class RemoteProcess(Protocol):
     """The near end of a program on a host: as much of `subprocess.Popen` as the launcher needs."""
 
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Where orders go."""
-        ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Where messages come from."""
-        ...
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """What is said beside them."""
-        ...
+    stdin: IO[bytes] | None
+    """Where orders go."""
+    stdout: IO[bytes] | None
+    """Where messages come from."""
+    stderr: IO[bytes] | None
 
     def poll(self) -> int | None:
         """How it ended; None while it runs."""

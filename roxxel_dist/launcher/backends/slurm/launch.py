@@ -45,7 +45,6 @@ OURS = {
     "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_WAIT",
 }  # fmt: skip
 """Variables that a shell within a job may have."""
-KEY = re.compile(r"[a-z][a-z-]*")
 JOB_RUN_ID = '"slurm-$SLURM_JOB_ID"'
 """A run id that stays when the job is requeued, for a script that may be submitted many times."""
 
@@ -121,7 +120,7 @@ def parse_sbatch_options(words: Sequence[str]) -> tuple[dict[str, str | None], l
         if not name.startswith("slurm_"):
             others += own
             continue
-        if not KEY.fullmatch(key):
+        if not re.fullmatch(r"[a-z][a-z-]*", key):
             raise ValueError(f"{own[0]}: write --slurm-KEY VALUE, with the name of an option of sbatch for KEY")
         if key in REFUSED:
             raise ValueError(f"--slurm-{key}: {REFUSED[key]}")
