@@ -104,11 +104,10 @@ def placements(
     cores: int | None = None,
     reached: int = 0,
 ) -> list[Placement]:
-    """Deal the ranks to the hosts, in blocks.
-
-    Raises ValueError where a host would have no rank, or GPUs do not divide among the ranks of a host.
+    """Deal the ranks to the hosts, in blocks; the arguments are those of `rank_environment`.
 
     `visible` is CUDA_VISIBLE_DEVICES of the hosts that have a list of their own; that of the job or of `outer` wins.
+    Raises ValueError where a host would have no rank, or GPUs do not divide among the ranks of a host.
     """
     if job.nprocs < len(hosts):
         raise ValueError(

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -13,18 +14,9 @@ from pathlib import Path
 from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, PIPE_ENV, REACHED_ENV, STATUS_ENV
 
 CONTRACT = (
-    "ROXXEL_COORDINATOR",
-    "ROXXEL_NUM_PROCESSES",
-    "ROXXEL_PROCESS_ID",
-    "ROXXEL_LOCAL_DEVICES",
-    "ROXXEL_ATTEMPT",
-    REACHED_ENV,
-    "ROXXEL_PROGRESS",
-    "ROXXEL_RUN_ID",
-    STATUS_ENV,
-    PIPE_ENV,
-    EXIT_TIMEOUT_ENV,
-)
+    "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
+    "ROXXEL_PROGRESS", "ROXXEL_RUN_ID", REACHED_ENV, STATUS_ENV, PIPE_ENV, EXIT_TIMEOUT_ENV,
+)  # fmt: skip
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -101,33 +93,29 @@ class JobSpec(HostOptions, JobOptions):
             raise ValueError("the command holds a NUL character, which no process can receive: take it out")
         if not RUN_ID.fullmatch(self.run_id):
             raise ValueError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
-        for flag, value, least, rule in (
-            ("--nprocs", self.nprocs, 1, "at least 1; leave it out for one process"),
-            ("--devices-per-proc", self.devices_per_proc, 1, "at least 1; leave it out to use all devices"),
-            ("--gpus-per-host", self.gpus_per_host, 1, "at least 1; leave it out and each process has all of them"),
-            ("--min-hosts", self.min_hosts, 1, "at least 1; leave it out to need every host"),
-            ("--max-restarts", self.max_restarts, 0, "0 (none) or more"),
-            ("--spare-hosts", self.spare_hosts, 0, "0 (none) or more"),
+        port = 65535 - self.max_restarts  # each restart takes the next one
+        some, most = sys.float_info.min, sys.float_info.max
+        for name, least, largest, rule in (
+            ("nprocs", 1, most, "at least 1; leave it out for one process"),
+            ("devices_per_proc", 1, most, "at least 1; leave it out to use all devices"),
+            ("gpus_per_host", 1, most, "at least 1; leave it out and each process has all of them"),
+            ("min_hosts", 1, most, "at least 1; leave it out to need every host"),
+            ("max_restarts", 0, most, "0 (none) or more"),
+            ("spare_hosts", 0, most, "0 (none) or more"),
+            ("port", 1, port, f"within 1 and {port}; leave --port out to take a free one"),
+            ("step_timeout", some, most, "seconds, more than 0; leave it out to follow the usual time of a step"),
+            ("exit_timeout", 0, most, "seconds, 0 or more; for instance --exit-timeout 30"),
+            ("grace", 0, most, "seconds, 0 or more; for instance --grace 30"),
+            ("host_timeout", 0, most, "seconds, 0 or more; for instance --host-timeout 30"),
         ):
-            if value is not None and value < least:
-                raise ValueError(f"{flag} {value}: must be {rule}")
-        largest = 65535 - self.max_restarts  # each restart takes the next one
-        if self.port is not None and not 1 <= self.port <= largest:
-            raise ValueError(f"--port {self.port}: must be within 1 and {largest}; leave --port out to take a free one")
+            value = getattr(self, name)
+            if value is not None and not least <= value <= largest:  # so neither nan nor inf
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be {rule}")
         if self.gpus_per_host is not None and self.devices_per_proc is not None:
             raise ValueError(
                 f"--gpus-per-host {self.gpus_per_host} and --devices-per-proc {self.devices_per_proc}: simulated CPU "
                 "devices are for a job without GPUs; leave one of the two out"
             )
-        if self.step_timeout is not None and not 0 < self.step_timeout < float("inf"):
-            raise ValueError(
-                f"--step-timeout {self.step_timeout}: must be seconds, more than 0; leave it out to follow the usual "
-                "time of a step"
-            )
-        for name in ("exit_timeout", "grace", "host_timeout"):
-            flag, seconds = f"--{name.replace('_', '-')}", getattr(self, name)
-            if not 0 <= seconds < float("inf"):
-                raise ValueError(f"{flag} {seconds}: must be seconds, 0 or more; for instance {flag} 30")
         last_rank = self.first_rank + self.nprocs - 1
         if not 0 <= self.first_rank <= last_rank < self.total:
             raise ValueError(f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}")
@@ -143,10 +131,9 @@ def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
 
 
 def _claim(run_id: str) -> bool:
-    """Take an id for the life of this process.
+    """Take an id for the life of this process, as the name of an abstract socket: its folder comes with the first line.
 
-    The folder comes later, with the first line, so it cannot say that the id is taken. The name of an abstract socket
-    can: only one process has it, nothing lies on the disk, and it is free again when the process ends.
+    Only one process has such a name, nothing lies on the disk, and it is free again when the process ends.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,11 +40,12 @@ class SshBackend(base.Backend):
     heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
     hosts: Sequence[str]
     """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
-    config: str | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    config: str | None = None
     """A file for `ssh -F`; None: ssh reads the user's own."""
-    python: str = field(default="", kw_only=True)
+    python: str = ""
     """The interpreter on the hosts; empty: the path of this one."""
-    directory: str = field(default="", kw_only=True)
+    directory: str = ""
     """The working directory on the hosts; empty: that of this process."""
 
     def __post_init__(self) -> None:

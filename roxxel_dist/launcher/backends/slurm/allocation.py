@@ -81,7 +81,9 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
     if detached:
         print(header(recorder.entry), end="", flush=True)
     result = supervise(job, backend, recorder)
-    decision = requeue(result, allocation, max_requeues, job_state(allocation.job_id) if allocation.batch else "")
+    description = _scontrol("show", "job", "-o", allocation.job_id).stdout if allocation.batch else ""
+    state = re.search(r"\bJobState=(\w+)", description)
+    decision = requeue(result, allocation, max_requeues, state[1] if state else "")
     if decision.why:
         info(decision.why)
     if decision.again:
@@ -95,7 +97,7 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
 
 
 def requeue(result: JobResult, allocation: Allocation, max_requeues: int, state: str) -> Decision:
-    """What a job that ended so does next; `state` is what SLURM says of it.
+    """What a job that ended so does next; `state` is SLURM's JobState, empty where it does not know the job any more.
 
     SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT). A job
     that is no longer RUNNING is ended by SLURM: after `scancel` it must not come back, and where it was preempted, or
@@ -109,24 +111,18 @@ def requeue(result: JobResult, allocation: Allocation, max_requeues: int, state:
     elif result.host_lost and (by_slurm or result.requested is None):
         cause = "a node is out of reach"
     else:
+        cause = ""
+    if not cause or not allocation.batch:
         return Decision(again=False)
     if result.idle:
         cause += "; there was no time for a step, which a longer --slurm-time gives"
     job, count = f"job {allocation.job_id}", allocation.restarts
-    if not allocation.batch:
-        return Decision(again=False)
     if state not in ALIVE_STATES:
         return Decision(again=False, why=f"{cause}; {job} is {state or 'unknown to SLURM'}: SLURM decides")
     if count >= max_requeues:
-        why = f"{cause}; not queued again: it was {count} times, and --max-requeues is {max_requeues}"
-        return Decision(again=False, why=why)
+        limit = f"it was {count} times, and --max-requeues is {max_requeues}"
+        return Decision(again=False, why=f"{cause}; not queued again: {limit}")
     return Decision(again=True, why=f"{cause}; {job} is queued again (requeue {count + 1} of {max_requeues})")
-
-
-def job_state(job_id: str) -> str:
-    """JobState; empty where SLURM does not know the job (any more)."""
-    match = re.search(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id).stdout)
-    return match[1] if match else ""
 
 
 def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
