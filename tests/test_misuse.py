@@ -47,6 +47,7 @@ def folder(tmp_path_factory):
         (["train", "--learning_rate", "3"], "there is no option --learning_rate: did you mean --lr?"),
         (["train", "--dim", "1e9"], "--dim 1e9: must be a whole number"),
         (["train", "--dim"], "--dim has no value: must be a whole number"),
+        (["train", "--dim", "--lr", "1e-3"], "--dim has no value: must be a whole number"),
         (["train", "--lr", "fast"], "--lr fast: must be a number"),
         (["train", "corpus.txt"], "takes options alone, and 'corpus.txt' is none: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import PIPE_ENV
@@ -56,19 +55,15 @@ def as_json(job: JobSpec, backend: Backend) -> str:
 
 def as_text(job: JobSpec, backend: Backend) -> str:
     """`describe` for people: a line a rank that a shell understands, beside the host's own variables."""
-    told = describe(job, backend)
-    hosts = len({rank["host"] for rank in told["ranks"]})
+    plan = describe(job, backend)
+    hosts = len({rank["host"] for rank in plan["ranks"]})
     limit = "adaptive" if job.step_timeout is None else f"{job.step_timeout:g} s"
     size = f"{job.nprocs} rank{'s' * (job.nprocs != 1)} on {hosts} host{'s' * (hosts != 1)}"
     lines = [
         f"run {job.run_id}: {size}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
-        *(f"agent on {host}: {shlex.join(words)}" for host, words in told["agents"].items()),
-        f"in {told['working_directory']}, with the host's variables, {ENV} (a temporary file) and {PIPE_ENV} (a pipe):",
-        *_ranks(told["ranks"]),
+        *(f"agent on {host}: {shlex.join(words)}" for host, words in plan["agents"].items()),
+        f"in {plan['working_directory']}, with the host's variables, {ENV} (a temporary file) and {PIPE_ENV} (a pipe):",
+        *(f"{rank['rank']} on {rank['host']}: {shell_line(rank['env'], rank['argv'])}" for rank in plan["ranks"]),
     ]
     return "\n".join(lines)
-
-
-def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{one['rank']} on {one['host']}: {shell_line(one['env'], one['argv'])}" for one in ranks]

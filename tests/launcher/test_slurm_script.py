@@ -13,7 +13,7 @@ import pytest
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.slurm.allocation import Allocation, current_allocation, requeue
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, step_environment
-from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, parse_sbatch_options, script
+from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
 from roxxel_dist.launcher.control.supervisor import JobResult
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +67,7 @@ def test_a_machine_without_sbatch_is_not_fit_and_nothing_is_made(tmp_path: Path,
 def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
     words = ["--nodes", "2", "--slurm-partition", "gpu", "--slurm-exclusive", "--slurm_mail_user=a@b", "--grace", "9"]
     words[4:4] = ["--slurm-comment", "a b"]
-    options, own = parse_sbatch_options([word.replace("--slurm_mail", "--slurm-mail") for word in words])
+    options, own = Options.split_words([word.replace("--slurm_mail", "--slurm-mail") for word in words])
     assert options == {"partition": "gpu", "comment": "a b", "exclusive": None, "mail-user": "a@b"}
     assert own == ["--nodes", "2", "--grace", "9"]
 
@@ -89,7 +89,7 @@ def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
 )
 def test_options_that_cannot_be(words: list[str], said: str, launch: Launch) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        parse_sbatch_options(words)
+        Options.split_words(words)
     told = launch("--nodes", "2", *words, "--", "true")
     assert (told.returncode, told.stdout) == (2, "")
     assert said in told.stderr

@@ -88,8 +88,27 @@ class Options(base.Options, SlurmOptions):
 
     @classmethod
     def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
-        """`--slurm-KEY VALUE` is for sbatch."""
-        return parse_sbatch_options(words)
+        """`--slurm-KEY VALUE` (`--slurm-KEY=VALUE`, or `--slurm-KEY` alone) is for sbatch.
+
+        Raises ValueError for a key that SLURM cannot have, or that is not for it, and for one given twice.
+        """
+        passed: dict[str, str | None] = {}
+        others: list[str] = []
+        for name, value, own in split_flags(words):
+            key = name.removeprefix("slurm_").replace("_", "-")
+            if not name.startswith("slurm_"):
+                others += own
+                continue
+            if not re.fullmatch(r"[a-z][a-z-]*", key):
+                raise ValueError(f"{own[0]}: write --slurm-KEY VALUE, with the name of an option of sbatch for KEY")
+            if key in REFUSED:
+                raise ValueError(f"--slurm-{key}: {REFUSED[key]}")
+            if key in passed:
+                raise ValueError(f"--slurm-{key} is given twice: give it once")
+            if "\n" in (value or ""):
+                raise ValueError(f"--slurm-{key}: its value holds a line end, which a #SBATCH line cannot: take it out")
+            passed[key] = value
+        return passed, others
 
     def launch(self, request: base.LaunchRequest) -> int:
         """Submit a job, or start ranks on the nodes of the one this is in."""
@@ -106,30 +125,6 @@ class Options(base.Options, SlurmOptions):
         if self.print or allocation is None:
             return _submit(self, request)
         return _run(self, request, allocation)
-
-
-def parse_sbatch_options(words: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
-    """Part `--slurm-KEY VALUE` (`--slurm-KEY=VALUE`, or `--slurm-KEY` alone) from the launcher's own options.
-
-    Raises ValueError for a key that SLURM cannot have, or that is not for it, and for one given twice.
-    """
-    passed: dict[str, str | None] = {}
-    others: list[str] = []
-    for name, value, own in split_flags(words):
-        key = name.removeprefix("slurm_").replace("_", "-")
-        if not name.startswith("slurm_"):
-            others += own
-            continue
-        if not re.fullmatch(r"[a-z][a-z-]*", key):
-            raise ValueError(f"{own[0]}: write --slurm-KEY VALUE, with the name of an option of sbatch for KEY")
-        if key in REFUSED:
-            raise ValueError(f"--slurm-{key}: {REFUSED[key]}")
-        if key in passed:
-            raise ValueError(f"--slurm-{key} is given twice: give it once")
-        if "\n" in (value or ""):
-            raise ValueError(f"--slurm-{key}: its value holds a line end, which a #SBATCH line cannot: take it out")
-        passed[key] = value
-    return passed, others
 
 
 def hide_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
