@@ -92,6 +92,7 @@ MISTAKES = [
     (["data", "build", "short.txt", "--out", "new", "--tokenizer", "worpiece"], "worpiece"),
     (["data", "info", "nowhere"], "nowhere"),
     (LAUNCH[:6], "command"),
+    ([*LAUNCH, "--run_dir", "short.txt"], "run_dir is short.txt, a file: name a folder"),
     ([*LAUNCH[:3], 0, *LAUNCH[4:]], "nprocs"),
     (["launch", "local", "--max-restarts", -1, *LAUNCH[2:]], "--max-restarts -1: must be 0 (none) or more"),
     (["launch", "local", "--nprocs", 3, "--gpus-per-host", 4, "--", "true"], "--gpus-per-host 4 does not divide by"),
@@ -110,7 +111,6 @@ IN_PROCESSES = [
     ([*TRAIN, "--data_path", "nowhere"], "nowhere"),
     pytest.param([*LAUNCH, "--bath_size", 3], "--batch_size", marks=pytest.mark.long),
     pytest.param([*LAUNCH, "--data_path", "nowhere"], "nowhere", marks=pytest.mark.long),
-    pytest.param([*LAUNCH, "--run_dir", "short.txt"], "short.txt, a file: name a folder", marks=pytest.mark.long),
     ([*LAUNCH, "--phases", "[{steps: 1, batch_size: 6, seq_len: 33}]"], "use a multiple of 4"),
     (["launch", "local", "--", "python", "nowhere.py"], "nowhere.py"),
 ]

@@ -1,6 +1,7 @@
 """`launch NAME`: starts a program as many processes. What each NAME is, `launcher/backends/` says."""
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -49,10 +50,10 @@ def command_of(name: str, kind: "type[Command]") -> Callable[[list[str]], int]:
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     """Start a job, leave it to a controller of its own, or tell what would be started; the exit code."""
     if options.dry_run:
-        from roxxel_dist.launcher.dry_run import as_json, as_text
+        from roxxel_dist.launcher.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
-            print(as_json(job, backend) if options.json else as_text(job, backend))
+            print(json.dumps(describe(job, backend), indent=2) if options.json else as_text(job, backend))
         return 0
     if not options.detach:
         from roxxel_dist.launcher.control.supervisor import run
@@ -110,4 +111,6 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
         **{name: value for name, value in dataclasses.asdict(options).items() if name in shared},
     )
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
+    if backend.is_local and job.log_dir.parent.is_file():
+        raise ValueError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
     return job

@@ -1,6 +1,5 @@
 """What a launch would run, told without running it."""
 
-import json
 import os
 import shlex
 from typing import Any
@@ -19,7 +18,12 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
 
     Raises ValueError as a launch would: a port in use, GPUs that do not divide.
     """
-    coordinator = _coordinator(job, backend)
+    if job.world is not None:  # it may be on another machine
+        coordinator = f"{backend.address}:{job.port}"
+    elif backend.address is not None:
+        coordinator = f"{backend.address}:{coordinator_port(job.port)}"
+    else:
+        coordinator = f"<address of {backend.hosts[0]}>:{job.port or '<a free port>'}"
     words = worker_argv(masked_words(job.command), backend.python)
     return {
         "run_id": job.run_id,
@@ -38,19 +42,6 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
             for rank, env in place.ranks.items()
         ],
     }
-
-
-def _coordinator(job: JobSpec, backend: Backend) -> str:
-    if job.world is not None:  # it may be on another machine
-        return f"{backend.address}:{job.port}"
-    if backend.address is not None:
-        return f"{backend.address}:{coordinator_port(job.port)}"
-    return f"<address of {backend.hosts[0]}>:{job.port or '<a free port>'}"
-
-
-def as_json(job: JobSpec, backend: Backend) -> str:
-    """`describe` in JSON."""
-    return json.dumps(describe(job, backend), indent=2)
 
 
 def as_text(job: JobSpec, backend: Backend) -> str:
