@@ -10,7 +10,6 @@ from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.backends.base import Backend
     from roxxel_dist.launcher.preflight.checks import Requirements
     from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -48,13 +47,24 @@ def doctor(words: list[str]) -> int:
     """Check hosts: are they there, alike, and fit to train on?"""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor", underscores=False), words[cut + 1 :]
+    from roxxel_dist.launcher.backends.local import LocalBackend
+    from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
     from roxxel_dist.launcher.preflight.run import check_hosts
 
     with usage_errors():
         needs = requirements(args, tuple(command))
         if command[:1] == ["train"]:
             parse_train(command[1:])
-        backend = _backend(args)
+        if args.hosts is not None or args.hostfile is not None:
+            hosts, _ = hosts_of(args.hosts, args.hostfile)
+            backend = SshBackend(
+                hosts, config=args.ssh_config, python=args.python or "", directory=args.directory or ""
+            )
+        else:
+            backend = LocalBackend()
+            for flag in ("ssh-config", "python", "directory"):
+                if (value := getattr(args, flag.replace("-", "_"))) is not None:
+                    raise ValueError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
         report = check_hosts(needs, backend, backend.hosts, port=args.port)
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else _as_text(report, len(backend.hosts)))
@@ -66,12 +76,11 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     from roxxel_dist.launcher.preflight.checks import requirements_of
     from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 
-    log_dir = Path(args.run_dir, "logs") if args.run_dir else log_dir_for(command, "new")
     job = JobSpec(
         command=command or ("true",),
         nprocs=1,
         run_id="new",
-        log_dir=log_dir,
+        log_dir=Path(args.run_dir, "logs") if args.run_dir else log_dir_for(command, "new"),
         port=args.port,
         gpus_per_host=args.gpus_per_host,
         max_restarts=0,
@@ -79,20 +88,6 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     needs = requirements_of(job, {}, writes=True)
     shared, data_path = needs.shared or bool(args.run_dir), args.data_path or needs.data_path
     return dataclasses.replace(needs, run_id=None, shared=shared, data_path=data_path)
-
-
-def _backend(args: DoctorArgs) -> "Backend":
-    from roxxel_dist.launcher.backends.local import LocalBackend
-    from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
-
-    if args.hosts is not None or args.hostfile is not None:
-        hosts, _ = hosts_of(args.hosts, args.hostfile)
-        return SshBackend(hosts, config=args.ssh_config, python=args.python or "", directory=args.directory or "")
-    for name in ("ssh_config", "python", "directory"):
-        if (value := getattr(args, name)) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value} is for other hosts: name them with --hosts or --hostfile")
-    return LocalBackend()
 
 
 def _as_text(report: "PreflightReport", hosts: int) -> str:

@@ -36,15 +36,14 @@ def read_env_file(path: str | Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"--env-from {path}: cannot be read ({reason}); name a file with a K=V a line") from error
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        stripped = line.strip()
-        if not stripped or stripped.startswith("#"):
-            continue
-        name, value = _pair(stripped.removeprefix("export ").lstrip(), f"--env-from {path}, line {number}")
-        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        found[name] = value[1:-1] if quoted else value
-    return found
+        word = line.strip().removeprefix("export ").lstrip()
+        if word and not word.startswith("#"):
+            name, value = _pair(word, f"--env-from {path}, line {number}")
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            variables[name] = value[1:-1] if quoted else value
+    return variables
 
 
 def _pair(word: str, where: str) -> tuple[str, str]:
@@ -81,24 +80,17 @@ def masked_words(words: Sequence[str]) -> list[str]:
     hide = False
     for word in words:
         name, equals, _ = word.partition("=")
-        flag = word.startswith("-")
-        secret = is_secret(name) if flag else bool(equals) and _is_secret_variable(name)
+        flag, secret = word.startswith("-"), is_secret(name)
         if hide and not word.startswith("--"):
             shown.append(MASK)
-        elif secret and equals:
+        elif equals and secret and (flag or NAME.fullmatch(name)):
             shown.append(f"{name}={MASK}")
         else:
-            shown.append(word if flag else INSIDE.sub(_masked_inside, word))
+            shown.append(
+                word if flag else INSIDE.sub(lambda part: f"{part[1]}={MASK if is_secret(part[1]) else part[2]}", word)
+            )
         hide = flag and secret and not equals
     return shown
-
-
-def _masked_inside(found: re.Match[str]) -> str:
-    return f"{found[1]}={MASK}" if is_secret(found[1]) else found[0]
-
-
-def _is_secret_variable(name: str) -> bool:
-    return NAME.fullmatch(name) is not None and is_secret(name)
 
 
 def shell_line(environment: Mapping[str, str], words: Sequence[str]) -> str:
