@@ -4,7 +4,7 @@ docs/howto/launching.md has a table of the checks. Those that take more question
 hosts share) are in `run.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from roxxel_dist.launcher.spec import JobSpec, flag
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]
 """What each host said, in the order of the ranks."""
-Problems = Iterable[tuple[Level, str]]
 
 MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
@@ -47,10 +46,7 @@ class Requirements:
 def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Requirements:
     """What a job needs, by its command.
 
-    Args:
-        job: what shall run.
-        outer: the variables that ranks have beside those of the job, as far as they are known.
-        writes: whether its logs are written on the host, whatever the command.
+    `outer` are variables that ranks have beside those of the job; `writes`: logs are written on the host in any case.
     """
     train = job.command[0] == "train"
     return Requirements(
@@ -107,17 +103,6 @@ def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[st
     return groups
 
 
-def _on_each(
-    check: str, hosts: Hosts, problems: Callable[[str, HostInfo], Problems], fine: Callable[[list[str]], str]
-) -> Iterator[CheckResult]:
-    """The problems of each host by itself, and a line about all hosts that have none."""
-    texts = {host: list(problems(host, info)) for host, info in hosts.items()}
-    for host, found in texts.items():
-        yield from (CheckResult(level, check, (host,), f"{host}: {text}") for level, text in found)
-    if good := [host for host, found in texts.items() if not found]:
-        yield CheckResult("ok", check, tuple(good), fine(good))
-
-
 def _same(
     level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str
 ) -> CheckResult:
@@ -131,7 +116,7 @@ def _same(
 def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
     need = requirements.gpus_per_host if requirements.visible is None else None
-    short = []
+    errors = []
     for host, info in hosts.items():
         listed = info["visible"]
         count = info["gpus"] if listed is None else len([name for name in listed.split(",") if name.strip()])
@@ -139,13 +124,11 @@ def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
             fix = f"use --gpus-per-host {count}" if count else "leave --gpus-per-host out"
             where = "/dev/nvidia*" if listed is None else f"CUDA_VISIBLE_DEVICES={listed}"
             text = f"{host}: --gpus-per-host {need}, and it has {count} ({where}); {fix}, or leave this host out"
-            short.append(CheckResult("error", "devices", (host,), text))
-    yield from short
-    if not short:
-        groups = _groups(
-            hosts, lambda info: f"{info['gpus']} GPUs, {info['tpus']} TPU chips".replace("None", "uncounted")
-        )
-        yield _same("warning", "devices", hosts, groups, "the number of devices", "use hosts that are alike")
+            errors.append(CheckResult("error", "devices", (host,), text))
+    groups = _groups(hosts, lambda info: f"{info['gpus']} GPUs, {info['tpus']} TPU chips".replace("None", "uncounted"))
+    yield from errors or [
+        _same("warning", "devices", hosts, groups, "the number of devices", "use hosts that are alike")
+    ]
 
 
 def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -158,52 +141,55 @@ def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
 
 def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     places = {host: info["run_dir"] for host, info in hosts.items() if info["run_dir"] is not None}
-
-    def problems(_: str, place: HostInfo) -> Problems:
-        fix = "or name another folder with --run_dir"
-        if place["why"] == IS_FILE:
-            yield "error", f"{place['path']} is a file: name a folder with --run_dir"
-        elif place["why"] is not None:
-            yield "error", f"{place['path']} cannot be written ({place['why']}); change its permissions, {fix}"
-        elif place["free"] < ADVISED_FREE_BYTES:
-            is_full = place["free"] < MIN_FREE_BYTES
-            rule = f", and {size(MIN_FREE_BYTES)} is the least" if is_full else ": few checkpoints fit"
-            text = f"{place['path']} has {size(place['free'])} free{rule}; make room, {fix}"
-            yield "error" if is_full else "warning", text
-
-    def fine(good: list[str]) -> str:
-        least = min((places[host] for host in good), key=lambda place: place["free"])
-        return f"{least['path']} can be written on {named(good)}; at least {size(least['free'])} free"
-
-    return _on_each("disk", places, problems, fine)
+    fix = "or name another folder with --run_dir"
+    for host, place in dict(places).items():
+        path, free, why = place["path"], place["free"], place["why"]
+        level: Level = "warning" if why is None and free >= MIN_FREE_BYTES else "error"
+        if why == IS_FILE:
+            text = f"{path} is a file: name a folder with --run_dir"
+        elif why is not None:
+            text = f"{path} cannot be written ({why}); change its permissions, {fix}"
+        elif free < MIN_FREE_BYTES:
+            text = f"{path} has {size(free)} free, and {size(MIN_FREE_BYTES)} is the least; make room, {fix}"
+        elif free < ADVISED_FREE_BYTES:
+            text = f"{path} has {size(free)} free: few checkpoints fit; make room, {fix}"
+        else:
+            continue
+        del places[host]
+        yield CheckResult(level, "disk", (host,), f"{host}: {text}")
+    if places:
+        least = min(places.values(), key=lambda place: place["free"])
+        text = f"{least['path']} can be written on {named(list(places))}; at least {size(least['free'])} free"
+        yield CheckResult("ok", "disk", tuple(places), text)
 
 
 def _stale_ranks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    def problems(_: str, info: HostInfo) -> Problems:
-        ours = [rank for rank in info["left"] if rank["ours"]]
-        others = [rank for rank in info["left"] if rank["orphan"] and not rank["ours"]]
-        if ours:
-            text = f"processes of this run still run there: {described(ours)}; both would write to its folder"
-            yield "error", f"{text}; end them: {way_to_end(ours)}"
-        if others:
-            text = f"ranks that another launch has left run there: {described(others)}; they hold its devices"
-            yield "warning", f"{text}; if nobody needs them: {way_to_end(others)}"
+    def described(ranks: Sequence[HostInfo], harm: str, fix: str) -> str:
+        runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
+        age = f"{len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
+        if watched := [rank["run_id"] for rank in ranks if not rank["orphan"]]:  # their launcher is well
+            end = f"`roxxel-dist stop {watched[0]}` where it was launched"
+        else:
+            end = "kill " + " ".join(str(rank["pid"]) for rank in ranks)
+        return f"run there: run {runs}, {age}; {harm}; {fix}: {end}"
+
+    good = []
+    for host, info in hosts.items():
+        problems: list[tuple[Level, str]] = []
+        if ours := [rank for rank in info["left"] if rank["ours"]]:
+            text = described(ours, "both would write to its folder", "end them")
+            problems.append(("error", f"processes of this run still {text}"))
+        if others := [rank for rank in info["left"] if rank["orphan"] and not rank["ours"]]:
+            text = described(others, "they hold its devices", "if nobody needs them")
+            problems.append(("warning", f"ranks that another launch has left {text}"))
         for rank in info["left"]:
             if rank["stuck"]:
                 text = f"process {rank['pid']} cannot be looked at: it seems to wait for a disk or a driver"
-                yield "warning", f"{text}; if it is a rank that was left, restart the host"
-
-    def described(ranks: Sequence[HostInfo]) -> str:
-        runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
-        return f"run {runs}, {len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
-
-    def way_to_end(ranks: Sequence[HostInfo]) -> str:
-        if watched := [rank["run_id"] for rank in ranks if not rank["orphan"]]:  # their launcher is well
-            return f"`roxxel-dist stop {watched[0]}` where it was launched"
-        return "kill " + " ".join(str(rank["pid"]) for rank in ranks)
-
-    fine = "no ranks that another launch has left on"
-    return _on_each("leftovers", hosts, problems, lambda good: f"{fine} {named(good)}")
+                problems.append(("warning", f"{text}; if it is a rank that was left, restart the host"))
+        yield from (CheckResult(level, "leftovers", (host,), f"{host}: {text}") for level, text in problems)
+        good += [] if problems else [host]
+    if good:
+        yield CheckResult("ok", "leftovers", tuple(good), f"no ranks that another launch has left on {named(good)}")
 
 
 def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -257,15 +243,18 @@ def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
 def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """What is wrong with hosts' own names: on CPU a rank tells the others the address that its host's resolves to."""
 
-    def problems(host: str, info: HostInfo) -> Problems:
+    good = []
+    for host, info in hosts.items():
         name, addresses = info["name"], info["resolves"]
-        if not addresses or is_loopback(addresses[0]):
-            to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
-            fix = f"have /etc/hosts on {host} say `{info.get('ssh_address') or 'its address'} {name}` instead"
-            text = f"its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: {fix}"
-            platforms = requirements.platforms or info["platforms"]
-            cpu = platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
-            yield "error" if cpu else "warning", text
-
-    fine = "own names resolve to addresses that others can reach on"
-    return _on_each("name", hosts, problems, lambda good: f"{fine} {named(good)}")
+        if addresses and not is_loopback(addresses[0]):
+            good.append(host)
+            continue
+        to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+        fix = f"have /etc/hosts on {host} say `{info.get('ssh_address') or 'its address'} {name}` instead"
+        text = f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: {fix}"
+        platforms = requirements.platforms or info["platforms"]
+        cpu = platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
+        yield CheckResult("error" if cpu else "warning", "name", (host,), text)
+    if good:
+        text = f"own names resolve to addresses that others can reach on {named(good)}"
+        yield CheckResult("ok", "name", tuple(good), text)

@@ -5,8 +5,8 @@ The controller asks all hosts at once, in a few rounds: the agents that it start
 
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
@@ -26,8 +26,6 @@ from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 LOOPBACK = "127.0.0.1"
-Ask = Callable[[dict[str, Message]], dict[str, Message]]
-"""Asks hosts; the answers of those that answer."""
 FILES, FILES_A_HOST = 64, 16
 """Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
 
@@ -57,15 +55,12 @@ class PreflightReport:
 def check_job_hosts(
     job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, pool: HostPool | None = None
 ) -> PreflightReport:
-    """Check the hosts of a job, and choose the address of its coordinator; see `check_hosts`."""
-    requirements = requirements_of(job, backend.environment, writes=_is_here(backend, hosts))
+    """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
+    is_here = backend.is_local and len(hosts) == 1
+    requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
-        requirements = replace(requirements, data_path=None, compare=not _is_here(backend, hosts))
+        requirements = replace(requirements, data_path=None, compare=not is_here)
     return check_hosts(requirements, backend, hosts, port=port, pool=pool)
-
-
-def _is_here(backend: Backend, hosts: Sequence[str]) -> bool:
-    return backend.is_local and len(hosts) == 1
 
 
 def check_hosts(
@@ -76,102 +71,88 @@ def check_hosts(
     port: int | None = None,
     pool: HostPool | None = None,
 ) -> PreflightReport:
-    """Check hosts, and choose where the first one's coordinator shall listen.
+    """Check hosts, and choose where the first one's coordinator shall listen: at `port`, or at a free one.
 
-    Args:
-        requirements: what hosts need.
-        backend: how they are reached.
-        hosts: those that shall be used, in the order of the ranks.
-        port: of the coordinator; None takes a free one.
-        pool: asks the hosts, and keeps what it has started there; by default nothing stays.
-
-    Raises:
-        Interrupted: the pool was woken.
+    Agents that are started for it stay in `pool`; without one they end. Raises Interrupted where the pool is woken.
     """
-    if _is_here(backend, hosts):  # no agent for what this process can see itself: nothing is as fast
-        with ExitStack() as held:
-            return _check(
-                requirements,
-                backend,
-                hosts,
-                port,
-                lambda asked: {host: answer(asked[host], held) for host in asked},
-                {},
-            )
-    if problem := allow_open_files(len(hosts)):
-        return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
-    requirements = replace(requirements, code=hash_of_code())
-    with nullcontext(pool) if pool is not None else HostPool(backend) as agents:
-        return _check(requirements, backend, hosts, port, agents.ask, agents.gone)
+    with ExitStack() as held:
+        if backend.is_local and len(hosts) == 1:
+            return _check(requirements, backend, hosts, port, _ThisMachine(held))
+        if problem := allow_open_files(len(hosts)):
+            return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
+        requirements = replace(requirements, code=hash_of_code())
+        return _check(requirements, backend, hosts, port, pool or held.enter_context(HostPool(backend)))
+
+
+class _ThisMachine:
+    """Asked as a pool is, but without an agent: nothing is as fast."""
+
+    def __init__(self, held: ExitStack) -> None:
+        self.gone: dict[str, str] = {}
+        self._held = held
+
+    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
+        return {host: answer(question, self._held) for host, question in questions.items()}
+
+
+Pool = HostPool | _ThisMachine
 
 
 def _check(
-    requirements: Requirements,
-    backend: Backend,
-    hosts: Sequence[str],
-    port: int | None,
-    ask: Ask,
-    gone: dict[str, str],
+    requirements: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, pool: Pool
 ) -> PreflightReport:
-    infos = ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
+    infos = pool.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
     for host in [host for host in infos if "why" in infos[host]]:
-        gone[host] = infos.pop(host)["why"]
+        pool.gone[host] = infos.pop(host)["why"]
     if not infos:
-        return PreflightReport(unreachable=dict(gone))
-    names = tuple(infos)
-    first, *others = names
+        return PreflightReport(unreachable=dict(pool.gone))
+    first, *others = infos
     findings = run_checks(requirements, infos)
     address = backend.address or LOOPBACK
     if not are_one_machine(infos):  # that by which the first host reaches the second
         other = next(host for host in others if infos[host]["machine"] != infos[first]["machine"])
         towards = [infos[other]["ssh_address"], other.rpartition("@")[2], *infos[other]["resolves"]]
-        route = ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
+        route = pool.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
         address = route.get(first, {}).get("address") or ""
-        if not address:
-            text = (
-                f"{first} has no way to {others[0]}: neither the address of its ssh connection nor its name leads "
-                "there; have both in one network, and their names in DNS or /etc/hosts"
-            )
-            findings.append(CheckResult("error", "port", names, text))
     elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         findings += own_names(requirements, {first: infos[first] | own_name()})
-
-    free = 0
-    if not backend.is_coordinator:
-        free = port or 0
-    elif address:
-        free, more = _port(ask, names, address, port)
-        findings += more
+    free, more = _port(pool, list(infos), address, port) if backend.is_coordinator else (port or 0, [])
+    findings += more
     if requirements.shared and others:
-        findings += _shared(ask, names, requirements.run_dir)
+        findings += _shared(pool, list(infos), requirements.run_dir)
     return PreflightReport(
         address=address,
         port=free,
         findings=findings,
-        unreachable=dict(gone),
+        unreachable=dict(pool.gone),
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
         cores=max(info["cores"] for info in infos.values()),
     )
 
 
-def _port(ask: Ask, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
+def _port(pool: Pool, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
     """A port of the first host that all others reach; 0 where it is taken."""
     first, *others = hosts
+    if not address:
+        text = (
+            f"{first} has no way to {others[0]}: neither the address of its ssh connection nor its name leads there; "
+            "have both in one network, and their names in DNS or /etc/hosts"
+        )
+        return 0, [CheckResult("error", "port", tuple(hosts), text)]
     here = {"address": address, "nonce": os.urandom(16).hex()}
-    held = ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
+    held = pool.ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
     if "why" in held:
         problem = f"--port {port}: cannot be used" if port else "a free port cannot be had"
         text = f"{first}: {problem} on {address} ({held['why']}); leave --port out to take a free one, or give another"
         return 0, [CheckResult("error", "port", (first,), text)]
-    answers = ask({host: {"ask": "reach", "port": held["port"], **here} for host in others})
+    answers = pool.ask({host: {"ask": "reach", "port": held["port"], **here} for host in others})
     place, results = f"{address}:{held['port']}", []
-    for host, said in answers.items():
-        if "why" in said:
-            text = (
-                f"{host} does not reach {first} at {place} ({said['why']}): let the firewall of {first} pass TCP "
-                "between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
-            )
-            results.append(CheckResult("error", "port", (host, first), text))
+    for host in (host for host in answers if "why" in answers[host]):
+        text = (
+            f"{host} does not reach {first} at {place} ({answers[host]['why']}): let the firewall of {first} pass TCP "
+            "between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
+        )
+        results.append(CheckResult("error", "port", (host, first), text))
     if not results and len(answers) == len(others):
         slowest = max((said["ms"] for said in answers.values()), default=0)
         reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
@@ -179,17 +160,16 @@ def _port(ask: Ask, hosts: Sequence[str], address: str, port: int | None) -> tup
     return held["port"], results
 
 
-def _shared(ask: Ask, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
+def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
     """Whether a file that the first host makes in the run directory is there for all."""
     first, *others = hosts
-    file = ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
+    file = pool.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
     if "name" not in file:  # the check of the disk says why
         return []
-    answers = ask({host: {"ask": "see", "run_dir": run_dir, "name": file["name"]} for host in others})
+    answers = pool.ask({host: {"ask": "see", "run_dir": run_dir, "name": file["name"]} for host in others})
     blind = [host for host, said in answers.items() if not said.get("seen")]
     if not blind:
-        text = f"{run_dir} is the same folder on {named(hosts)}"
-        return [CheckResult("ok", "run directory", tuple(hosts), text)]
+        return [CheckResult("ok", "run directory", tuple(hosts), f"{run_dir} is the same folder on {named(hosts)}")]
     text = (
         f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"

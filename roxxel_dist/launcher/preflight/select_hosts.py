@@ -9,7 +9,7 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.placement import working_hosts
-from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.preflight.run import check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
@@ -59,13 +59,11 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
         devices_per_proc=share if job.devices_per_proc is not None else None,
         gpus_per_host=share * procs if job.gpus_per_host is not None else None,
     )
-    missing = [host for host in hosts if host not in present]
-    note = f"going on without {', '.join(missing)}: {used * procs * share} of {len(working) * procs * devices} devices"
-    idle = [f"{host} ({procs * devices})" for host in present[used:]]
-    if share < devices:
-        idle += [f"{host} ({procs * (devices - share)})" for host in present[:used]]
-    if idle:
-        note += f"; idle, because every phase's batch must divide by the devices: {', '.join(idle)}"
+    missing = ", ".join(host for host in hosts if host not in present)
+    note = f"going on without {missing}: {used * procs * share} of {len(working) * procs * devices} devices"
+    idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
+    if names := [f"{host} ({count})" for host, count in idle.items() if count]:
+        note += f"; idle, because every phase's batch must divide by the devices: {', '.join(names)}"
     return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
 
 
@@ -121,18 +119,30 @@ class HostSelector:
             NotReadyError: there are too few.
             StoppedError: somebody asked the launcher to stop.
         """
-        job, hosts = self._job, tuple(self._backend.hosts)
+        job, backend, hosts = self._job, self._backend, tuple(self._backend.hosts)
+        # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
+        port = None if job.port is None else min(job.port + attempt, 65535)
         working = len(working_hosts(job, hosts))
         assignment = Assignment(hosts=hosts[:working], job=job)
         present, said = hosts, set[str]()
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
         deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
         while True:
-            report, pool = self._check(assignment, attempt)
-            if report.passed:
-                self._cores = self._cores or report.cores
-                address = f"[{report.address}]" if ":" in report.address else report.address
-                return ReadyHosts(assignment, pool, f"{address}:{report.port}", report.visible, self._cores)
+            with ExitStack() as stack:
+                pool = stack.enter_context(HostPool(backend, self._signals.fd))
+                try:
+                    report = check_job_hosts(assignment.job, backend, assignment.hosts, port=port, pool=pool)
+                except Interrupted:
+                    if numbers := self._signals.take():
+                        raise StoppedError(numbers[0]) from None
+                    continue
+                warnings = [result.text for result in report.findings if result.level == "warning"]
+                self._say(warnings, self._warnings, "warning: ")
+                if report.passed:
+                    stack.pop_all()
+                    self._cores = self._cores or report.cores
+                    address = f"[{report.address}]" if ":" in report.address else report.address
+                    return ReadyHosts(assignment, pool, f"{address}:{report.port}", report.visible, self._cores)
             errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
             errors |= {f"host {host} cannot be used: {why}": (host,) for host, why in report.unreachable.items()}
             to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}
@@ -149,25 +159,6 @@ class HostSelector:
             present = rest
             assignment = assign(job, hosts, present)
             self._say([*errors, assignment.note], said)
-
-    def _check(self, assignment: Assignment, attempt: int) -> tuple[PreflightReport, HostPool]:
-        """What is found, and the agents that were asked: they stay where all is well."""
-        # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
-        port = None if self._job.port is None else min(self._job.port + attempt, 65535)
-        while True:
-            with ExitStack() as stack:
-                pool = stack.enter_context(HostPool(self._backend, self._signals.fd))
-                try:
-                    report = check_job_hosts(assignment.job, self._backend, assignment.hosts, port=port, pool=pool)
-                except Interrupted:
-                    if numbers := self._signals.take():
-                        raise StoppedError(numbers[0]) from None
-                    continue
-                warnings = [result.text for result in report.findings if result.level == "warning"]
-                self._say(warnings, self._warnings, "warning: ")
-                if report.passed:
-                    stack.pop_all()
-                return report, pool
 
     def _say(self, lines: Iterable[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""

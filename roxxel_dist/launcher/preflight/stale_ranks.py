@@ -11,7 +11,6 @@ from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
 AGENT = "roxxel_dist.launcher.host.agent"
-RUN_ID = "ROXXEL_RUN_ID"
 LIMIT_S = 2.0
 """How long all processes together may take to be looked at."""
 
@@ -39,7 +38,7 @@ def stale_ranks(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_
 
 
 def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], current: list[int]) -> None:
-    outer = os.environ.get(RUN_ID)
+    outer = os.environ.get("ROXXEL_RUN_ID")
     network = os.readlink("/proc/self/ns/net")
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     for name in os.listdir("/proc"):
@@ -54,8 +53,8 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
             is_worker = WORKER in words
             if not is_worker and run_id is None:
                 continue
-            variables = [word for word in _strings(place / "environ") if word.startswith(f"{RUN_ID}=")]
-            own_id = variables[0].partition("=")[2] if variables else ""
+            variables = (word.partition("=") for word in _strings(place / "environ"))
+            own_id = next((value for name, _, value in variables if name == "ROXXEL_RUN_ID"), "")
             ours = run_id is not None and own_id == run_id
             if run_dir is not None and (is_worker or ours):  # launches in other folders may have the same id
                 command = tuple(words[words.index(WORKER) + 1 :]) if is_worker else ()
