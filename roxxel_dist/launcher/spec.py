@@ -93,20 +93,20 @@ class JobSpec(HostOptions, JobOptions):
             raise ValueError("the command holds a NUL character, which no process can receive: take it out")
         if not RUN_ID.fullmatch(self.run_id):
             raise ValueError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
-        port = 65535 - self.max_restarts  # each restart takes the next one
-        some, most = sys.float_info.min, sys.float_info.max
+        last_port = 65535 - self.max_restarts  # each restart takes the next one
+        positive, finite = sys.float_info.min, sys.float_info.max
         for name, least, largest, rule in (
-            ("nprocs", 1, most, "at least 1; leave it out for one process"),
-            ("devices_per_proc", 1, most, "at least 1; leave it out to use all devices"),
-            ("gpus_per_host", 1, most, "at least 1; leave it out and each process has all of them"),
-            ("min_hosts", 1, most, "at least 1; leave it out to need every host"),
-            ("max_restarts", 0, most, "0 (none) or more"),
-            ("spare_hosts", 0, most, "0 (none) or more"),
-            ("port", 1, port, f"within 1 and {port}; leave --port out to take a free one"),
-            ("step_timeout", some, most, "seconds, more than 0; leave it out to follow the usual time of a step"),
-            ("exit_timeout", 0, most, "seconds, 0 or more; for instance --exit-timeout 30"),
-            ("grace", 0, most, "seconds, 0 or more; for instance --grace 30"),
-            ("host_timeout", 0, most, "seconds, 0 or more; for instance --host-timeout 30"),
+            ("nprocs", 1, finite, "at least 1; leave it out for one process"),
+            ("devices_per_proc", 1, finite, "at least 1; leave it out to use all devices"),
+            ("gpus_per_host", 1, finite, "at least 1; leave it out and each process has all of them"),
+            ("min_hosts", 1, finite, "at least 1; leave it out to need every host"),
+            ("max_restarts", 0, finite, "0 (none) or more"),
+            ("spare_hosts", 0, finite, "0 (none) or more"),
+            ("port", 1, last_port, f"within 1 and {last_port}; leave --port out to take a free one"),
+            ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
+            ("exit_timeout", 0, finite, "seconds, 0 or more; for instance --exit-timeout 30"),
+            ("grace", 0, finite, "seconds, 0 or more; for instance --grace 30"),
+            ("host_timeout", 0, finite, "seconds, 0 or more; for instance --host-timeout 30"),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= largest:  # so neither nan nor inf
