@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.launcher.output import logs
-from roxxel_dist.launcher.output.logs import LONGEST, LineSplitter, Logs
+from roxxel_dist.launcher.output.logs import MAX_LINE_BYTES, LineSplitter, Logs
 from roxxel_dist.launcher.spec import JobSpec
 
 
@@ -56,7 +56,7 @@ def test_a_long_line_stays_whole_and_an_endless_one_is_bounded() -> None:
     assert [len(line) for line in lines.feed(b"\n")] == [2 << 20]
     endless = [line for _ in range(300) for line in lines.feed(b"y" * 65536)]
     assert len(endless) == 2
-    assert all(LONGEST < len(line) <= LONGEST + 65536 for line in endless)
+    assert all(MAX_LINE_BYTES < len(line) <= MAX_LINE_BYTES + 65536 for line in endless)
 
 
 def test_an_endless_progress_bar_needs_no_memory() -> None:

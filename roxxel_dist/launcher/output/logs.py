@@ -11,7 +11,7 @@ from typing import TextIO
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.spec import JobSpec
 
-LONGEST = 8 << 20
+MAX_LINE_BYTES = 8 << 20
 TAIL_LINES = 200
 """Of a rank: enough for a long traceback from its first line on."""
 TAIL_COLUMNS = 2000
@@ -21,7 +21,7 @@ class LineSplitter:
     """Cuts the output of a process into lines of text.
 
     Of what `\\r` overwrote only the last part stays, as on a terminal. Bytes that are not UTF-8 become \\xNN. A line of
-    more than `LONGEST` bytes is cut there, so that memory is bounded.
+    more than `MAX_LINE_BYTES` bytes is cut there, so that memory is bounded.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LineSplitter:
             self._rest = _visible(rest)
             return lines
         self._rest = _visible(self._rest + rest)
-        return self.close() if len(self._rest) > LONGEST else []
+        return self.close() if len(self._rest) > MAX_LINE_BYTES else []
 
     def close(self) -> list[str]:
         """The last line, if it did not end with a newline."""
