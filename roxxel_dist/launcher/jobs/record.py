@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.preflight.host_info import boot_id
 from roxxel_dist.launcher.spec import JobSpec
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
@@ -93,7 +94,7 @@ class JobRecord:
     @property
     def is_here(self) -> bool:
         """Whether the controller belongs to this machine, so that its process can be looked at."""
-        known = not (self.reach or self.slurm_job) or self.controller.boot == _boot()
+        known = not (self.reach or self.slurm_job) or self.controller.boot == boot_id()
         return self.controller.host == socket.gethostname() and known
 
     @property
@@ -137,14 +138,8 @@ def _process(pid: int) -> Process | None:
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         if stat[0] not in "ZX":
-            return Process(host=socket.gethostname(), boot=_boot(), pid=pid, start=int(stat[19]))
+            return Process(host=socket.gethostname(), boot=boot_id(), pid=pid, start=int(stat[19]))
     return None
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):  # a container may hide /proc/sys
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def read(path: Path) -> JobRecord | None:
