@@ -29,12 +29,8 @@ class Assignment:
 def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assignment:
     """The largest assignment to the hosts that are there: the most devices that divide every phase's batch.
 
-    The global batch and the data stay the same; only how many devices share them changes.
-
-    Args:
-        job: as it was asked for, on all of `hosts`.
-        hosts: all hosts, in rank order, the spare ones last.
-        present: those that can be used now, in the same order; at least one.
+    The global batch and the data stay the same; only how many devices share them changes. `hosts` are all hosts in rank
+    order, the spare ones last; `present` are those that can be used now, in the same order, at least one.
     """
     working = working_hosts(job, hosts)
     if len(present) >= len(working):
@@ -68,12 +64,14 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
 
 
 class NotReadyError(Exception):
-    """The hosts, or too many of them, cannot take the job. The message is for people, a line a reason."""
+    """The hosts, or too many of them, cannot take the job. The message is for people, a line a reason.
+
+    `unreachable`: some do not answer, so that other hosts would do.
+    """
 
     def __init__(self, text: str, *, unreachable: bool = False) -> None:
         super().__init__(text)
         self.unreachable = unreachable
-        """Whether some do not answer, so that other hosts would do."""
 
 
 class StoppedError(Exception):
@@ -119,7 +117,8 @@ class HostSelector:
             NotReadyError: there are too few.
             StoppedError: somebody asked the launcher to stop.
         """
-        job, backend, hosts = self._job, self._backend, tuple(self._backend.hosts)
+        job, backend = self._job, self._backend
+        hosts = tuple(backend.hosts)
         # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
         port = None if job.port is None else min(job.port + attempt, 65535)
         working = len(working_hosts(job, hosts))
