@@ -17,6 +17,7 @@ import roxxel_dist
 from roxxel_dist import lora, sharding
 from roxxel_dist.cli import COMMANDS
 from roxxel_dist.config_fields import field_types
+from roxxel_dist.launcher import backends
 
 pytestmark = pytest.mark.xdist_group("docs")  # one build of the site
 DOCS = ROOT / "docs"
@@ -85,7 +86,7 @@ def test_the_reference_has_every_public_name_command_and_field(site):
     assert not missing
     assert {"roxxel_dist.sweep.engine.make", "roxxel_dist.Roxxel.stream", "config"} <= places
     places = Seen(site / "reference" / "cli.html").places
-    groups = {"data": ("build", "info", "verify"), "launch": ("local", "ssh", "slurm", "ray", "k8s", "member")}
+    groups = {"data": ("build", "info", "verify"), "launch": tuple(backends.options())}
     names = [f"{name}-{sub}".strip("-") for name in COMMANDS for sub in groups.get(name, ("",))]
     assert set(names) <= places
     told = (site / "reference" / "cli.html").read_text()

@@ -107,7 +107,7 @@ def data(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a program as many processes and watch over them: local, ssh, slurm, ray, k8s, member."""
+    """Start a program as many processes, here or on many hosts, and watch over them."""
     from roxxel_dist.launcher.backends import options
 
     return _dispatch("launch", {name: command_of(name, kind) for name, kind in options().items()}, words)

@@ -8,7 +8,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 5
 STATUS_ENV = "ROXXEL_STATUS"
 """Set to 1 where a launcher keeps what a rank prints, and draws the progress bar."""
 PIPE_ENV = "ROXXEL_PIPE"
-"""DESCRIPTOR:INODE of the pipe by which a rank tells its agent what is no output; see `progress.tell_agent`."""
+"""DESCRIPTOR:INODE of the pipe by which a rank tells its agent what is no output; see `progress.agent_pipe`."""
 
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""

@@ -139,7 +139,7 @@ UNREACHABLE = [
     ([sys.executable, "-m", "roxxel_dist.nothing"], ["No module named roxxel_dist.nothing", "--python"]),
     (["sh", "-c", "echo Welcome; cat"], ["'Welcome'", "~/.bashrc"]),
     (["true"], ["nothing was said (code 0)"]),
-    (["/nowhere/python"], ["no probe could be started", "/nowhere/python"]),
+    (["/nowhere/python"], ["no agent could be started", "/nowhere/python"]),
 ]
 
 

@@ -1,7 +1,7 @@
 """Where ranks can run, a file or a folder each, and a line in BACKENDS.
 
 The module of a line has a class `Options` (`base.Options`): its fields are the flags of `roxxel-dist launch NAME`. The
-class that the line names, if it does, is the backend (`base.Backend`).
+class that the line names is the backend (`base.Backend`); Kubernetes has none, as it starts nothing.
 """
 
 from collections.abc import Mapping

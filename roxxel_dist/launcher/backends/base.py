@@ -32,7 +32,7 @@ class RemoteProcess(Protocol):
 
 
 class Backend:
-    """Where the ranks run. A subclass is a dataclass of plain values, so that `backends.make` can make an equal one."""
+    """Where the ranks run."""
 
     kind: ClassVar[str]
     """Its name in `backends.BACKENDS`."""
@@ -67,7 +67,7 @@ class Backend:
         return ()
 
     def describe(self) -> Mapping[str, Any]:
-        """Plain values, from which `backends.make` makes an equal one."""
+        """Plain values, from which a detached controller makes an equal one (`backends.make`)."""
         return {"kind": self.kind, **asdict(self)}  # pyright: ignore[reportArgumentType] - a dataclass
 
 

@@ -3,8 +3,8 @@
 One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe, and what there is
 to kill is killed by others (`process_tree`). epoll hands over what is ready in the order in which it became ready, and
 a rank that runs Python tells of its failure before its connections close, so the first failure is the first one. The
-agent takes orders from its stdin alone (signals do nothing). When that ends, or is silent for longer than the heartbeat
-timeout, nobody gives orders any more: the agent ends, and with it the ranks.
+agent takes orders from its stdin alone (signals do nothing once it has ranks). When that ends, or is silent for longer
+than the heartbeat timeout, nobody gives orders any more: the agent ends, and with it the ranks.
 """
 
 import json
@@ -387,7 +387,7 @@ def main() -> None:
         orders = answer_all(orders, inbox, channel)
     if not orders:
         return
-    folder = Path(tempfile.mkdtemp(prefix="roxxel-"))
+    folder = Path(tempfile.mkdtemp(prefix="roxxel-"))  # in TMPDIR, where it is set
     heartbeat = go_on_under_guard(str(folder), heartbeat_timeout_s + SLACK_S, channel)
     try:
         agent = Agent(inbox, channel, heartbeat, folder, heartbeat_timeout_s)

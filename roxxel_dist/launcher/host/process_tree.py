@@ -3,8 +3,8 @@
 A process with PR_SET_CHILD_SUBREAPER is given every process below it whose own parent ends: daemons, `setsid`, a double
 fork, whatever they do to their environment. So who kills its children until it has none leaves nothing. Two processes
 do that on a host. The guard is the parent of the agent; it kills what an agent that died has left. A keeper is the
-parent of one rank; it kills that rank's tree when the agent says so, or is gone. They read /proc and kill so that the
-agent never does: a process that waits for a disk holds up nobody but its keeper.
+parent of one rank; it kills that rank's tree when the agent says so, or is gone. They wait for what they have killed
+so that the agent never does: a process that waits for a disk holds up nobody but its keeper.
 
 A process may only be signalled while its number is its own: children that were not reaped, or by pidfd.
 

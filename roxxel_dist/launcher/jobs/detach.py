@@ -16,7 +16,6 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
 from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
@@ -111,7 +110,7 @@ def _control(spec: dict[str, Any], client: _Client) -> int:
     except ValueError as error:  # such as a file of --ssh-config that is not here
         info(f"on {spec['host']}, where the launcher would run: {error}")
         return EXIT_USAGE
-    reach = backend.reach(spec["host"]) if isinstance(backend, SshBackend) else ()
+    reach = backend.reach(spec["host"])
     try:
         return run(job, backend, JobRecorder(job, backend, started=client.started, reach=reach))
     except ClientGoneError:

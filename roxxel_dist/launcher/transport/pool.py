@@ -103,7 +103,7 @@ class HostPool:
                 try:
                     link = self.connect(host)
                 except OSError as error:
-                    self.gone[host] = f"no probe could be started: {error}"
+                    self.gone[host] = f"no agent could be started: {error}"
                     continue
                 link.send(questions[host])
                 waiting[link] = time.monotonic() + limit_s

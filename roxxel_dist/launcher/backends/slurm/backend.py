@@ -12,7 +12,7 @@ from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_ne
 OPTIONS = (
     "--nodes=1",
     "--ntasks=1",
-    "--overlap",  # probe and agent share the node, and a step of the user's own may be there
+    "--overlap",  # a step of the user's own may be on the node
     "--mpi=none",
     "--unbuffered",
     "--wait=0",
