@@ -213,6 +213,7 @@ def test_what_a_job_wants() -> None:
     )
     assert wanted == Requirements(run_id="r", run_dir="x", shared=True, data_path="b", resume=True)
     assert not requirements_of(job("train", "--resume", "False"), {}, writes=False).resume
+    assert requirements_of(job("train", "--resume=True"), {}, writes=False).resume
     assert requirements_of(job("train"), {}, writes=False).run_dir == str(Path("runs/run_r"))
     other = requirements_of(job("python", "a.py", "--data_path", "b", devices_per_proc=2), {}, writes=False)
     assert other == Requirements(run_id="r", platforms="cpu")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roxxel_dist.launcher.preflight.host_info import IS_FILE, LOCK, HostInfo, is_loopback
-from roxxel_dist.launcher.spec import JobSpec, flag
+from roxxel_dist.launcher.spec import JobSpec, flag, split_flags
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]
@@ -54,7 +54,8 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
         run_dir=str(job.log_dir.parent) if train or writes else None,
         shared=train,
         data_path=flag(job.command, "data_path") if train else None,
-        resume=train and "--resume" in job.command and (flag(job.command, "resume") or "").lower() != "false",
+        resume=train
+        and any(name == "resume" and (value or "").lower() != "false" for name, value, _ in split_flags(job.command)),
         gpus_per_host=job.gpus_per_host,
         visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
         platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
