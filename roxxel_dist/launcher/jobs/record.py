@@ -129,8 +129,9 @@ def this_process() -> Process:
 
 
 def is_alive(process: Process) -> bool:
-    """Whether this very process runs; ask only for one of this machine."""
-    return _process(process.pid) == process
+    """Whether this very process runs; ask only for one of this machine (whose names may be several: of containers)."""
+    now = _process(process.pid)
+    return now is not None and (now.boot, now.start) == (process.boot, process.start)
 
 
 def _process(pid: int) -> Process | None:
