@@ -21,9 +21,9 @@ from flax import nnx
 from measure import Lines, Result, flags
 
 from roxxel_dist import Config, Plan, Roxxel
-from roxxel_dist.load import load_run
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.reading import curriculum_of, saved_plan
+from roxxel_dist.weights import load_run
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 ROW = 257

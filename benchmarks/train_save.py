@@ -16,7 +16,7 @@ import numpy as np
 from measure import Result, table
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
-from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 LEAVES, SHAPE = 82, (732, 1000)
 """240 MB of float32."""

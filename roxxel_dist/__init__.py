@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from roxxel_dist.experiment import Experiment as Experiment
     from roxxel_dist.generator import Generator as Generator
     from roxxel_dist.model.transformer import Transformer as Transformer
-    from roxxel_dist.train.checkpointer import Checkpointer as Checkpointer
-    from roxxel_dist.train.logger import Logger as Logger
+    from roxxel_dist.train.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from roxxel_dist.train.loggers.logger import Logger as Logger
     from roxxel_dist.trainer import Trainer as Trainer
 
 __all__ = [

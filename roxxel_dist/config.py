@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_ori
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.config_fields import PARTS, AllFields, field_types
 from roxxel_dist.data.commit import write_file
-from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.rules import check_sizes
+from roxxel_dist.model.config import ModelConfig, check_sizes
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.own import OwnConfig
+from roxxel_dist.model.user_code import OwnConfig
 from roxxel_dist.train.config import LoopConfig, OptimizerConfig
 
 PARTS = (ModelConfig, OwnConfig, DataConfig, LoopConfig, OptimizerConfig)

@@ -1,45 +1,156 @@
-"""From a Config and a path to a trained run: corpus, model, optimizer, Trainer and run directory."""
+"""From a Config and a path to a trained run: corpus, model, optimizer, Trainer and run directory.
+
+A learning rate for a Config and its data, found by a sweep that leaves nothing behind.
+
+What a run writes down, and tells people, before its first step.
+"""
 
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from roxxel_dist.assemble import Recipe, on_primary, open_corpus, recipe
-from roxxel_dist.beginning import write_down
-from roxxel_dist.cluster import interrupt
+from roxxel_dist.builders import Recipe, folder_for_now, on_primary, open_corpus, recipe
+from roxxel_dist.cluster import determinism, interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
+from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, UsageError, usage_errors
+from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import check_local, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.find_lr import find_lr
 from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
-from roxxel_dist.record import changed_fields
 from roxxel_dist.run_directory import (
     CONFIG,
     CURVE,
     DATA,
     LOG,
+    SUMMARY,
     TOKENIZER,
     RunDirectory,
     check_still_there,
     default_run_dir,
 )
-from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.run_metadata import changed_fields, describe_environment, summarize
+from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, read_cursor, write_cursor
+from roxxel_dist.train.config import TRIAL, LoopOptions
 from roxxel_dist.train.curve import plot_losses
-from roxxel_dist.train.origin import Origin, RunStep
-from roxxel_dist.train.trackers.wandb import WandbTracker
+from roxxel_dist.train.init_from import checkpoint_named, loader
+from roxxel_dist.train.loggers.wandb import WandbTracker
+from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
+from roxxel_dist.train.resume import FROM, longer_than_its_phases
+from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.trainer import Trainer
+
+
+def find_lr(
+    config: Any, data_path: str | Path | None, *, min_lr: float, max_lr: float, num_steps: int
+) -> tuple[float, list[float], list[float]]:
+    """See `Experiment.find_lr`."""
+    with usage_errors():
+        config, _ = with_base(config)
+        config.validate()
+        rates = sweep_rates(min_lr, max_lr, num_steps)
+        data_path = primary_path(config, data_path)
+        if config.deterministic:
+            make_deterministic()
+    pin_threads()
+    initialize()
+    with contextlib.ExitStack() as held:
+        with usage_errors():
+            folder = held.enter_context(folder_for_now(data_path, "find-lr"))
+            made = recipe(config, held.enter_context(open_corpus(config, data_path, folder)))
+            options = LoopOptions(**made.options)
+            stream = sweep_stream(made.curriculum, num_steps, options.seed, made.mesh(), made.grad_accum)
+            weights = None if options.init_from is None else _loader(options.init_from)
+        # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
+        losses = sweep(
+            made.build, made.optimizer, stream, made.loss, rates, grad_accum=made.grad_accum, options=options,
+            load=weights,
+        )  # fmt: skip
+    rates = rates[: len(losses)]
+    with usage_errors():
+        return suggest(rates, losses, num_steps), rates, losses
+
+
+def _loader(init_from: str) -> Callable[[Leaves], Leaves]:
+    """What gives the weights that training would begin with; those of another model are the user's to mend."""
+    load = loader(checkpoint_named(init_from))
+
+    def told(like: Leaves) -> Leaves:
+        with usage_errors():
+            return load(like)
+
+    return told
+
+
+def write_down(
+    trainer: Trainer, run: Path, data_path: Any, made: Recipe, saved: dict[str, Any], changed: list[str], told: str
+) -> None:
+    """What a person or a later command needs to know about a run.
+
+    Args:
+        trainer: the run, ready to begin.
+        run: its directory.
+        data_path: the primary data set; None where it is in the run directory.
+        made: what the run is made of.
+        saved: the config that the run directory holds; empty for a new run.
+        changed: what the config says otherwise than that one, a line each.
+        told: a line about how the config came about; may be empty.
+    """
+    say, data = trainer.logger.text, made.data
+    summary = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
+    moved = saved.get("init_from") != made.config.init_from
+    if moved or not trainer.finished:
+        record = _record(trainer, made, saved, str(Path(data_path or run / DATA).absolute()))
+        if before := saved.get(RECORD):
+            changed = [*changed, *determinism.changed(before.get("bits", {}), determinism.numerics_fingerprint())]
+        # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
+        write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
+        made.config.save_yaml(run / CONFIG, record)
+        if data.tokenizer is not None:
+            data.tokenizer.save(run / TOKENIZER)
+        write_file(run / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
+    trained, of_all = summary["trainable_parameters"], summary["parameters"]
+    some = "" if trained == of_all else f" ({trained:,} of them trained, {trained / of_all:.2%})"
+    say(f"model: {of_all:,} parameters{some}, {num_devices(trainer.mesh)} device(s), run directory {run}")
+    if told:
+        say(told)
+    train = trainer.plan.amendments[-1].sources["self"].units.tokens
+    parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
+    say(f"data: {parts}, vocabulary {made.config.vocab_size:,}")
+    for name, one in made.curriculum.mix_streamers.items():
+        say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
+    if not trainer.start.notes:  # else they have it
+        say(trainer.plan.describe())
+    if note := longer_than_its_phases(trainer.plan, trainer.options):
+        say(note)
+    if saved and not trainer.step:
+        say(f"{run} has no checkpoint yet: it begins again, at step 1")
+    for line in changed:
+        say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
+
+
+def _record(trainer: Trainer, made: Recipe, saved: dict[str, Any], place: str) -> dict[str, Any]:
+    """What a config keeps beside its fields: where and with what the run was made, and each time it was resumed."""
+    now = {"data_path": place, "corpus": made.data.fingerprint}
+    record = describe_environment() | now | trainer.start.record | {"bits": determinism.numerics_fingerprint()}
+    if not (before := saved.get(RECORD)):
+        return record
+    this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record
+    this |= {"bits": record["bits"], "changed_from": changed_from(saved, made.config)}
+    found = before | now | {"resumes": [*before.get("resumes", []), this]}
+    return found | ({FROM: dict(this[FROM])} if FROM in this else {})  # where the base is now
+
 
 LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_TOKENS, SAMPLE_LINES = 160, 8

@@ -16,13 +16,12 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.data.commit import sync_folder
 from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.hf import hf_config, take_out, tensors_of
+from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of
 from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
-from roxxel_dist.train.exporter import NEWEST
+from roxxel_dist.train.checkpoint.manager import NEWEST
+from roxxel_dist.train.checkpoint.metadata import run_step
 from roxxel_dist.train.hf_folder import HF_CONFIG
-from roxxel_dist.train.origin import run_step
-from roxxel_dist.train.tensor_files import write_tensors
-from roxxel_dist.train.weights_file import LIMIT, write_weights
+from roxxel_dist.train.weight_files import LIMIT, write_tensors, write_weights
 from roxxel_dist.weights import Weights, weights_of
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

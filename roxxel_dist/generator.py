@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.load import check_continues, load_run
-from roxxel_dist.model.generate import generate_rows, stream
-from roxxel_dist.model.sampling import Sampling
+from roxxel_dist.model.generate import Sampling, generate_rows, stream
 from roxxel_dist.train.hf_folder import is_hf_folder
+from roxxel_dist.weights import check_continues, load_run
 
 UNFINISHED = "\ufffd"
 """What a tokenizer makes of bytes that are no character, or not yet."""

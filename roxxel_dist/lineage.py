@@ -13,8 +13,8 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import find_shards, is_tokens
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.run_directory import CONFIG, DATA, TOKENIZER
+from roxxel_dist.train.checkpoint.metadata import RunStep, run_step
 from roxxel_dist.train.hf_folder import fields_of, is_hf_folder
-from roxxel_dist.train.origin import RunStep, run_step
 
 
 def saved_config(run: Path) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import NoShardsError, check_local, is_tokens
 from roxxel_dist.data.place import place_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
+from roxxel_dist.train.checkpoint.metadata import META
 from roxxel_dist.train.config import LoopConfig
-from roxxel_dist.train.standing import META
 
 SHOWN = 60
 

@@ -1,4 +1,7 @@
-"""The weights of a trained model as arrays in memory, whatever kind of folder they are in."""
+"""A trained model from its folder, ready to be called.
+
+The weights of a trained model as arrays in memory, whatever kind of folder they are in.
+"""
 
 import json
 import sys
@@ -7,23 +10,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from roxxel_dist.builders import model_builder
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.tokenizer import TOKENIZER_NAMES
+from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import A, merge_adapters, target_of
-from roxxel_dist.model.stack import unstacked
+from roxxel_dist.model.scan_layers import unstacked
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
-from roxxel_dist.train import checkpoint_files as files
-from roxxel_dist.train.base import BASE, SCALES, base_of, check_base
-from roxxel_dist.train.exporter import BEST, NEWEST
-from roxxel_dist.train.fork import FROM
+from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
+from roxxel_dist.train.checkpoint.metadata import META, run_step
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
-from roxxel_dist.train.origin import run_step
-from roxxel_dist.train.restack import scales_by_form
-from roxxel_dist.train.standing import META
-from roxxel_dist.train.tensor_files import WHOLE, TensorFiles, has_tensors
-from roxxel_dist.train.weights_file import read_weights, step_of
+from roxxel_dist.train.init_from import BASE, SCALES, base_of, check_base
+from roxxel_dist.train.resume import FROM
+from roxxel_dist.train.scan_layers import scales_by_form
+from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.weight_files import WHOLE, TensorFiles, has_tensors, read_weights, step_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +166,79 @@ def _of_hugging_face(folder: Path) -> Weights:
         params = found.params()
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
     return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None, folders=(folder,))
+
+
+def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False) -> tuple[Any, Tokenizer, Any, int]:
+    """(model with dropout off, tokenizer, Config, step) of a run, from its newest checkpoint or the one of `step`.
+
+    Args:
+        run_dir: a run directory, RUN@STEP, or what `weights.weights_of` reads besides.
+        step: the checkpoint of this step.
+        best: the one with the lowest val_loss; the newest where none was validated.
+
+    Raises:
+        ValueError: the folder holds no run, no checkpoint, or not that step.
+    """
+    weights = weights_of(run_dir, step=step, best=best)
+    if weights.tokenizer is None:
+        raise ValueError(
+            f"{run_dir} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
+        )
+    return model_of(weights, run_dir), Tokenizer.load(weights.tokenizer), weights.config, weights.step
+
+
+def load_transformer(path: str | Path, *, best: bool = True) -> Any:
+    """What `Transformer.from_pretrained` gives."""
+    weights = weights_of(path, best=best)
+    if weights.config.model is not None:
+        raise ValueError(
+            f"{path} has model {weights.config.model!r}, which is no Transformer: load it with "
+            f"roxxel_dist.weights.load_run, from the folder that has that module"
+        )
+    return model_of(weights, path)
+
+
+def model_of(weights: Weights, path: str | Path) -> Any:
+    """The module of some weights, with dropout off.
+
+    Args:
+        weights: from `weights_of`.
+        path: where they are from, for messages.
+
+    Raises:
+        ValueError: they are of another model than the config says.
+    """
+    build = model_builder(weights.config)
+    parts, like, _, inputs = take_apart(nnx.eval_shape(build))
+    # What adapters of the user's own model stand on is not in a run: the model makes it.
+    frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
+    like |= {name: inputs[name] for name in frozen}
+    if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
+        raise ValueError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+
+    def others() -> Any:
+        """Only what is asked for is computed: none of the weights that the model would begin with."""
+        _, _, rest, inputs = take_apart(build())
+        return rest, {name: one for name, one in inputs.items() if name not in frozen}
+
+    rest, inputs = jax.jit(others)()
+    params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
+    inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
+    return parts.merge(params, rest, inputs, training=False)
+
+
+def check_continues(model: Any, config: Any) -> None:
+    """Raises ValueError where a model of the user's own cannot continue a text: tokens in, logits out, as built in."""
+    if config.model is None:
+        return
+    graphdef, state = nnx.split(model)
+    wanted = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
+    try:
+        found = jax.eval_shape(
+            lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, np.zeros((1, config.max_context), np.int32)
+        )
+    except Exception as error:
+        raise ValueError(f"model is {config.model!r}: {wanted}, and this one says {error!r}") from error
+    shape = getattr(found, "shape", type(found).__name__)
+    if shape != (1, config.max_context, config.vocab_size):
+        raise ValueError(f"model is {config.model!r}: {wanted}, and for L = {config.max_context} it returns {shape}")

@@ -7,9 +7,9 @@ from flax import nnx
 from roxxel_dist import Config, Transformer
 from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.exporter import NEWEST
-from roxxel_dist.train.state import take_apart
-from roxxel_dist.train.weights_file import write_weights
+from roxxel_dist.train.checkpoint.manager import NEWEST
+from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.weight_files import write_weights
 
 TEXT = "def f(x):\n    return x + 1  # żółć, 漢字, 🙂\n"
 SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "max_context": 64}

@@ -8,7 +8,7 @@ from flax import nnx
 from roxxel_dist import Curriculum, Phase, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.dropout import Dropout
+from roxxel_dist.model.layers import Dropout
 from roxxel_dist.model.loss import next_token_loss
 
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]

@@ -9,8 +9,8 @@ from roxxel_dist import cli
 from roxxel_dist.launcher import backends
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.sweep import engine
-from roxxel_dist.train.log_queue import LogQueue
-from roxxel_dist.train.trackers import choose
+from roxxel_dist.train.loggers import choose
+from roxxel_dist.train.loggers.base import LogQueue
 
 BACKEND = '''
 from dataclasses import dataclass

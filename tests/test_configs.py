@@ -12,7 +12,7 @@ from commands import rows, run
 from reader import ROOT
 
 from roxxel_dist import Config, Roxxel
-from roxxel_dist.assemble import folder_for_now, open_corpus, recipe
+from roxxel_dist.builders import folder_for_now, open_corpus, recipe
 from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
 from roxxel_dist.lineage import with_base

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.assemble import recipe
+from roxxel_dist.builders import recipe
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.reading import describe_batch, primary_path
 

@@ -13,7 +13,7 @@ from runs import rows, saved
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.report.validation import deviations, perplexity
+from roxxel_dist.evaluate import deviations, perplexity
 
 SMALL = {
     "dim": 16,

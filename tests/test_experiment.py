@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist import Config, Experiment, Trainer
-from roxxel_dist.assemble import open_corpus, recipe
+from roxxel_dist.builders import open_corpus, recipe
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.curriculum.describe import describe
 from roxxel_dist.data.build import build
 from roxxel_dist.experiment import printable
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
-from roxxel_dist.train.checkpoint import CheckpointStore
-from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.trainer import Trainer as Loop
 
 SMALL = {

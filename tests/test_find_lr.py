@@ -11,7 +11,7 @@ import pytest
 from commands import run
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.assemble import folder_for_now
+from roxxel_dist.builders import folder_for_now
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError
 from roxxel_dist.data.build import build

@@ -19,10 +19,10 @@ from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
 from roxxel_dist.model import generate as generation
-from roxxel_dist.train.base import Base
-from roxxel_dist.train.exporter import BEST, NEWEST
-from roxxel_dist.train.fork import FROM
-from roxxel_dist.train.weights_file import read_weights, write_weights
+from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
+from roxxel_dist.train.init_from import Base
+from roxxel_dist.train.resume import FROM
+from roxxel_dist.train.weight_files import read_weights, write_weights
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
 

@@ -16,8 +16,8 @@ from roxxel_dist import Config, Experiment, Roxxel, Transformer
 from roxxel_dist.config import UsageError
 from roxxel_dist.export import export_run
 from roxxel_dist.lineage import with_shape_of
-from roxxel_dist.train.base import checkpoint_named
 from roxxel_dist.train.hf_folder import HfFolder
+from roxxel_dist.train.init_from import checkpoint_named
 
 QUIET = {
     "n_devices": 1,

@@ -16,9 +16,8 @@ RANKS = [
     ["sweep"],
     # One run: from a Config to its directory, and what is read there.
     [
-        "trainer", "experiment", "generator", "beginning", "export", "load", "evaluation", "find_lr", "outlook",
-        "assemble", "report", "lineage", "reading", "save", "weights", "record", "run_directory", "config",
-        "config_fields",
+        "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report", "lineage",
+        "reading", "save", "weights", "run_metadata", "run_directory", "config", "config_fields",
     ],
     ["train"],
     ["stream"],
@@ -30,7 +29,7 @@ RANKS = [
 # Public methods that come from above when they are called.
 EXCEPTIONS = {
     ("roxxel_dist.data.dataset", "roxxel_dist.stream"),  # Roxxel.stream
-    ("roxxel_dist.model.transformer", "roxxel_dist.load"),  # Transformer.from_pretrained
+    ("roxxel_dist.model.transformer", "roxxel_dist.weights"),  # Transformer.from_pretrained
     ("roxxel_dist.data.tokenizer", "roxxel_dist.data.spm"),  # Tokenizer.load of a SentencePiece model
     ("roxxel_dist.curriculum.plan", "roxxel_dist.curriculum.describe"),  # Plan.describe
 }
@@ -40,7 +39,7 @@ IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distribute
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
-NO_JAX = ["roxxel_dist.reading", "roxxel_dist.report.pictures", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
+NO_JAX = ["roxxel_dist.reading", "roxxel_dist.report", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
 LIGHT = [
     "roxxel_dist",
     "roxxel_dist.cli",

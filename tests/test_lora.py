@@ -11,17 +11,18 @@ import pytest
 from commands import launched, make_corpus, rows, run
 from flax import nnx
 
-from roxxel_dist import Config, Experiment, Trainer, assemble
+from roxxel_dist import Config, Experiment, Trainer
+from roxxel_dist import builders as assemble
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.lineage import saved_config, with_base
-from roxxel_dist.load import load_run
 from roxxel_dist.lora import merge_adapters
-from roxxel_dist.record import changed_fields
-from roxxel_dist.train.base import Base
-from roxxel_dist.train.cursor import read_cursor
-from roxxel_dist.train.state import take_apart
+from roxxel_dist.run_metadata import changed_fields
+from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.train.init_from import Base
+from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.weights import load_run
 
 pytestmark = pytest.mark.xdist_group("lora")  # one base for all
 SMALL = {

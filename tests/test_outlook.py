@@ -13,16 +13,13 @@ from jax.sharding import PartitionSpec as P
 from runs import rows
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
-from roxxel_dist.assemble import recipe
+from roxxel_dist.builders import recipe
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
-from roxxel_dist.outlook.cost import Cost, cost
-from roxxel_dist.outlook.look import Asked, outlook
-from roxxel_dist.outlook.phase import Speed, cures, look_at, size, spans
-from roxxel_dist.outlook.table import table
+from roxxel_dist.estimate import Asked, Cost, Speed, cost, cures, look_at, outlook, size, spans, table
 from roxxel_dist.train.ahead import layout
 from roxxel_dist.train.optimizer import first_state
-from roxxel_dist.train.state import init_state, take_apart
+from roxxel_dist.train.train_state import init_state, take_apart
 
 SIMULATED = Asked(devices=8)
 """As many as the tests have anyway; what is compiled for them is compiled in half the time."""

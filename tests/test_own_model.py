@@ -11,12 +11,12 @@ from commands import TINY, losses, make_corpus, rows, run
 from flax import nnx
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.assemble import model_builder, recipe
+from roxxel_dist.builders import model_builder, recipe
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.load import check_continues
-from roxxel_dist.model.own import find_function
+from roxxel_dist.model.user_code import find_function
+from roxxel_dist.weights import check_continues
 
 pytestmark = pytest.mark.xdist_group("own")
 OWN = ["--model", "netpkg.net:build", "--loss", "netpkg.net:loss", "--model_args", "{width: 48}"]

@@ -14,8 +14,8 @@ import pytest
 from commands import TINY, make_corpus, rows, run, start, wait_for
 
 from roxxel_dist.cli import main
-from roxxel_dist.train.checkpoint import CheckpointStore
-from roxxel_dist.train.weights_file import read_weights
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.weight_files import read_weights
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "files.md"
 

@@ -13,7 +13,7 @@ from roxxel_dist.config import Config, UsageError, nearest, yaml_problem
 from roxxel_dist.config_fields import PARTS, field_docs, field_types
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
-from roxxel_dist.train.origin import run_step
+from roxxel_dist.train.checkpoint.metadata import run_step
 
 T = TypeVar("T")
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]

@@ -38,7 +38,7 @@ def evaluate(words: list[str]) -> int:
     with usage_errors():
         validation = _named_sets(args.validation)
     from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
-    from roxxel_dist.evaluation import Asked, evaluate
+    from roxxel_dist.evaluate import Asked, evaluate
 
     asked = Asked(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)
     found = evaluate(args.run, asked, best=args.best)
@@ -64,7 +64,7 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
 
 
 def _as_json(found: Any) -> dict[str, Any]:
-    from roxxel_dist.report.validation import rows_of
+    from roxxel_dist.evaluate import rows_of
 
     def finite(row: dict[str, Any]) -> dict[str, Any]:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -83,7 +83,7 @@ def _as_json(found: Any) -> dict[str, Any]:
 
 
 def _as_text(found: Any) -> str:
-    from roxxel_dist.report.validation import rows_of, validation_table
+    from roxxel_dist.evaluate import rows_of, validation_table
 
     lines = [f"{found.run}, step {found.step}", validation_table(rows_of(found.losses, found.reads))]
     if found.changed:

@@ -48,9 +48,7 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Tell of runs; returns what to say of pictures that could not be drawn."""
-    from roxxel_dist.report.pictures import MISSING, draw
-    from roxxel_dist.report.runs import differences, read_runs
-    from roxxel_dist.report.table import table
+    from roxxel_dist.report import MISSING, differences, draw, read_runs, table
 
     runs = read_runs(args.runs)
     pictures, missing = [], ""

@@ -22,8 +22,8 @@ def train(words: list[str]) -> int:
         skipped = steps_to_skip(args.skip_steps)
     from roxxel_dist.data.verified import DamagedData
     from roxxel_dist.experiment import Experiment
-    from roxxel_dist.train.badstep import BadStep
-    from roxxel_dist.train.checkpoint import SaveError
+    from roxxel_dist.train.bad_steps import BadStep
+    from roxxel_dist.train.checkpoint.store import SaveError
 
     experiment = Experiment(config)
     try:
@@ -125,8 +125,7 @@ def plan(words: list[str]) -> int:
     from pathlib import Path
 
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.outlook.look import Asked, outlook
-    from roxxel_dist.outlook.table import table
+    from roxxel_dist.estimate import Asked, outlook, table
 
     with usage_errors():
         asked = Asked(

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.kv_cache import Held, Reading, keep
+from roxxel_dist.model.layers import Rotary, rotary_of, rotate
 from roxxel_dist.model.lora import linear
-from roxxel_dist.model.position import Rotary, rotary_of, rotate
 
 INIT_STD = 0.02
 

@@ -1,13 +1,184 @@
-"""The shape of the built-in Transformer."""
+"""The shape of the built-in Transformer.
 
+Rules that fields of several groups share.
+
+How a token knows its place.
+
+Attention: heads, how far they reach, and what they keep of the past.
+
+The feed-forward layer: one, or a mixture of experts.
+
+Low-rank adapters.
+"""
+
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from roxxel_dist.model.attention_config import AttentionConfig
-from roxxel_dist.model.feedforward_config import FeedForwardConfig
-from roxxel_dist.model.lora_config import LoraConfig
-from roxxel_dist.model.position_config import PositionConfig
-from roxxel_dist.model.rules import check_choice, check_sizes
+
+def check_sizes(sizes: Mapping[str, int | None]) -> None:
+    """Raises ValueError for the first field that is given and below 1."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1")
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Raises ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
+
+
+PosEncoding = Literal["rotary", "absolute", "learned", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig:
+    """Where the model gets positions from."""
+
+    pos_encoding: PosEncoding = "rotary"
+    """How a token knows its place: rotary turns queries and keys, absolute adds sinusoids to the embedding, learned
+    adds a trained vector a place, none leaves it to the causal mask."""
+    rope_scale_factor: float = 1.0
+    """Of rotary: positions are divided by this, which stretches what was learned in a short context over a longer
+    one."""
+    rope_theta: float = 10_000.0
+    """Of rotary: the longest wave that turns queries and keys takes about this times 2 pi tokens; larger for a longer
+    context."""
+    rope_trained_context: int | None = None
+    """Of rotary: the context that was learned before rope_scale_factor came; only waves that were not seen whole in it
+    are stretched, as in LLaMA 3.1. All of them where not given."""
+
+    def __post_init__(self) -> None:
+        check_choice("pos_encoding", self.pos_encoding, get_args(PosEncoding))
+        if self.pos_encoding != "rotary":
+            return
+        if not 0 < self.rope_scale_factor < math.inf:
+            raise ValueError(f"rope_scale_factor is {self.rope_scale_factor}: it must be above 0; 1 changes nothing")
+        if not 1 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta is {self.rope_theta}: it must be above 1; 10000 is usual")
+        check_sizes({"rope_trained_context": self.rope_trained_context})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The attention of every block."""
+
+    n_heads: int | None = None
+    """Query heads; derived from dim and kv_heads where not given."""
+    head_size: int | None = None
+    """Width of a head; dim / n_heads where not given."""
+    kv_heads: int | None = None
+    """Key and value heads, shared by groups of query heads; as many as n_heads where not given. With mla every head
+    has its own."""
+    sliding_window: bool = False
+    """Attention reaches back only context_window tokens."""
+    context_window: int = 64
+    """Of sliding_window: how many tokens one sees, itself included."""
+    no_sink: bool = False
+    """A sigmoid gate on the output of attention, so that no token need be attended to."""
+    mla: bool = False
+    """Multi-head latent attention: keys and values come from one narrow vector a token, all that a cache keeps."""
+    down_dim_q: int = 128
+    """Of mla: width of the compressed queries."""
+    down_dim_kv: int = 128
+    """Of mla: width of the compressed keys and values."""
+    rope_dim: int = 32
+    """Of mla with rotary positions: width of the part that carries the position, beside the head_size of each head; at
+    most head_size."""
+    inference: bool = False
+    """Of mla: attend among the compressed vectors themselves, which decoding with a cache always does. The same
+    numbers."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens one sees, itself included; None for all before it."""
+        return self.context_window if self.sliding_window else None
+
+    def __post_init__(self) -> None:
+        given = ["n_heads", "head_size", "kv_heads"]
+        given += ["context_window"] if self.sliding_window else []
+        given += ["down_dim_q", "down_dim_kv"] if self.mla else []
+        check_sizes({name: getattr(self, name) for name in given})
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardConfig:
+    """What follows attention in a block."""
+
+    expansion: int = 4
+    """The feed-forward layer has the parameters of a plain one of width expansion x dim."""
+    hidden_dim: int | None = None
+    """Width inside the feed-forward layer, and inside each expert; from expansion where not given."""
+    use_swiglu: bool = True
+    """A gated feed-forward layer of three matrices instead of a plain one of two."""
+    activation: str = "silu"
+    """What the feed-forward layer bends with: silu, gelu, gelu_tanh (its approximation), relu, relu2 (its square), tanh
+    or sigmoid."""
+    use_moe: bool = False
+    """A mixture of experts instead of one feed-forward layer; each expert has the size of that layer."""
+    n_experts: int = 4
+    """Of use_moe: experts a layer."""
+    top_k_mlp: int = 2
+    """Of use_moe: experts that a token goes through."""
+    alpha_balance: float = 0.01
+    """Of use_moe: weight of the loss that spreads tokens over experts."""
+
+    def __post_init__(self) -> None:
+        check_sizes({"expansion": self.expansion, "hidden_dim": self.hidden_dim})
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
+        if not self.use_moe:
+            return
+        check_sizes({"n_experts": self.n_experts, "top_k_mlp": self.top_k_mlp})
+        if self.top_k_mlp > self.n_experts:
+            raise ValueError(
+                f"top_k_mlp is {self.top_k_mlp}: a token cannot go through more experts than n_experts, which is "
+                f"{self.n_experts}"
+            )
+        if not 0 <= self.alpha_balance < float("inf"):
+            raise ValueError(
+                f"alpha_balance is {self.alpha_balance}: it must be a number of at least 0; 0 leaves the balance alone"
+            )
+
+
+LoraTargets = Literal["attention", "mlp", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which matrices get an adapter, and of what size."""
+
+    use_lora: bool = False
+    """Train small adapters beside the weights of init_from, which stay as they are."""
+    lora_rank: int = 8
+    """Of use_lora: rank of an adapter."""
+    lora_alpha: float = 16.0
+    """Of use_lora: an adapter counts lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Of use_lora: dropout before an adapter, while training."""
+    lora_targets: LoraTargets = "attention"
+    """Of use_lora: what is adapted: the projections of attention, the feed-forward layers (mlp), or all of both."""
+
+    def __post_init__(self) -> None:
+        if not self.use_lora:
+            return
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank is {self.lora_rank}: it must be at least 1")
+        if not 0 < self.lora_alpha < float("inf"):
+            raise ValueError(f"lora_alpha is {self.lora_alpha}: it must be above 0, and finite")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1")
+        check_choice("lora_targets", self.lora_targets, get_args(LoraTargets))
+
+    def adapts(self, part: Literal["attention", "mlp"]) -> bool:
+        """Whether the matrices of a part of a block get adapters."""
+        return self.use_lora and self.lora_targets in (part, "all")
+
 
 USUAL_HEAD_SIZE = 64
 LARGEST_DIM = 1 << 20

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.dropout import Dropout
+from roxxel_dist.model.layers import Dropout
 
 LoRAParam = nnx.LoRAParam
 """The kind of an adapter's arrays."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from roxxel_dist.model.embedding import Embedding, logits_of
+from roxxel_dist.model.layers import Embedding, logits_of
 from roxxel_dist.model.transformer import Transformer
 
 

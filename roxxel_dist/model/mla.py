@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.model.attention import INIT_STD, Gate, attend
-from roxxel_dist.model.cache import Held, Reading, keep
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.kv_cache import Held, Reading, keep
+from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import kernel_of
 from roxxel_dist.model.lora import linear as plain_or_adapted
-from roxxel_dist.model.norm import Norm, make_norm
-from roxxel_dist.model.position import Rotary, rotary_of, rotate
 
 
 class LatentAttention(nnx.Module):

@@ -10,19 +10,15 @@ from flax import nnx
 
 from roxxel_dist.cluster.parameter_sharding import constrain_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
-from roxxel_dist.model.cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.dropout import Dropout
-from roxxel_dist.model.embedding import Embedding, logits_of
-from roxxel_dist.model.feedforward import FeedForward
+from roxxel_dist.model.kv_cache import Cache, Held, Reading, begin, empty_cache
+from roxxel_dist.model.layers import Dropout, Embedding, Norm, Setting, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam
 from roxxel_dist.model.mla import LatentAttention
+from roxxel_dist.model.mlp import FeedForward
 from roxxel_dist.model.moe import MixtureOfExperts
-from roxxel_dist.model.norm import Norm, make_norm
-from roxxel_dist.model.position import sinusoids
-from roxxel_dist.model.setting import Setting
+from roxxel_dist.model.scan_layers import run_stack, stack_of
 from roxxel_dist.model.sharding import transformer_axes
-from roxxel_dist.model.stack import run_stack, stack_of
 
 
 class Block(nnx.Module):
@@ -241,7 +237,7 @@ class Transformer(nnx.Module):
         Raises:
             ValueError: there is no such model, or it is one of the user's own.
         """
-        from roxxel_dist.load import load_transformer
+        from roxxel_dist.weights import load_transformer
 
         return load_transformer(path, best=best)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.report.runs import Run, read_runs
+from roxxel_dist.report import Run, read_runs
 from roxxel_dist.run_directory import is_run
 from roxxel_dist.sweep.axes import column
 from roxxel_dist.sweep.report import varied

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.run_directory import METRICS
-from roxxel_dist.train.trackers.table import JsonlReader
+from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
 
 if TYPE_CHECKING:
-    from roxxel_dist.outlook.cost import Cost
+    from roxxel_dist.estimate import Cost
 
 STEPS = 12
 """Of the trial that is tried; the first two are not counted."""

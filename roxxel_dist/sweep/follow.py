@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from roxxel_dist.run_directory import METRICS, SUMMARY
-from roxxel_dist.train.trackers.table import JsonlReader
+from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
 
 Report = tuple[int, float]
 CHOSEN = {

@@ -92,7 +92,7 @@ def _hours(
         if plan.max_time_s is not None:
             return [_time(plan, plan.max_time_s, "at most: --max_trial_time")]
         return ["hours: not known before the first trial has ended (--max_trial_time would bound them)"]
-    from roxxel_dist.outlook.cost import Cost, cost  # jax
+    from roxxel_dist.estimate import Cost, cost  # jax
 
     looks: list[tuple[Any, str | None, Cost]] = []
     refusal: UsageError | ValueError | None = None

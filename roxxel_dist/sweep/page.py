@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from roxxel_dist.report.pictures import MISSING
+from roxxel_dist.report import MISSING
 from roxxel_dist.sweep.report import STATES, summary, varied
 from roxxel_dist.sweep.study import Study, flat, short
 

@@ -18,9 +18,8 @@ from roxxel_dist.sweep.program import ProgramReader, has_ended, note_end, prepar
 from roxxel_dist.sweep.ranks import ROXXEL, count, with_ranks
 from roxxel_dist.sweep.trial_config import config_of
 from roxxel_dist.sweep.verdict import disk_full, failure, machines_fault, unreported
-from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.cursor import read_cursor
-from roxxel_dist.train.one_compilation import SHARE_COMPILATION
+from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.train.config import SHARE_COMPILATION, TRIAL
 
 Task = Mapping[str, Any]
 Event = dict[str, Any]

@@ -19,8 +19,8 @@ from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_D
 from roxxel_dist.sweep.trial import Event, Score, Task, fail, follow, wait_until_free
 from roxxel_dist.sweep.trial_config import flat
 from roxxel_dist.sweep.verdict import BEGIN, disk_full, failure, machines_fault
-from roxxel_dist.train.cursor import read_cursor
-from roxxel_dist.train.one_compilation import SHARE_COMPILATION
+from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.train.config import SHARE_COMPILATION
 
 PROJECT = "roxxel-dist"
 COMMAND = ["${env}", "${interpreter}", "-m", "roxxel_dist.sweep.train_sweep", "${args}"]

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, fit_sharding
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.hardware import device_bytes
 from roxxel_dist.train.optimizer import Optimizer, first_state
-from roxxel_dist.train.state import Leaves, ModelParts, TrainState, abstract_state
-from roxxel_dist.train.step import SPIKE_FACTOR, micro_batches
+from roxxel_dist.train.throughput import device_bytes
+from roxxel_dist.train.train_state import Leaves, ModelParts, TrainState, abstract_state
+from roxxel_dist.train.train_step import SPIKE_FACTOR, micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)

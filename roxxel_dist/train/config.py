@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 TRIAL = "ROXXEL_TRIAL"
 """Set to 1 in the trials of a sweep, whose warm-up is cut to half of the run."""
+SHARE_COMPILATION = "ROXXEL_SHARE_COMPILATION"
+"""Set to 1 where other processes of this machine may need the same programs now; a sweep does."""
 WARMUP_FRACTION = 0.05
 STABLE_FRACTION = 0.4
 """Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""

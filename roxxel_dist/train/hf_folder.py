@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.hf import Tensors, model_fields, put_together, tensors_of
-from roxxel_dist.train.state import Leaves
-from roxxel_dist.train.tensor_files import TensorFiles
+from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of
+from roxxel_dist.train.train_state import Leaves
+from roxxel_dist.train.weight_files import TensorFiles
 
 HF_CONFIG = "config.json"
 THEIRS = {

@@ -13,12 +13,12 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.stream import Stream
+from roxxel_dist.train.compile import Programs, abstract, batch_key
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.evaluate import Validation
+from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.optimizer import Optimizer
-from roxxel_dist.train.programs import Programs, abstract, batch_key
-from roxxel_dist.train.state import ModelParts, TrainState
-from roxxel_dist.train.step import LossFn, Settings, make_eval_step, make_step, micro_batches
+from roxxel_dist.train.train_state import ModelParts, TrainState
+from roxxel_dist.train.train_step import LossFn, Settings, make_eval_step, make_step, micro_batches
 
 
 class PhasePrograms:

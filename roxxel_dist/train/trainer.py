@@ -25,29 +25,27 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.badstep import BadStep, Watch
-from roxxel_dist.train.checkpoint import CheckpointStore
-from roxxel_dist.train.checkpointer import Checkpointer
+from roxxel_dist.train.bad_steps import BadStep, Watch
+from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
+from roxxel_dist.train.checkpoint.manager import Keeper, restore
+from roxxel_dist.train.checkpoint.metadata import NEWEST, Origin
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.compile import Programs, abstract
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.evaluate import HELD_OUT, ask
-from roxxel_dist.train.follow import end_of, to_keep
-from roxxel_dist.train.fork import Start, begin, go_back, restore_start, rewound, with_adapters
-from roxxel_dist.train.inflight import InFlight
-from roxxel_dist.train.keeper import Keeper, restore
-from roxxel_dist.train.log_queue import CRASH_LIMIT_S, LogQueue, Tracker
-from roxxel_dist.train.logger import Logger
-from roxxel_dist.train.model_state import ModelState
+from roxxel_dist.train.evaluator import HELD_OUT, ask
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker
+from roxxel_dist.train.loggers.choose import trackers_for
+from roxxel_dist.train.loggers.logger import Logger
+from roxxel_dist.train.loggers.metrics import Reporter
 from roxxel_dist.train.optimizer import as_optimizer, first_state
-from roxxel_dist.train.origin import NEWEST, Origin
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
-from roxxel_dist.train.profile import Profiler
-from roxxel_dist.train.programs import Programs, abstract
-from roxxel_dist.train.report import Reporter
+from roxxel_dist.train.profiler import Profiler
+from roxxel_dist.train.resume import Start, begin, end_of, go_back, restore_start, rewound, to_keep, with_adapters
 from roxxel_dist.train.run_lock import hold
-from roxxel_dist.train.state import init_state
-from roxxel_dist.train.step import SPIKE_FACTOR, LossFn, Metrics
+from roxxel_dist.train.throughput import InFlight
 from roxxel_dist.train.timeline import Timeline
-from roxxel_dist.train.trackers.choose import trackers_for
+from roxxel_dist.train.train_state import ModelState, init_state
+from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, Metrics
 from roxxel_dist.train.verification import Verification
 
 

@@ -8,8 +8,8 @@ from flax import nnx
 from plain_numpy import float64, mix, sigmoid, turn, visible
 
 from roxxel_dist.model.attention import Attention
-from roxxel_dist.model.cache import Reading
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.kv_cache import Reading
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.embedding import Embedding
+from roxxel_dist.model.layers import Embedding
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.parts import take_apart
+from roxxel_dist.train.train_state import take_apart
 
 HALF, FULL = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}

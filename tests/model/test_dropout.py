@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from roxxel_dist.model.dropout import Dropout
-from roxxel_dist.model.setting import Setting
+from roxxel_dist.model.layers import Dropout, Setting
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

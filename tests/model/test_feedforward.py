@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.feedforward import FeedForward, activation
-from roxxel_dist.model.feedforward_config import ACTIVATIONS
+from roxxel_dist.model.config import ACTIVATIONS, ModelConfig
+from roxxel_dist.model.mlp import FeedForward, activation
 
 BENDS = {
     "silu": lambda v: v / (1 + np.exp(-v)),

@@ -9,7 +9,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.ahead import memory_of
-from roxxel_dist.train.parts import cast, take_apart
+from roxxel_dist.train.train_state import cast, take_apart
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from plain_numpy import float64, mix, rms_norm, sigmoid, turn, visible
 
-from roxxel_dist.model.cache import Reading
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.kv_cache import Reading
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.transformer import Transformer

@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.experts import block_size, in_blocks, ragged, sort
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.moe import MixtureOfExperts, balance_of, choose
+from roxxel_dist.model.moe import MixtureOfExperts, balance_of, block_size, choose, in_blocks, ragged, sort
 from roxxel_dist.model.transformer import Transformer
 
 DIM = 16

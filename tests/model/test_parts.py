@@ -10,9 +10,9 @@ from flax import nnx
 from own_model import Recurrent
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.parts import by_part
+from roxxel_dist.model.param_count import by_part
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.state import take_apart
+from roxxel_dist.train.train_state import take_apart
 
 
 def parameters(build):
@@ -45,5 +45,5 @@ def test_arrays_without_a_module():
 
 
 def test_it_needs_no_jax():
-    code = "import sys, roxxel_dist.model.parts; print('jax' in sys.modules)"
+    code = "import sys, roxxel_dist.model.param_count; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -8,7 +8,7 @@ from flax import nnx
 from plain_numpy import float64, turn
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.position import Rotary, rotate, sinusoids
+from roxxel_dist.model.layers import Rotary, rotate, sinusoids
 from roxxel_dist.model.transformer import Transformer
 
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}

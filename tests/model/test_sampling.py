@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from roxxel_dist.model.sampling import Sampling, draw, how
+from roxxel_dist.model.generate import Sampling, draw, how
 
 LOGITS = jnp.log(jnp.array([0.05, 0.4, 0.15, 0.3, 0.1]))
 DRAWS = 4000

@@ -11,7 +11,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.sharding import transformer_axes
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.state import _places, init_state
+from roxxel_dist.train.train_state import _places, init_state
 
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 4}
 MOE = {"use_moe": True, "n_experts": 4}

@@ -9,9 +9,9 @@ from flax import nnx
 from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.stack import is_stacked, stacked, unstacked
+from roxxel_dist.model.scan_layers import is_stacked, stacked, unstacked
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.state import take_apart
+from roxxel_dist.train.train_state import take_apart
 
 SMALL = {"dim": 16, "num_blocks": 2, "vocab_size": 40, "max_context": 32, "head_size": 8}
 MLA = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import gone, launched, losses, make_corpus, rows, run, start, wait_for
 
-from roxxel_dist.assemble import recipe
+from roxxel_dist.builders import recipe
 from roxxel_dist.config import Config
 from roxxel_dist.data.dataset import Roxxel
 

@@ -15,9 +15,8 @@ from runs import rows as logged
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.report.runs import differences, read_runs
-from roxxel_dist.report.table import table
-from roxxel_dist.train.goodput import SPENT
+from roxxel_dist.report import differences, read_runs, table
+from roxxel_dist.train.timeline import SPENT
 
 SMALL = {
     "dim": 16,

@@ -23,7 +23,7 @@ from roxxel_dist.sweep import controller
 from roxxel_dist.sweep.local_ray import PREFIX
 from roxxel_dist.sweep.session import Session
 from roxxel_dist.sweep.study import read_study
-from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.train.checkpoint.metadata import read_cursor
 
 SWEEP = {
     "method": "bayes",

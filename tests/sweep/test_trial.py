@@ -21,7 +21,7 @@ from roxxel_dist.sweep import child as child_module
 from roxxel_dist.sweep import trial as trial_module
 from roxxel_dist.sweep.child import Child, environment
 from roxxel_dist.sweep.trial import run
-from roxxel_dist.train.cursor import read_cursor
+from roxxel_dist.train.checkpoint.metadata import read_cursor
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 RUNNER = """

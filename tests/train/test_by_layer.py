@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from roxxel_dist.model.stack import stacked, unstacked
+from roxxel_dist.model.scan_layers import stacked, unstacked
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer, first_state
 

@@ -7,9 +7,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train import checkpoint
-from roxxel_dist.train.checkpoint import CheckpointStore
-from roxxel_dist.train.checkpoint_files import kept
+from roxxel_dist.train.checkpoint import store as checkpoint
+from roxxel_dist.train.checkpoint.files import kept
+from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture

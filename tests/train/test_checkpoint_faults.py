@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from commands import wait_for
 
-from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ DAMAGED = """
 import os, shutil, sys
 from pathlib import Path
 import jax.numpy as jnp
-from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 for what in ("meta.json", "state/manifest.ocdbt", "state/d", "half"):
     folder = Path(sys.argv[1]) / what.replace("/", "_")
@@ -75,8 +75,8 @@ import json, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from flax import nnx
-from roxxel_dist.train.checkpoint import CheckpointStore, SaveError
-from roxxel_dist.train.checkpointer import Checkpointer
+from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
+from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 
 disk = Path(sys.argv[1])
 state = {f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)}
@@ -156,7 +156,7 @@ def test_a_file_in_its_place(tmp_path):
 ENDLESS = """
 import sys
 import jax.numpy as jnp
-from roxxel_dist.train.checkpoint import CheckpointStore
+from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 store = CheckpointStore(sys.argv[1])
 for step in range(1, 1000):

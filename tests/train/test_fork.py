@@ -14,9 +14,9 @@ from runs import PHASES, losses, make, model, rows, saved, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, run_step
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
-from roxxel_dist.train.origin import Origin, RunStep, run_step
 
 DECAY = {"lr": 1e-2, "lr_schedule": "wsd", "warmup_steps": 2, "decay_steps": 5}
 STABLE = {"lr": 1e-2, "lr_schedule": "constant", "warmup_steps": 2}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from roxxel_dist.train.hardware import mfu, peak_flops, peak_memory_gb, peak_rss_bytes
+from roxxel_dist.train.throughput import mfu, peak_flops, peak_memory_gb, peak_rss_bytes
 
 KINDS = {
     "NVIDIA A100-SXM4-40GB": 312,
@@ -84,7 +84,7 @@ def test_memory_of_the_fullest_device():
 
 def test_memory_of_the_process_where_devices_do_not_say():
     code = """
-from roxxel_dist.train.hardware import peak_memory_gb, peak_rss_bytes
+from roxxel_dist.train.throughput import peak_memory_gb, peak_rss_bytes
 before = peak_rss_bytes()
 block = bytearray(b"x" * 200_000_000)
 del block

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from roxxel_dist.train.health import WARM, healthy, observe
+from roxxel_dist.train.bad_steps import WARM, healthy, observe
 
 
 def watch(losses, *, factor=0.0, skip=False, norms=None):

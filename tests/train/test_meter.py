@@ -1,6 +1,6 @@
 import pytest
 
-from roxxel_dist.train.meter import Meter
+from roxxel_dist.train.throughput import Meter
 
 
 class Clock:

@@ -3,9 +3,9 @@ import pytest
 from runs import PHASES, train
 
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train import report
-from roxxel_dist.train.log_queue import LogQueue
-from roxxel_dist.train.report import loss_by_dataset, make_row
+from roxxel_dist.train.loggers import metrics as report
+from roxxel_dist.train.loggers.base import LogQueue
+from roxxel_dist.train.loggers.metrics import loss_by_dataset, make_row
 
 
 def test_a_row_begins_with_what_the_csv_promises():

@@ -8,11 +8,11 @@ from flax import nnx
 from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.stack import stacked
+from roxxel_dist.model.scan_layers import stacked
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train import restack
-from roxxel_dist.train.checkpoint import CheckpointStore
-from roxxel_dist.train.state import init_state
+from roxxel_dist.train import scan_layers as restack
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.train_state import init_state
 
 
 def state(mesh, scan, *, seed=0, **fields):

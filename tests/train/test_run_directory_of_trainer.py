@@ -11,8 +11,8 @@ from flax import nnx
 from runs import PHASES, Bigram, losses, make, rows, saved, train
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.checkpoint import SaveError
-from roxxel_dist.train.origin import Origin
+from roxxel_dist.train.checkpoint.metadata import Origin
+from roxxel_dist.train.checkpoint.store import SaveError
 from roxxel_dist.train.run_lock import HELD
 
 

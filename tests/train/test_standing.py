@@ -1,6 +1,6 @@
 from dataclasses import asdict
 
-from roxxel_dist.train.standing import Standing
+from roxxel_dist.train.checkpoint.metadata import Standing
 
 
 def test_the_best_loss_and_the_validations_since():

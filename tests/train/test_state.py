@@ -12,12 +12,12 @@ from runs import model
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.layers import Setting
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.model.setting import Setting
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.state import _optimizer_program, _places, _trace, init_state, take_apart
-from roxxel_dist.train.step import make_step
+from roxxel_dist.train.train_state import _optimizer_program, _places, _trace, init_state, take_apart
+from roxxel_dist.train.train_step import make_step
 
 
 def build(dropout_rate=0.1):

@@ -13,8 +13,8 @@ from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state
-from roxxel_dist.train.state import init_state
-from roxxel_dist.train.step import fetch, make_eval_step, make_step, unpack_loss
+from roxxel_dist.train.train_state import init_state
+from roxxel_dist.train.train_step import fetch, make_eval_step, make_step, unpack_loss
 
 
 def small(**fields):

@@ -15,8 +15,7 @@ from runs import make, train
 from roxxel_dist import Phase
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.cluster.save_requests import SaveRequests
-from roxxel_dist.train.goodput import SPENT, time_spent
-from roxxel_dist.train.timeline import Timeline, read_timeline
+from roxxel_dist.train.timeline import SPENT, Timeline, read_timeline, time_spent
 
 
 def row(attempt, activity, begin, seconds, steps=None):

@@ -13,7 +13,7 @@ from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train import trainer as trainer_module
-from roxxel_dist.train.meter import Meter
+from roxxel_dist.train.throughput import Meter
 
 
 def test_first_and_last_steps_are_logged_validated_and_saved(corpus, tmp_path):

@@ -8,7 +8,7 @@ from runs import PHASES, losses, make, model, rows, saved, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train import programs
+from roxxel_dist.train import compile as programs
 from roxxel_dist.train import trainer as trainer_module
 
 STILL = optax.sgd(0.0)

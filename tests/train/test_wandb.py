@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 from wandb_server import WandbServer
 
-from roxxel_dist.train.log_queue import LogQueue
-from roxxel_dist.train.trackers.wandb import WandbTracker
+from roxxel_dist.train.loggers.base import LogQueue
+from roxxel_dist.train.loggers.wandb import WandbTracker
 
 # Trains as the trainer does: the row is in the tables first. "killed" ends it by SIGKILL with its last row, "stopped"
 # by closing, "crashed" by an exception. At step `wait` it waits for the file "go".
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from roxxel_dist.train.log_queue import LogQueue
-from roxxel_dist.train.trackers.choose import trackers_for
-from roxxel_dist.train.trackers.wandb import WandbTracker
+from roxxel_dist.train.loggers.base import LogQueue
+from roxxel_dist.train.loggers.choose import trackers_for
+from roxxel_dist.train.loggers.wandb import WandbTracker
 mode, restored, last, end, wait = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 wandb = WandbTracker(Path("run"), mode, "tests", config={"lr": 0.5, "dim": 8}, restored_step=restored)
 log = LogQueue([*trackers_for(Path("run"), 60, restored), wandb])

@@ -17,14 +17,14 @@ from runs import model, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train import exporter as exporter_module
 from roxxel_dist.train import trainer as trainer_module
-from roxxel_dist.train.checkpoint import CheckpointStore
-from roxxel_dist.train.exporter import BEST, NEWEST, Exporter
-from roxxel_dist.train.health import healthy
-from roxxel_dist.train.origin import Origin
-from roxxel_dist.train.state import TrainState
-from roxxel_dist.train.weights_file import link_weights, read_weights, step_of, temporary_of, write_weights
+from roxxel_dist.train.bad_steps import healthy
+from roxxel_dist.train.checkpoint import manager as exporter_module
+from roxxel_dist.train.checkpoint.manager import BEST, NEWEST, Exporter
+from roxxel_dist.train.checkpoint.metadata import Origin
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.train_state import TrainState
+from roxxel_dist.train.weight_files import link_weights, read_weights, step_of, temporary_of, write_weights
 
 ALL_KINDS = {
     "blocks.0.w": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -106,7 +106,7 @@ ENDLESS = """
 import sys
 from pathlib import Path
 import numpy as np
-from roxxel_dist.train.weights_file import write_weights
+from roxxel_dist.train.weight_files import write_weights
 
 for step in range(1, 1000):
     write_weights(Path(sys.argv[1]), step, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(20)})

@@ -1,0 +1,308 @@
+"""From a Config and a corpus to all that a run is made of; every command that trains or looks at training uses it."""
+
+import contextlib
+import copy
+import dataclasses
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
+from roxxel_dist.cluster.mesh import make_mesh, row_shards
+from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.config import UsageError, is_raised_in, usage_errors
+from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.data.build import build
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.lineage import check_tokenizer, tokenizer_of, with_shape_of
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.model.user_code import find_function
+from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
+from roxxel_dist.train.config import LoopConfig, OptimizerConfig
+from roxxel_dist.train.evaluator import HELD_OUT
+from roxxel_dist.train.init_from import check_weights, checkpoint_named
+from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_step import LossFn
+
+BUILD_LIMIT_S = 6 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The parts of a run, ready to be used; none is on a device yet."""
+
+    config: Any
+    """The `Config`, its vocabulary known."""
+    build: Callable[[], nnx.Module]
+    """Makes the model, the same one each time; to be called under jit."""
+    loss: LossFn
+    optimizer: NamedOptimizer
+    curriculum: Curriculum
+    """The phases over the part of the data that is trained on."""
+    validation: Mapping[str, Roxxel]
+    """Data sets to validate on by name: those of the config, or else what is held out, as `HELD_OUT`."""
+    data: Roxxel
+    """The corpus as it is on disk, held-out part included."""
+    grad_accum: int
+    """Micro-batches a step."""
+    options: dict[str, Any]
+    """The fields of `LoopOptions`. Nothing is left to hold out: `curriculum` is without it already."""
+
+    def mesh(self, processes: int | None = None) -> Mesh:
+        """The devices of this run, of all processes.
+
+        Args:
+            processes: how many shall share the devices that are here, in order; by default those that do.
+
+        Raises:
+            ValueError: there are not so many, they cannot be shared out as asked, a process has none of them, or a
+                phase's batch does not divide by them.
+        """
+        config, every = self.config, processes or process_count()
+        mesh = make_mesh(config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices)
+        if processes:
+            used = -(-mesh.size * processes // jax.device_count())
+        else:
+            used = len({device.process_index for device in mesh.devices.flat})
+        if used < every:
+            raise ValueError(
+                f"n_devices is {config.n_devices}, which leaves none to {every - used} of {every} processes: use "
+                f"0 for all, or launch fewer"
+            )
+        check_division(self.curriculum, row_shards(mesh), self.grad_accum)
+        return mesh
+
+
+def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
+    """All that a run of `config` on `data` is made of. Touches no device and no run directory.
+
+    Args:
+        config: a `Config`; it is left as it is.
+        data: the corpus, from `open_corpus`.
+        trial: of a sweep: a warm-up longer than half of the run is cut to that, for one that is searched beside the
+            number of epochs or the size of a batch fits some of the trials alone.
+
+    Raises:
+        ValueError: a field breaks its rule, or does not fit the data.
+    """
+    config = with_shape_of(config)
+    config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
+    config.validate()
+    loop = config.part(LoopConfig)
+    curriculum, held_out = curriculum_of(config, data)
+    half = curriculum.total_steps // 2
+    if trial and (config.warmup_steps or 0) > half:
+        config = dataclasses.replace(config, warmup_steps=half)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
+    optimizer.config.check(curriculum.total_steps)
+    validation = validation_sets(config, data)
+    check_vocabularies({**curriculum.mix_streamers, **validation}, config.vocab_size)
+    return Recipe(
+        config=config,
+        build=model_builder(config),
+        loss=token_losses if config.loss is None else find_function("loss", config.loss),
+        optimizer=optimizer,
+        curriculum=curriculum,
+        validation=validation or {HELD_OUT: held_out},
+        data=data,
+        grad_accum=loop.grad_accum,
+        options={**loop.options(), "val_fraction": 0.0},
+    )
+
+
+def model_builder(config: Any) -> Callable[[], nnx.Module]:
+    """What makes the model of a config whose `vocab_size` is known: the same weights each time.
+
+    Raises:
+        ValueError: `model` names no function.
+    """
+    rngs = {"params": config.seed, "dropout": config.seed + 1}
+    if config.model is None:
+        shape = config.part(ModelConfig)
+        return lambda: Transformer(shape, nnx.Rngs(**rngs))
+    make = find_function("model", config.model)
+
+    def build() -> nnx.Module:
+        own = copy.deepcopy(config)  # what it does to its config is its own affair
+        own.model_args = own.model_args or {}
+        try:
+            model = make(own, nnx.Rngs(config.seed + 2, **rngs))
+        except ValueError as error:
+            path = getattr(sys.modules.get(make.__module__), "__file__", None)
+            if path is None or not is_raised_in(path, error):
+                raise  # no check of its arguments: a mistake in the model
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            raise ValueError(f"model is {config.model!r}: {error} ({path}, line {lines[-1]})") from error
+        if not isinstance(model, nnx.Module):
+            raise ValueError(
+                f"model is {config.model!r}: it returned a {type(model).__name__}, and must return an nnx.Module"
+            )
+        return model
+
+    return build
+
+
+def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
+    """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
+
+    Args:
+        config: a `Config`.
+        data_path: a text file, a folder of text, or shards.
+        into: where text becomes shards.
+        begins: whether the run begins with the weights of `init_from`, and has none of its own yet.
+
+    Raises:
+        ValueError: nothing is named, or it cannot be read; text is not read where `init_from` cannot be stood on.
+    """
+    if data_path is None:
+        raise ValueError(
+            "no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)"
+        )
+    if is_tokens(data_path):
+        data = Roxxel(data_path)
+        if config.init_from is not None:
+            check_tokenizer(config.init_from, data)
+        return data
+    kind, size = config.tokenizer_type, config.vocab_size
+    if config.init_from is not None:
+        kind, size = str(tokenizer_of(config.init_from)), None
+    # What needs no corpus, before hours are spent on one.
+    for field in ("model", "loss"):
+        if (function := getattr(config, field)) is not None:
+            find_function(field, function)
+    check_named_sets(config)
+    if config.init_from is not None and begins:
+        _check_base(config, kind)
+    progress = Progress.from_env(process_index())
+    progress.say("")  # a launcher's limit for the start is not meant for a large text
+    on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())
+    progress.say("start")
+    return Roxxel(into)
+
+
+def _check_base(config: Any, tokenizer: str) -> None:
+    """Raises ValueError where `init_from` has no weights, or those of another model than the config's."""
+    wanted, config = checkpoint_named(config.init_from), with_shape_of(config)
+    if config.model is not None:
+        return
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
+    parts, params, _, settings = take_apart(nnx.eval_shape(model_builder(config)))
+    check_weights(wanted, parts.of_base(params, settings))
+
+
+@contextlib.contextmanager
+def folder_for_now(data_path: str | Path | None, name: str) -> Iterator[Path]:
+    """Where `open_corpus` makes text into shards for a command that keeps nothing: a folder that exists for so long.
+
+    It is on a disk that all ranks share: the working directory's, as for runs. Rank 0 may take the folder away when its
+    own last step is done: no rank does a step before it has read its rows, and none finishes one alone.
+
+    Args:
+        data_path: the data; where it is no text, nothing is made.
+        name: of the command.
+    """
+    folder = Path()
+    if data_path is None or is_tokens(data_path):
+        yield folder
+        return
+
+    def make() -> None:
+        nonlocal folder
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=Path.cwd()))
+
+    on_primary("folder for the corpus", make)
+
+    def take_away() -> None:
+        if is_primary():
+            shutil.rmtree(folder)
+
+    try:
+        with _ended_by_signals(), interrupt.cleanup(take_away):
+            yield Path(broadcast_from_primary("folder of the corpus", str(folder))) / "data"
+    finally:
+        take_away()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP end the process as Ctrl-C does, so that what must be taken away is."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if interrupt.active() or threading.current_thread() is not threading.main_thread():
+        yield  # the command takes it away itself; Python lets no other thread ask for signals
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def on_primary(what: str, act: Callable[[], Any]) -> None:
+    """Do something on rank 0 alone; its error is everybody's.
+
+    Raises:
+        UsageError: on every rank, with the message of what went wrong on rank 0.
+    """
+    message = ""
+    if is_primary():
+        try:
+            with usage_errors():
+                act()
+        except UsageError as error:
+            message = str(error) or repr(error)
+    if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
+        raise UsageError(message)
+
+
+def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
+    """Raises ValueError for a data set with tokens that a model of `vocab_size` does not know."""
+    for name, one in sets.items():
+        if (one.vocab_size or 0) > vocab_size:
+            raise ValueError(
+                f"the data {name!r} has {one.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
+                f"the tokenizer of the data to train on, or use a larger vocab_size"
+            )
+
+
+def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> None:
+    """Raises ValueError for a phase whose rows would leave a remainder on so many devices."""
+    for i, phase in enumerate(curriculum.phases):
+        rows = phase.batch_size or 0
+        # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
+        if rows > devices and rows >= grad_accum and rows % grad_accum == 0 and (rows // grad_accum) % devices:
+            raise ValueError(
+                f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
+                f"({grad_accum}): use a multiple of {devices * grad_accum}"
+            )
+
+
+def _vocabulary(config: Any, data: Roxxel) -> int:
+    known, wanted = data.vocab_size, config.vocab_size
+    size = wanted or known
+    if size is None:
+        raise ValueError("the shards do not say how large their vocabulary is: give vocab_size=N")
+    if known is not None and wanted is not None and wanted < known:
+        raise ValueError(
+            f"vocab_size is {wanted}, but the data has {known} tokens: leave it out, or use at least {known}"
+        )
+    return size

@@ -1,0 +1,297 @@
+"""The same model in the words of Hugging Face: LLaMA, Mistral and Mixtral, there and back.
+
+Pure functions: a config in both forms (`hf_config`, `model_fields`), and for each of our arrays the tensors of theirs
+that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection and expert is one of its
+own; here it is [inputs, outputs], and what is multiplied together lies together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.layers import FEW_WAVES, MANY_WAVES, THETA
+from roxxel_dist.model.mlp import hidden_sizes
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+ACTIVATIONS = {
+    "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2", "tanh": "tanh",
+    "sigmoid": "sigmoid",
+}  # fmt: skip
+"""Our names of activations to theirs."""
+OTHER_NAMES = {"swish": "silu"}
+LLAMA_3 = {"low_freq_factor": FEW_WAVES, "high_freq_factor": MANY_WAVES}
+"""What all models of that rope_type have, and `position.rotate` computes."""
+LARGEST_EXPANSION = 64
+
+
+class Tensors(NamedTuple):
+    """What one of our arrays is made of."""
+
+    names: tuple[tuple[str, ...], ...]
+    """For each expert, or for one where there are none, the tensors that stand side by side on the last axis."""
+    shape: tuple[int, ...]
+    """Of our array; the first axis is that of experts where it has three."""
+    widths: tuple[int, ...]
+    """How much of the last axis each of the tensors takes."""
+    transposed: bool
+    """The tensors are matrices [outputs, inputs]."""
+
+
+def tensors_of(config: ModelConfig) -> dict[str, Tensors]:
+    """Every array of a Transformer by name, and what it is made of. For configs that `hf_config` does not refuse."""
+    heads, groups, size = config.heads()
+    dim, hidden, vocab, experts = config.dim, hidden_sizes(config)[0], config.vocab_size or 0, config.n_experts
+
+    def as_it_is(name: str, *shape: int) -> Tensors:
+        return Tensors(((name,),), shape, shape[-1:], transposed=False)
+
+    def matrix(inputs: int, **outputs: int) -> Tensors:
+        return Tensors((tuple(outputs),), (inputs, sum(outputs.values())), tuple(outputs.values()), transposed=True)
+
+    def matrices(inputs: int, **outputs: int) -> Tensors:
+        """One for each expert, with `{e}` in the tensors' names."""
+        names = tuple(tuple(name.format(e=e) for name in outputs) for e in range(experts))
+        return Tensors(names, (experts, inputs, sum(outputs.values())), tuple(outputs.values()), transposed=True)
+
+    found = {"embedding.embedding": as_it_is("model.embed_tokens.weight", vocab, dim)}
+    for i in range(config.num_blocks):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        projections = {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}
+        qkv = {f"{theirs}self_attn.{name}.weight": width for name, width in projections.items()}
+        found |= {
+            f"{ours}attention_norm.scale": as_it_is(f"{theirs}input_layernorm.weight", dim),
+            f"{ours}attention.qkv.kernel": matrix(dim, **qkv),
+            f"{ours}attention.out.kernel": matrix(dim, **{f"{theirs}self_attn.o_proj.weight": dim}),
+            f"{ours}feedforward_norm.scale": as_it_is(f"{theirs}post_attention_layernorm.weight", dim),
+        }
+        if config.use_moe:
+            expert = f"{theirs}block_sparse_moe.experts.{{e}}."
+            gate_up = {f"{expert}w1.weight": hidden, f"{expert}w3.weight": hidden}
+            router = {f"{theirs}block_sparse_moe.gate.weight": experts}
+            found |= {
+                f"{ours}feedforward.router.kernel": matrix(dim, **router),
+                f"{ours}feedforward.gate_up": matrices(dim, **gate_up),
+                f"{ours}feedforward.down": matrices(hidden, **{f"{expert}w2.weight": dim}),
+            }
+        else:
+            gate_up = {f"{theirs}mlp.gate_proj.weight": hidden, f"{theirs}mlp.up_proj.weight": hidden}
+            found |= {
+                f"{ours}feedforward.gate_up.kernel": matrix(dim, **gate_up),
+                f"{ours}feedforward.down.kernel": matrix(hidden, **{f"{theirs}mlp.down_proj.weight": dim}),
+            }
+    found["norm.scale"] = as_it_is("model.norm.weight", dim)
+    if not config.weight_tying:
+        found["head.kernel"] = matrix(dim, **{"lm_head.weight": vocab})
+    return found
+
+
+def take_out(array: np.ndarray, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) of all that one of our arrays is made of."""
+    cuts = np.cumsum(tensors.widths)[:-1]
+    for names, one in zip(tensors.names, array if array.ndim == 3 else array[None], strict=True):
+        for name, piece in zip(names, np.split(one, cuts, axis=-1), strict=True):
+            yield name, np.ascontiguousarray(piece.T if tensors.transposed else piece)
+
+
+def put_together(
+    tensors: Tensors, index: tuple[slice, ...], read: Callable[[str, tuple[slice, ...]], np.ndarray]
+) -> np.ndarray:
+    """A part of one of our arrays.
+
+    Args:
+        tensors: what it is made of.
+        index: which part; a slice without step for each axis.
+        read: (name, slices) to that part of a tensor. No more is asked for than is needed.
+    """
+    whole = [slice(*one.indices(size)[:2]) for one, size in zip(index, tensors.shape, strict=True)]
+    experts = tensors.names[whole.pop(0)] if len(tensors.shape) == 3 else tensors.names
+    *before, last = whole
+
+    def one(names: tuple[str, ...]) -> np.ndarray:
+        pieces, begin = [], 0
+        for name, width in zip(names, tensors.widths, strict=True):
+            first, end = max(last.start - begin, 0), min(last.stop - begin, width)
+            begin += width
+            if first < end:
+                inside = (*before, slice(first, end))
+                pieces.append(read(name, inside[::-1]).T if tensors.transposed else read(name, inside))
+        return np.concatenate(pieces, axis=-1)
+
+    parts = [one(names) for names in experts]
+    return np.stack(parts) if len(tensors.shape) == 3 else parts[0]
+
+
+def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
+    """The contents of `config.json`: LLaMA, with a sliding window Mistral, with experts Mixtral.
+
+    Args:
+        config: of the model, its vocabulary known.
+        eos_id: the token that ends a text and stands before one.
+
+    Raises:
+        ValueError: none of the three can say it; every field that is in the way is named.
+    """
+    family = "mixtral" if config.use_moe else "mistral" if config.sliding_window else "llama"
+    if problems := list(_unsaid(config, family)):
+        raise ValueError(
+            f"this model is no LLaMA, Mistral or Mixtral: {'; '.join(problems)}. Use the format safetensors or msgpack"
+        )
+    heads, groups, size = config.heads()
+    found: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]], "model_type": family,
+        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[0],
+        "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "head_dim": size, "hidden_act": ACTIVATIONS[config.activation],
+        "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.weight_tying, "initializer_range": 0.02, "attention_dropout": 0.0,
+        "bos_token_id": eos_id, "eos_token_id": eos_id, "use_cache": True,
+    }  # fmt: skip
+    if family == "llama":
+        return found | {"attention_bias": False, "mlp_bias": False, "rope_scaling": _scaling(config)}
+    found["sliding_window"] = config.window
+    if family == "mixtral":
+        found |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp}
+    return found
+
+
+def _scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """Their words for `rope_scale_factor` and `rope_trained_context`."""
+    scale, trained = config.rope_scale_factor, config.rope_trained_context
+    if trained is not None:
+        return {"rope_type": "llama3", "factor": scale, **LLAMA_3, "original_max_position_embeddings": trained}
+    # "type" is what transformers before 4.45 reads.
+    return None if scale == 1 else {"rope_type": "linear", "type": "linear", "factor": scale}
+
+
+def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
+    """Field, value and reason of each thing that the family has no words for."""
+    if config.use_lora:
+        merge = "`roxxel-dist export RUN --format hf --out DIR --merge_lora`"
+        yield f"use_lora is True: they have no adapters, which {merge} takes into the weights"
+    if config.mla:
+        yield "mla is True: they have no latent attention"
+    if config.no_sink:
+        yield "no_sink is True: they have no gate on attention"
+    if config.pos_encoding != "rotary":
+        yield f"pos_encoding is {config.pos_encoding!r}: they have rotary positions alone"
+    elif config.rope_scale_factor != 1 and family != "llama":
+        yield (
+            f"rope_scale_factor is {config.rope_scale_factor} with {'use_moe' if config.use_moe else 'sliding_window'}"
+            f": transformers before 5 passes over it in a Mistral or Mixtral"
+        )
+    if config.norm_type != "rmsnorm":
+        yield f"norm_type is {config.norm_type!r}: they have rmsnorm alone"
+    if not config.use_swiglu:
+        yield "use_swiglu is False: they have the gated layer alone"
+    if config.use_moe and config.top_k_mlp == 1:
+        yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
+
+
+def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `ModelConfig` that the contents of a `config.json` say.
+
+    Raises:
+        ValueError: it is of another family, or says what the Transformer has no words for; all of that is named.
+    """
+    family = found.get("model_type")
+    if family not in ARCHITECTURES:
+        raise ValueError(f"model_type is {family!r}: it must be one of {', '.join(ARCHITECTURES)}")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "max_position_embeddings")  # fmt: skip
+    if missing := [name for name in sizes if not _is_number(found.get(name), whole=True)]:
+        raise ValueError(f"{', '.join(missing)} must be there, a whole number each, above 0")
+    if problems := [*_no_numbers(found), *_no_objects(found)]:
+        raise ValueError("; ".join(problems))
+    dim, heads = found["hidden_size"], found["num_attention_heads"]
+    activation = OTHER_NAMES.get(found.get("hidden_act", "silu"), found.get("hidden_act", "silu"))
+    rope, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
+    if (size := found.get("head_dim") or dim // heads) * heads != dim:
+        problems.append(f"head_dim is {size}: it must be hidden_size / num_attention_heads")
+    if activation not in ACTIVATIONS.values():
+        problems.append(f"hidden_act is {activation!r}: it must be one of {', '.join(ACTIVATIONS.values())}")
+    problems += [f"{name} is True: it must be False" for name in ("attention_bias", "mlp_bias") if found.get(name)]
+    if family == "mixtral" and found.get("num_experts_per_tok", 2) == 1:
+        problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
+    if problems:
+        raise ValueError("; ".join(problems))
+    fields = {
+        "dim": dim, "num_blocks": found["num_hidden_layers"], "vocab_size": found["vocab_size"],
+        "n_heads": heads, "kv_heads": found.get("num_key_value_heads") or heads,
+        "max_context": found["max_position_embeddings"], **_width(dim, found["intermediate_size"]),
+        "weight_tying": bool(found.get("tie_word_embeddings", False)), **rope,
+        "norm_eps": found.get("rms_norm_eps") or (1e-5 if family == "mixtral" else 1e-6),
+        "activation": next(ours for ours, theirs in ACTIVATIONS.items() if theirs == activation),
+        "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
+        "use_moe": family == "mixtral", "sliding_window": False,
+    }  # fmt: skip
+    if family != "llama" and (window := found.get("sliding_window", 4096 if family == "mistral" else None)):
+        fields |= {"sliding_window": True, "context_window": window}
+    if family == "mixtral":
+        fields |= {"n_experts": found.get("num_local_experts") or 8, "top_k_mlp": found.get("num_experts_per_tok") or 2}
+    return fields
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    """Above 0."""
+    return (
+        isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    )
+
+
+def _no_numbers(found: Mapping[str, Any]) -> Iterator[str]:
+    """What may be left out, and is there as something else."""
+    whole = {"num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", "num_experts_per_tok"}
+    for name in (*sorted(whole), "rms_norm_eps", "rope_theta"):
+        value = found.get(name)
+        if value is not None and not _is_number(value, whole=name in whole):
+            yield f"{name} is {value!r}: it must be {'a whole number' if name in whole else 'a number'} above 0"
+
+
+def _no_objects(found: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(found.get(name) or {}, Mapping):
+            yield f"{name} is {found[name]!r}: it must be an object of names and values, or null"
+    if not isinstance(found.get("hidden_act", ""), str):
+        yield f"hidden_act is {found['hidden_act']!r}: it must be one of {', '.join(ACTIVATIONS.values())}"
+
+
+def _rope(found: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any], list[str]]:
+    """(fields, what is wrong); transformers 5 writes it in another place than those before."""
+    rope = found.get("rope_parameters") or {}
+    scaling = found.get("rope_scaling") or rope
+    problems = []
+    numbers = {"rope_theta": rope.get("rope_theta", found.get("rope_theta") or usual_theta)}
+    if (part := rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1))) not in (1, None):
+        problems.append(f"partial_rotary_factor is {part}: it must be 1")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        problems.append(f"rope_type is {kind!r}: it must be default, linear or llama3")
+    if kind != "default":
+        numbers["factor"] = scaling.get("factor")
+    problems += [
+        f"{name} is {one!r}: it must be a number above 0" for name, one in numbers.items() if not _is_number(one)
+    ]
+    trained = scaling.get("original_max_position_embeddings") if kind == "llama3" else None
+    if kind == "llama3":
+        if not _is_number(trained, whole=True):
+            problems.append(f"original_max_position_embeddings is {trained!r}: it must be a whole number above 0")
+        problems += [
+            f"{name} is {scaling.get(name)}: it must be {wanted:g}"
+            for name, wanted in LLAMA_3.items()
+            if scaling.get(name) != wanted
+        ]
+    if problems:
+        return {}, problems
+    theta, scale = float(numbers["rope_theta"]), float(numbers.get("factor", 1.0))
+    return {"rope_theta": theta, "rope_scale_factor": scale, "rope_trained_context": trained}, []
+
+
+def _width(dim: int, hidden: int) -> dict[str, int]:
+    """`expansion` where it says the width, else `hidden_dim`."""
+    for expansion in range(1, LARGEST_EXPANSION):
+        config = ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion)
+        if hidden_sizes(config)[0] == hidden:
+            return {"expansion": expansion}
+    return {"hidden_dim": hidden}

@@ -1,1 +1,0 @@
-"""What a run would be, before it is launched."""

@@ -1,0 +1,247 @@
+"""Runs as pictures. matplotlib is imported when one is drawn.
+
+What the folder of a run says about it, also while it trains.
+
+Runs as text for people, a column a run.
+"""
+
+import contextlib
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY, is_run, no_run
+from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
+from roxxel_dist.train.timeline import SPENT, read_timeline, time_spent
+
+ABSENT = "-"
+"""Stands for a field that a run's config does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run, as it is on disk."""
+
+    name: str
+    """What it is called beside others."""
+    path: Path
+    fields: Mapping[str, Any]
+    """Of its config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
+    rows: Sequence[Mapping[str, float]]
+    """What was logged, in order; numbers that were not finite are left out."""
+    parameters: int | None
+    spent: Mapping[str, float]
+    """Seconds by kind, as `time_spent` tells; empty where nothing kept them."""
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """(tokens read, value) of every row that has the metric."""
+        return [(row.get("tokens", math.nan), row[metric]) for row in self.rows if metric in row]
+
+    @property
+    def phase_ends(self) -> list[float]:
+        """The tokens read where a phase ended and another began, to a logged step."""
+        pairs = zip(self.rows, self.rows[1:], strict=False)
+        return [a["tokens"] for a, b in pairs if "tokens" in a and a.get("phase") != b.get("phase")]
+
+    def numbers(self) -> dict[str, Any]:
+        """What the table shows, by name: None where it is not known, and "spent" as seconds by kind."""
+        last = self.rows[-1] if self.rows else {}
+        judged = [row for row in self.rows if "val_loss" in row]
+        best = min(judged, key=lambda row: row["val_loss"], default={})
+        speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
+        losses = [row["train_loss"] for row in self.rows if "train_loss" in row]
+        total = sum(self.spent.values())
+        return {
+            "steps": last.get("step"),
+            "tokens": last.get("tokens"),
+            "train_loss": losses[-1] if losses else None,
+            "val_loss": judged[-1]["val_loss"] if judged else None,
+            "best_val_loss": best.get("val_loss"),
+            "best_step": best.get("step"),
+            "tokens_per_s": statistics.median(speeds) if speeds else None,
+            "parameters": self.parameters,
+            "goodput": self.spent["training"] / total if total else None,
+            "spent": dict(self.spent),
+        }
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs in some folders.
+
+    Raises:
+        ValueError: one of them is no run; the message names the nearest that is.
+    """
+    folders = list(dict.fromkeys(map(Path, paths)))
+    for folder in folders:
+        if not is_run(folder):
+            raise ValueError(no_run(folder))
+    names = [folder.absolute().name for folder in folders]
+    often = Counter(names)
+    return [
+        _read(folder, name if often[name] == 1 else str(folder)) for folder, name in zip(folders, names, strict=True)
+    ]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The fields in which the configs of some runs differ: a value a run, `ABSENT` where it has no such field."""
+    names = dict.fromkeys(name for run in runs for name in run.fields)
+    values = {name: [run.fields.get(name, ABSENT) for run in runs] for name in names}
+    return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
+
+
+def _read(folder: Path, name: str) -> Run:
+    config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    record = config.pop(RECORD, None) or {}
+    if "data_path" in record:
+        config["data_path"] = record["data_path"]
+    reader = JsonlReader(folder / METRICS)
+    try:
+        rows = list(reader.rows())
+    finally:
+        reader.close()
+    return Run(
+        name=name,
+        path=folder,
+        fields=config,
+        rows=rows,
+        parameters=_parameters(folder / SUMMARY),
+        spent=time_spent(read_timeline(folder)),
+    )
+
+
+def _parameters(summary: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be being written
+        return int(json.loads(summary.read_text(encoding="utf-8"))["parameters"])
+    return None
+
+
+UNKNOWN = "-"
+LONGEST = 40
+"""Characters of a value; the rest is cut off."""
+NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "steps": ("steps", lambda run: f"{run['steps']:,}"),
+    "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
+    "train_loss": ("train_loss", lambda run: f"{run['train_loss']:.4f}"),
+    "val_loss": ("val_loss", lambda run: f"{run['val_loss']:.4f}"),
+    "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
+    "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
+    "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
+}
+"""Of `Run.numbers`: the title of a line, and how it is written."""
+
+
+def table(runs: Sequence[Run]) -> str:
+    """What became of the runs, where their time went, and how their configs differ."""
+    found = [run.numbers() for run in runs]
+    lines = [["", *(run.name for run in runs)]]
+    for key, (title, form) in NUMBERS.items():
+        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in found)])
+    lines.append(["goodput", *(UNKNOWN if run["goodput"] is None else f"{run['goodput']:.1%}" for run in found)])
+    for kind in SPENT:
+        lines.append([f"  {kind}", *(_share(kind, run["spent"]) for run in found)])
+    parts = [_aligned(lines)]
+    if others := differences(runs):
+        parts.append(_aligned([[name, *map(_short, values)] for name, values in others.items()], "config"))
+    elif len(runs) > 1:
+        parts.append("config: no field differs")
+    return "\n\n".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Hours, or less where it was less."""
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours >= 10 else f"{hours:.2f} h" if hours >= 1 else f"{hours:.4f} h"
+
+
+def _share(kind: str, spent: Mapping[str, float]) -> str:
+    if not spent:
+        return UNKNOWN
+    return f"{spent[kind] / (sum(spent.values()) or 1.0):6.1%}  {duration(spent[kind])}"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _aligned(lines: Sequence[Sequence[str]], title: str = "") -> str:
+    """Columns of one width each; `title` is a line above them."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([f"{title}:", *rows] if title else rows)
+
+
+MISSING = "no pictures: pip install 'roxxel-dist[plot]' draws them"
+LOSS, GOODPUT = "loss.png", "goodput.png"
+COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d98cb3", "#c8423b")
+"""Of what time is spent on, in the order of `SPENT`."""
+
+
+def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Draw what can be drawn of some runs into a folder, which is made; returns the PNG files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib.backends.backend_agg  # noqa: F401  before anything is made
+
+    made = []
+    for name, act, drawn in (
+        (LOSS, _draw_losses, [run for run in runs if run.points("train_loss")]),
+        (GOODPUT, _draw_goodput, [run for run in runs if sum(run.spent.values()) > 0]),
+    ):
+        if drawn:
+            folder.mkdir(parents=True, exist_ok=True)
+            act(drawn, folder / name)
+            made.append(folder / name)
+    return made
+
+
+def _draw_losses(runs: Sequence[Run], picture: Path) -> None:
+    """Loss over tokens: a colour a run, validation with points, a dotted line where a phase begins."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for number, run in enumerate(runs):
+        colour = f"C{number % 10}"
+        axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
+        if judged := run.points("val_loss"):
+            axes.plot(
+                *zip(*judged, strict=True), color=colour, lw=1.3, ls="--", marker="o", ms=3.5,
+                label=f"{run.name}, validation",
+            )  # fmt: skip
+        for tokens in run.phase_ends:
+            axes.axvline(tokens, color=colour, ls=":", lw=1)
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(picture))
+
+
+def _draw_goodput(runs: Sequence[Run], picture: Path) -> None:
+    """What the time of each run went to, a bar a run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.6 + 0.45 * len(runs)), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    totals = [sum(run.spent.values()) for run in runs]
+    places, left = list(range(len(runs))), [0.0] * len(runs)
+    for kind, colour in zip(SPENT, COLOURS, strict=True):
+        widths = [100 * run.spent[kind] / total for run, total in zip(runs, totals, strict=True)]
+        if any(widths):
+            axes.barh(places, widths, left=left, color=colour, label=kind, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(places, [f"{run.name}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)])
+    axes.invert_yaxis()
+    axes.set(xlabel="% of the time", xlim=(0, 100))
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(picture))

@@ -1,0 +1,105 @@
+"""What a run writes down about itself: versions, commit, sizes."""
+
+import os
+import subprocess
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from roxxel_dist.config import RECORD
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.param_count import by_part
+from roxxel_dist.train.resume import FROM
+
+PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+MB = 1e6
+FREE_MODEL_FIELDS = ("dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference")
+"""Of the model, what a resumed run may change; a rate of dropout not between 0 and above 0."""
+DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_fraction", "tokenizer_type")
+"""What decides which tokens a step reads."""
+WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
+"""Of that, what decides it only where no phases are given."""
+STATE_FIELDS = ("optimizer", "use_bf16", "init_from")
+"""What decides what a checkpoint holds, beside the model, and what the first one held."""
+AMENDABLE = ("phases", *WITHOUT_PHASES)
+"""Of that, what an amendment may change."""
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, git commit of the working folder, processes and devices, and the thread pool that decides bits."""
+    return {
+        "versions": {name: version(name) for name in PACKAGES},
+        "git_commit": git_commit(Path.cwd()),
+        "processes": jax.process_count(),
+        "devices": jax.device_count(),
+        "platform": jax.devices()[0].platform,
+        "pjrt_nproc": int(os.environ["PJRT_NPROC"]),
+    }
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit checked out in `folder`, with "+changes" if files differ from it; None outside of git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
+
+
+def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
+    """Sizes of a model: parameters in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes),
+    dtype.
+
+    Of arrays that are cut over devices or processes, the whole counts, once.
+    """
+    weights = frozen | params
+    leaves = list(weights.values())
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    return {
+        "parameters": sum(leaf.size for leaf in leaves),
+        "trainable_parameters": sum(leaf.size for leaf in params.values()),
+        "parameters_by_part": by_part(weights),
+        "weights_mem_MB": sum(leaf.nbytes for leaf in leaves) / MB,
+        "optimizer_mem_MB": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / MB,
+        "dtype": dtypes[0] if len(dtypes) == 1 else ", ".join(dtypes),
+    }
+
+
+def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, whose: str = "") -> list[str]:
+    """What a run's config says otherwise than the saved one, a line each; `whose` names that, if it is another run's.
+
+    Raises:
+        ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
+    """
+    # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
+    shape = {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
+    fixed = {"model"} | shape
+    fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
+    fixed -= set(AMENDABLE) if amend else set()
+    if "fingerprint" in saved.get(RECORD, {}).get(FROM, {}):
+        fixed.discard("init_from")  # what adapters stand on may be moved: it is known again by that
+    changed, other = [], whose or "the run that shall be resumed"
+    for name, value in config.to_dict().items():
+        if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):
+            if name in fixed:
+                raise ValueError(
+                    f"{name} is {value}, and {other} has {saved[name]}: leave it as it was, or "
+                    f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
+                )
+            counts = name == "dropout_rate" or (name == "lora_dropout" and config.use_lora)
+            if counts and config.model is None and bool(value) != bool(saved[name]):
+                raise ValueError(
+                    f"{name} is {value}, and {other} has {saved[name]}: its checkpoints hold random streams of dropout "
+                    f"only where there is some, so use {'a rate above 0' if saved[name] else '0'}, or start a new run"
+                )
+            changed.append(f"{name} {saved[name]} -> {value}")
+    return changed

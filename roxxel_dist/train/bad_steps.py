@@ -1,0 +1,141 @@
+"""What is done and said when a step went wrong.
+
+Steps that went wrong, found on the device: a loss or gradient that is no number, or a loss far above its mean.
+
+A few scalars in the train state are brought up to date by every step and read with the metrics of the next logged one,
+so looking costs nothing and no step is missed.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from roxxel_dist.curriculum.plan import Plan
+
+MEMORY = 100
+"""Steps over which the running mean looks back."""
+WARM = 20
+"""Good steps before a loss can be called a spike: the first ones fall too fast to compare."""
+
+
+class Health(NamedTuple):
+    """What is remembered of the steps so far."""
+
+    mean: jax.Array
+    """float32[]: running mean of the loss, nats, over good steps."""
+    good: jax.Array
+    """int32[]: good steps."""
+    bad_step: jax.Array
+    """int32[]: the first bad step, counted from 1, and 0 for none; the latest one where bad steps are skipped."""
+    bad_loss: jax.Array
+    """float32[]: its loss."""
+    bad_norm: jax.Array
+    """float32[]: the norm of its gradient."""
+    skipped: jax.Array
+    """int32[]: steps whose update was not applied."""
+    in_a_row: jax.Array
+    """int32[]: bad steps without a good one between, up to now."""
+
+
+def healthy() -> Health:
+    """Before the first step."""
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    return Health(mean=zero, good=none, bad_step=none, bad_loss=zero, bad_norm=zero, skipped=none, in_a_row=none)
+
+
+def observe(
+    health: Health, step: jax.Array, loss: jax.Array, grad_norm: jax.Array, spike_factor: jax.Array, *, skip: bool
+) -> tuple[Health, jax.Array]:
+    """(health after a step, bool[] whether the step is bad).
+
+    Args:
+        health: until now.
+        step: int32[], counted from 1.
+        loss: float32[].
+        grad_norm: float32[].
+        spike_factor: float32[]: a loss above so many times the running mean is bad; 0 for never.
+        skip: whether bad steps are left out, so that there may be many.
+    """
+    spike = (spike_factor > 0) & (health.good >= WARM) & (loss > spike_factor * health.mean)
+    bad = ~jnp.isfinite(loss) | ~jnp.isfinite(grad_norm) | spike
+    good = health.good + jnp.where(bad, 0, 1)
+    towards = (loss - health.mean) / jnp.minimum(good, MEMORY)
+    note = bad & (skip | (health.bad_step == 0))
+    after = Health(
+        mean=jnp.where(bad, health.mean, health.mean + towards),
+        good=good,
+        bad_step=jnp.where(note, step, health.bad_step),
+        bad_loss=jnp.where(note, loss, health.bad_loss),
+        bad_norm=jnp.where(note, grad_norm, health.bad_norm),
+        skipped=health.skipped + jnp.where(bad & skip, 1, 0),
+        in_a_row=jnp.where(bad, health.in_a_row + 1, 0),
+    )
+    return after, bad
+
+
+NAMED_ROWS = 3
+MOST_SKIPPED = 20
+"""Bad steps in a row that are skipped before the run ends: nothing is learned any more."""
+
+
+class BadStep(FloatingPointError):
+    """A step whose loss or gradient is no number, or whose loss is far above the ones before.
+
+    Attributes:
+        step: counted from 1.
+    """
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class Watch:
+    """Looks at the health that comes with each logged step.
+
+    Args:
+        say: where lines for people go.
+        skip: whether bad steps were left out.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, skip: bool) -> None:
+        self._say, self._skip, self._skipped = say, skip, 0
+
+    def check(self, health: Any, plan: Plan, last_good: Callable[[], int | None]) -> None:
+        """Take in the (fetched) health after a step.
+
+        Raises:
+            BadStep: a step went wrong and was not skipped, or too many were.
+        """
+        new, self._skipped = health.skipped - self._skipped, health.skipped
+        ends = health.bad_step and (not self._skip or health.in_a_row >= MOST_SKIPPED)
+        if not (ends or new):  # a skipped step stays noted: `last_good` would wait for the save under way at each row
+            return
+        bad = BadStep(health.bad_step, describe(health, plan, last_good()))
+        if ends:
+            raise bad
+        self._say(f"{new} step(s) were left out. {bad}")
+
+
+def describe(health: Health, plan: Plan, last_good: int | None) -> str:
+    """The bad step that the (fetched) health of a run names, its rows, and the way back."""
+    step: Any = health.bad_step
+    return (
+        f"step {step} went wrong: its loss is {health.bad_loss:g}, its gradient norm {health.bad_norm:g}, "
+        f"the mean loss before {health.mean:g}. {_rows(plan, step)}. "
+        f"The last good checkpoint is of step {last_good or 'none'}: go on from it with a smaller lr, "
+        f"or let on_bad_step skip or rewind deal with such steps; if the data may be damaged, "
+        f"`roxxel-dist data verify` looks at every token"
+    )
+
+
+def _rows(plan: Plan, step: int) -> str:
+    rows = plan.rows(step - 1)
+    named = [
+        f"{plan.datasets[which]} token {offset:,}"
+        for which, offset in zip(rows.dataset.tolist()[:NAMED_ROWS], rows.offset.tolist(), strict=False)
+    ]
+    more = len(rows.offset) - len(named)
+    return f"Its rows begin at {', '.join(named)}" + (f" and {more} more" if more > 0 else "")

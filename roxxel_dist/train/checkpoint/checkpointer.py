@@ -1,0 +1,147 @@
+"""Checkpoints of an NNX model and its optimizer, for loops of one's own."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from roxxel_dist.train.bad_steps import healthy
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.train_state import ModelState, TrainState, take_apart
+
+PLAN = "plan"
+"""What the checkpoints of a `Trainer` have in their meta, and those of a `Checkpointer` not."""
+
+log: logging.Logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves a model and its optimizer while training goes on, and loads them again.
+
+    All state of both is kept: parameters, running statistics, random streams, moments, step. Several processes make the
+    same calls, on arrays that lie over all of them.
+
+    Args:
+        checkpoint_path: the folder of the checkpoints; made where it is missing.
+        model: the module to save, and to load into.
+        optimizer: its optimizer, or None.
+        max_to_keep: how many checkpoints to keep, the newest ones; the one with the lowest "val_loss" stays too.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        checkpoint_path: str | Path,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any] | None = None,
+        max_to_keep: int | None = 3,
+    ) -> None:
+        self._objects: dict[str, Any] = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
+        self.store: CheckpointStore = CheckpointStore(checkpoint_path, max_to_keep)
+        """The checkpoints themselves; those of the run, of a checkpointer that was given to a `Trainer`."""
+
+    def save(self, step: int, metrics_dict: Mapping[str, Any] | None = None) -> None:
+        """Begin to save; returns once the model may be trained on.
+
+        A save before this one that failed is logged as a warning: training may go on, and the next one tries again.
+
+        Args:
+            step: steps done.
+            metrics_dict: numbers to keep with the checkpoint; "val_loss" decides which checkpoint is the best.
+
+        Raises:
+            ValueError: there is a checkpoint of that step already, perhaps of an earlier training in this folder.
+        """
+        self.store.settle()
+        if (newest := self.store.latest_step()) is not None and PLAN in self.store.meta(newest):
+            raise ValueError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
+        if step in self.store.steps():
+            raise ValueError(
+                f"{self.store.folder} has a checkpoint of step {step} already: call restore() first to go on from the "
+                f"newest one ({self.store.latest_step()}), or use another folder"
+            )
+        metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
+        self.store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
+        self._warn()
+
+    def restore(self) -> int:
+        """Load the newest checkpoint into the model and the optimizer, and return its step; 0 where there is none.
+
+        It may be one of a `Trainer`.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer, or it is damaged.
+        """
+        self.store.settle()
+        step = self.store.latest_step()
+        if step is None:
+            return 0
+        if PLAN in self.store.meta(step):
+            self._restore_run(step)
+            return step
+        leaves = self.store.restore(step, self._leaves())
+        for name, thing in self._objects.items():
+            tree = jax.tree.structure(nnx.state(thing))
+            nnx.update(thing, jax.tree.unflatten(tree, leaves[name].values()))
+        return step
+
+    def _restore_run(self, step: int) -> None:
+        """Load a checkpoint that a `Trainer` has saved."""
+        model, optimizer = self._objects["model"], self._objects.get("optimizer")
+        parts, params, rest, settings = take_apart(model)
+        like: dict[str, Any] = {"params": params, "rest": rest, "opt_state": {}}
+        if optimizer is not None:
+            like["opt_state"] = optimizer.tx.init(params)
+        found = like | self.store.restore_model(
+            step, {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
+        )
+        state = TrainState(jnp.int32(step), **found, health=healthy())
+        ModelState(parts, state, settings).copy_to(model, optimizer)
+
+    def _leaves(self) -> dict[str, dict[str, jax.Array]]:
+        """Every array by its path, in the order of the state's tree."""
+        return {name: _named(nnx.state(thing)) for name, thing in self._objects.items()}
+
+    def _warn(self) -> None:
+        while ended := self.store.poll():
+            if ended.problem:
+                log.warning("%s", ended.problem)
+
+    def wait(self) -> None:
+        """Until the last save is complete.
+
+        Raises:
+            SaveError: it failed, on a full disk say.
+        """
+        self.store.wait()
+
+    def close(self) -> None:
+        """Finish what is being saved and let go of the thread.
+
+        Raises:
+            SaveError: the last save failed.
+        """
+        self.store.close()
+        self.store.wait()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.store.close()
+        if error is None:
+            self.store.wait()
+
+
+def _named(state: Any) -> dict[str, jax.Array]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}

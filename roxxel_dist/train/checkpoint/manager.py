@@ -1,0 +1,239 @@
+"""What a run keeps on disk while it trains: checkpoints, the answers to those who asked for one, and the cursor.
+
+The weights of a run in files of their own: of the checkpoint with the lowest val_loss, and of the last one.
+
+They are read back from a finished checkpoint by one process alone, in the background: training waits for nothing, and
+nothing that goes wrong here is more than a line.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.cluster.distributed import barrier, is_primary
+from roxxel_dist.cluster.save_requests import SaveRequests
+from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.metadata import META, write_cursor
+from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
+from roxxel_dist.train.train_state import TrainState
+from roxxel_dist.train.weight_files import LIMIT, link_weights, step_of, temporary_of, write_weights
+
+NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
+
+
+class Exporter:
+    """Writes the files of one run; where it is not enabled, it only takes away what is not the run's any more.
+
+    Args:
+        run: the run directory.
+        checkpoints: the folder of its checkpoints.
+        say: where lines for people go.
+        enabled: whether to write anything.
+    """
+
+    def __init__(self, run: Path, checkpoints: Path, say: Callable[[str], None], *, enabled: bool) -> None:
+        self._run, self._checkpoints, self._say, self._enabled = run, checkpoints, say, enabled
+        self._wanted: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, newest: int, best: int | None) -> None:
+        """Make the files those of a run that begins, or goes on, with these checkpoints.
+
+        Args:
+            newest: step of the newest one; 0 where there is none.
+            best: step of the one with the lowest val_loss.
+        """
+        for name in (NEWEST, BEST):
+            path = self._run / name
+            # The run went back, and these steps never were; at once, for the same step may come again.
+            void = (step_of(path) or 0) > newest or (name == BEST and best is None)
+            with contextlib.suppress(OSError):
+                temporary_of(path).unlink(missing_ok=True)
+                if void:
+                    path.unlink(missing_ok=True)
+        if best is not None:
+            self.want(BEST, best)
+
+    def want(self, name: str, step: int) -> None:
+        """Have the file `name` hold the weights of `step`, soon; what was wanted for it before is not, any more."""
+        if not self._enabled:
+            return
+        with self._lock:
+            self._wanted[name] = step
+            if self._thread is None:
+                # A daemon: a file system that hangs must not keep the process.
+                self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
+                self._thread.start()
+
+    def wait(self, limit_s: float) -> None:
+        """Until all that is wanted is written, or for so long; then nothing more is begun."""
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(limit_s)
+        if thread.is_alive():
+            with self._lock:
+                self._wanted.clear()
+            self._say(f"weights are still being written after {limit_s:.0f} s: going on without them")
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._thread = None
+                    return
+                name = next(iter(self._wanted))
+                step = self._wanted.pop(name)
+            checkpoint = self._checkpoints / str(step)
+            try:
+                self._write(self._run / name, step, checkpoint)
+            except Exception as error:
+                if checkpoint.exists():  # else it was deleted meanwhile, and a later one is wanted
+                    why = files.cause(error)
+                    self._say(
+                        f"{name} could not be written ({why}): the checkpoint of step {step} has the same weights"
+                    )
+
+    def _write(self, path: Path, step: int, checkpoint: Path) -> None:
+        if step_of(path) == step:
+            return
+        best = path.with_name(BEST)
+        if step_of(best) == step:
+            with contextlib.suppress(OSError):
+                return link_weights(best, path)
+        shapes = files.parameter_shapes(json.loads((checkpoint / META).read_bytes())["shapes"])
+        size = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
+        if size >= LIMIT:
+            self._enabled = False
+            self._say(
+                f"the weights take {size / 1e9:.1f} GB: {NEWEST} and {BEST} are written below {LIMIT / 1e9:.0f} GB; "
+                f"the checkpoints have larger ones"
+            )
+            return None
+        params = files.read_params(checkpoint, shapes)
+        if checkpoint.exists():  # it was there to the end, so all of it was read
+            write_weights(path, step, params)
+        return None
+
+
+WEIGHTS_LIMIT_S = 600.0
+"""Seconds that the weights of a finished run may take to be written."""
+STOP_LIMIT_S = 10.0
+"""Of one that was asked to stop: whoever asked does not wait for long, and the run comes back to them."""
+LAST_WORDS_LIMIT_S = 3600.0
+"""Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
+
+
+class Keeper:
+    """Saves, and tells how it went. All ranks make the same calls.
+
+    Args:
+        folder: the run directory.
+        store: its checkpoints.
+        last_step: of the run.
+        say: where lines for people go.
+        logged: whether a step is logged: what somebody asks for is saved at such a step.
+        export: whether to write the weights into files of their own too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: CheckpointStore,
+        last_step: int,
+        say: Callable[[str], None],
+        logged: Callable[[int], bool],
+        *,
+        export: bool,
+    ) -> None:
+        self._folder, self._store, self._last_step, self._say = folder, store, last_step, say
+        self._requests = SaveRequests(folder, logged)
+        self._exporter = Exporter(folder, store.folder, say, enabled=export and is_primary())
+
+    def __enter__(self) -> "Keeper":
+        if is_primary():
+            self._exporter.begin(self._store.latest_step() or 0, self._store.best_step())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
+
+    def asked(self, step: int) -> bool:
+        """Whether somebody wants `step` saved; to be called once a step, on every rank."""
+        return self._requests.should_save(step)
+
+    def save(self, step: int, state: TrainState, meta: dict[str, Any], val_loss: float | None) -> None:
+        """Begin to save; of the first checkpoint, wait until it is there.
+
+        Raises:
+            SaveError: there is no checkpoint, and this one could not be saved: the run ends before more work is lost.
+        """
+        first = self._store.latest_step() is None
+        self._store.save(step, state, meta, val_loss=val_loss)
+        if first:  # on all ranks at the same step, which is what a wait costs once
+            try:
+                self._store.wait()
+            except SaveError as error:
+                raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
+
+    def hear(self) -> None:
+        """Tell how the saves have gone that have ended since; costs nothing where none has."""
+        while (ended := self._store.poll()) is not None:
+            if ended.problem:
+                self._say(f"{ended.problem}. Training goes on, and the next save is tried")
+                self._requests.failed(ended.step, ended.problem)
+            else:
+                self._requests.saved(ended.step)
+                self._point(ended.step, finished=False)
+                if self._store.best_step() == ended.step:
+                    self._exporter.want(BEST, ended.step)
+
+    def last_good(self) -> int | None:
+        """The newest checkpoint's step; one that is under way counts too, if it ends well."""
+        self._store.settle()
+        return self._store.latest_step()
+
+    def finish(self, step: int) -> None:
+        """Wait for the last save.
+
+        Raises:
+            SaveError: it failed.
+        """
+        self._store.wait()
+        self.hear()
+        self._requests.finish(step)
+        if (newest := self._store.latest_step()) is not None:
+            self._exporter.want(NEWEST, newest)
+
+    def mark_finished(self, step: int) -> None:
+        """Write down that the run has no step left, once its weights are written.
+
+        Raises:
+            TimeoutError: rank 0 does not come to its end.
+        """
+        self._exporter.wait(WEIGHTS_LIMIT_S)
+        barrier("weights", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
+        self._point(step, finished=True)
+
+    def _point(self, step: int, *, finished: bool) -> None:
+        if is_primary():
+            write_cursor(self._folder, step, self._last_step, finished=finished)
+
+
+def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
+    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
+
+    How many there were in a row is not: a run that was killed must end where one that went on would have.
+    """
+    state: TrainState = store.restore(step, like)
+    none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
+    return state._replace(health=state.health._replace(bad_step=none, skipped=also))

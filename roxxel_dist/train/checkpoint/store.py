@@ -1,0 +1,319 @@
+"""The checkpoints of a run: saved by all ranks together while training goes on, restored exactly.
+
+Orbax writes and reads the arrays; its manager is not used, because there a rank whose disk is full leaves the others
+waiting for it. Here every rank says how its part went, rank 0 decides, and all learn the same.
+"""
+
+import contextlib
+import itertools
+import json
+from collections import deque
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
+from roxxel_dist.data.locate import check_local
+from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.metadata import META
+
+SAVE_LIMIT_S = 3600.0
+"""Seconds that all ranks together may take to write one checkpoint."""
+
+_opened = itertools.count()
+"""Tells the stores of this process apart; all ranks open them in the same order."""
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint could not be saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveResult:
+    """How a save ended."""
+
+    step: int
+    problem: str = ""
+    """Why there is no such checkpoint; empty where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """A save that is under way."""
+
+    step: int
+    val_loss: float | None
+    meta: str
+    temporary: Path
+    begun: Future[list[Any]]
+
+
+class CheckpointStore:
+    """The checkpoints of one run. All ranks make the same calls.
+
+    A save that fails in the background changes nothing: training may go on, the checkpoints that there are stay, and
+    the next save is tried afresh.
+
+    Args:
+        folder: where they are; made where it is missing. Every rank must see the same folder.
+        max_to_keep: how many to keep, the newest ones; None for all. The one with the lowest val_loss stays too.
+        keep_every: every so many steps, one is kept for ever.
+        keep_steps: these steps are kept for ever.
+        read_only: look, and change nothing; the folder may belong to a run that is still going on.
+
+    Raises:
+        ValueError: the folder cannot be written, or an option is below 1.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        max_to_keep: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        keep_steps: Collection[int] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        check_local("the folder of checkpoints", folder)
+        self.folder: Path = Path(folder).absolute()
+        self._forever = keep_every, frozenset(keep_steps or ())
+        self._keep = max_to_keep, *self._forever
+        self._name = f"checkpoint {next(_opened)}"
+        self._saved = files.open_folder(self.folder, read_only=read_only)
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(files.quiet_orbax())
+        self._handler = files.array_handler()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[_Save, Future[str]] | None = None
+        self._ended: deque[SaveResult] = deque()
+        self._problem = ""
+        self._count = 0
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, as far as `poll`, `settle` or `save` has heard of them."""
+        return sorted(self._saved)
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps`, or None."""
+        return max(self._saved, default=None)
+
+    def latest_of_all(self) -> int | None:
+        """The newest checkpoint as rank 0 knows it, on every rank; all ask together.
+
+        A rank that could not hear how a save ended, as its agreement timed out, knows an older list.
+        """
+        self.settle()
+        known = json.loads(broadcast_from_primary(self._name, json.dumps(list(self._saved.items()))))
+        self._saved = {int(step): val_loss for step, val_loss in known}
+        return self.latest_step()
+
+    def best_step(self) -> int | None:
+        """The one of `steps` with the lowest val_loss; None where none was saved with one."""
+        return files.best_of(self._saved)
+
+    def keeps_forever(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is never deleted."""
+        return files.kept_forever(step, *self._forever)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
+        """Begin to save; returns once the state may change, and be donated. Waits for the save before.
+
+        A step that is saved already is left as it is. What goes wrong on a disk is told by `poll` and `wait`.
+
+        Args:
+            step: optimizer steps done.
+            state: a tree of arrays.
+            meta: what else to keep; JSON.
+            val_loss: decides which checkpoint is the best.
+        """
+        self.settle()
+        if step in self._saved:
+            return
+        val_loss = files.number(val_loss)
+        text = json.dumps({"val_loss": val_loss, "shapes": files.shapes(state), "meta": meta})
+        self._count += 1
+        # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
+        temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
+        state = files.keys_to_data(state)
+        # In the thread: Orbax wants an event loop, and the caller's thread may run one, as in a notebook.
+        begun = self._thread.submit(files.begin, self._handler, temporary, state)
+        save = _Save(step=step, val_loss=val_loss, meta=text, temporary=temporary, begun=begun)
+        self._pending = save, self._thread.submit(self._finish, save)
+        begun.exception()
+
+    def _finish(self, save: _Save) -> str:
+        """In the background: why the ranks have not saved it, the same text on all of them; or nothing."""
+        problem = ""
+        try:
+            for written in save.begun.result():
+                written.result()
+        except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
+            problem = f"rank {process_index()}: {files.cause(error)}"
+        try:
+            problems = gather_to_primary(self._name, problem, SAVE_LIMIT_S)
+        except TimeoutError as error:
+            problems = [str(error)]
+        if is_primary():
+            problem = next(filter(None, problems), "") or self._commit(save)
+            files.sweep(self.folder)  # now: the others begin the next save when they have read what follows
+        return broadcast_from_primary(self._name, problem, SAVE_LIMIT_S)
+
+    def _commit(self, save: _Save) -> str:
+        """On rank 0, when every rank has written its part: the problem, or nothing."""
+        try:
+            files.commit(self._handler, save.temporary, self.folder / str(save.step), save.meta)
+        except Exception as error:
+            return f"rank 0: {files.cause(error)}"
+        saved = self._saved | {save.step: save.val_loss}
+        for step in saved.keys() - files.kept(saved, *self._keep):
+            files.delete(self.folder / str(step))
+        return ""
+
+    def poll(self) -> SaveResult | None:
+        """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
+        if self._pending and self._pending[1].done():
+            self.settle()
+        return self._ended.popleft() if self._ended else None
+
+    def settle(self, limit_s: float | None = None) -> None:
+        """Until the save that was begun is over, well or not; or for so many seconds."""
+        if self._pending is None:
+            return
+        save, finished = self._pending
+        if limit_s is not None and not wait([finished], limit_s).done:
+            return
+        self._pending = None
+        try:
+            problem = finished.result()
+        except Exception as error:  # the other ranks could not be asked
+            problem = files.cause(error)
+        if problem:
+            newest = self.latest_step()
+            rest = "there is none yet" if newest is None else f"the newest complete one is of step {newest}"
+            problem = f"the checkpoint of step {save.step} could not be saved in {self.folder} ({problem}); {rest}"
+        else:
+            self._saved[save.step] = save.val_loss
+            kept = files.kept(self._saved, *self._keep)
+            self._saved = {step: val_loss for step, val_loss in self._saved.items() if step in kept}
+        self._problem = problem
+        self._ended.append(SaveResult(step=save.step, problem=problem))
+
+    def wait(self) -> None:
+        """Until the last save is complete.
+
+        Raises:
+            SaveError: it failed, now or earlier.
+        """
+        self.settle()
+        if self._problem:
+            raise SaveError(self._problem)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Finish what is being saved and let go of the thread.
+
+        Args:
+            limit_s: wait for no longer than so many seconds, after a failure that the other ranks must learn of.
+        """
+        self.settle(limit_s)
+        self._thread.shutdown(wait=self._pending is None)
+        if self._pending is None:
+            self._handler.close()
+            self._quiet.close()
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The `meta` that a checkpoint was saved with.
+
+        Raises:
+            ValueError: there is none of that step, or it is damaged.
+        """
+        return self._read(step)["meta"]
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer, it is damaged, or there is none of that step.
+        """
+        return self._restore(step, like, whole=True)
+
+    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The parameters alone, placed as `like`, whatever the run's optimizer was.
+
+        Raises:
+            ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
+        """
+        return self._restore(step, {"params": like}, whole=False)["params"]
+
+    def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
+
+        Raises:
+            ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
+        """
+        return self._restore(step, like, whole=False)
+
+    def check_params(self, step: int, like: dict[str, Any]) -> None:
+        """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
+        self._check(step, {"params": like}, whole=False)
+
+    def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
+        return files.parameter_shapes(self._read(step)["shapes"])
+
+    def go_back(self, step: int, meta: dict[str, Any]) -> None:
+        """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
+
+        Raises:
+            ValueError: there is none of that step, it is damaged, or the folder cannot be written.
+        """
+        self.settle()
+        later = [other for other in self.steps() if other > step]
+        saved, problem = self._read(step), ""
+        if is_primary():
+            try:
+                files.rewrite_meta(self.folder / str(step), json.dumps({**saved, "meta": meta}))
+                files.delete_all(
+                    self.folder / str(other) for other in later
+                )  # in this order: cut off, the old run is there
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if problem := broadcast_from_primary(self._name, problem):
+            raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
+        self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
+
+    def _check(self, step: int, like: Any, *, whole: bool) -> None:
+        if wrong := files.difference(self._read(step)["shapes"], files.shapes(like), whole=whole):
+            what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
+                f"it was made with" + (", or a new run directory" if whole else "")
+            )
+
+    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
+        self._check(step, like, whole=whole)
+        with self._readable(step):
+            return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
+
+    def _read(self, step: int) -> dict[str, Any]:
+        if step not in self._saved:
+            known = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
+        with self._readable(step):
+            return json.loads((self.folder / str(step) / META).read_bytes())
+
+    @contextlib.contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax has no error of its own for this
+            others = [other for other in self.steps() if other < step]
+            back = f"to go on from step {others[-1]}" if others else "and begin again"
+            why, where = files.cause(error), self.folder / str(step)
+            raise ValueError(f"the checkpoint of step {step} is damaged ({why}): remove {where} {back}") from error

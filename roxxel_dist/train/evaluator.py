@@ -1,0 +1,162 @@
+"""Validation: the same batches each time, dropout off."""
+
+import json
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.units import Units, unit_size
+from roxxel_dist.data.verified import VerifiedBlocks
+from roxxel_dist.stream import Stream
+from roxxel_dist.train.compile import Programs, batch_key
+from roxxel_dist.train.train_state import TrainState
+from roxxel_dist.train.train_step import BALANCE
+
+SHORTEST = 2
+HELD_OUT, TRAIN = "", "(training data)"
+"""The names of what is held out of the training data, and of the training data itself; a user's set may be "train"."""
+EVAL_LIMIT_S = 3600.0
+"""Seconds that rank 0 may take for the user's evaluation longer than another rank."""
+
+
+def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:
+    """Up to `iters` batches in the shape of a phase, none read twice.
+
+    Where the data holds less than one batch of such windows, the windows are halved until it does.
+
+    Raises:
+        ValueError: it has fewer tokens than a batch has rows.
+    """
+    length = shape.seq_len
+    while (fit := _windows(data, length) // shape.batch_size) == 0:
+        if length == SHORTEST:
+            raise ValueError(
+                f"{data.num_tokens} tokens are held out, too few for a batch of {shape.batch_size} rows: "
+                f"use a larger val_fraction, a smaller batch_size or more text, or val_fraction 0 for no validation"
+            )
+        length = max(SHORTEST, length // 2)
+    one = replace(shape, steps=min(iters, fit), seq_len=length, weights=(("self", 1.0),), blend="step")
+    return Plan([one], {"self": data.ranges}, seed=0)
+
+
+def _windows(data: Roxxel, length: int) -> int:
+    unit = unit_size(data.ranges, length)
+    return Units(data.ranges, unit).count * (unit // length)
+
+
+class Validation:
+    """Mean losses over some data sets, in the shape of the phase that is being trained.
+
+    Args:
+        sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
+        train: the training data, on which the loss is measured in the same way where there are sets.
+        evaluate: jitted (params, rest, settings, batch) -> losses, as `make_eval_step` makes it.
+        programs: what compiles it.
+        sharding: of a batch.
+        iters: batches to read of each.
+        blocks: what is known of the files; None: nothing is verified.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, Roxxel],
+        train: Roxxel,
+        evaluate: Callable[..., dict[str, jax.Array]],
+        programs: Programs,
+        sharding: NamedSharding,
+        iters: int,
+        blocks: VerifiedBlocks | None = None,
+    ) -> None:
+        filled = {name: data for name, data in sets.items() if data.num_tokens}
+        self._sets = {**filled, TRAIN: train} if filled else {}
+        self._evaluate, self._programs = evaluate, programs
+        self._sharding, self._iters, self._blocks = sharding, iters, blocks
+        self._streams: dict[tuple[str, Any], Stream] = {}
+
+    def check(self, shape: Shape) -> None:
+        """Raises ValueError where a data set is too small for batches of a phase."""
+        for name in self._sets:
+            self._stream(name, shape)
+
+    def _stream(self, name: str, shape: Shape) -> Stream:
+        key = name, replace(shape, steps=0)
+        if key not in self._streams:
+            data = self._sets[name]
+            try:
+                plan = validation_plan(data, shape, self._iters)
+            except ValueError as error:
+                raise ValueError(f"validation {name!r}: {error}" if name else str(error)) from error
+            self._streams[key] = Stream(plan, {"self": data}, self._sharding)
+        return self._streams[key]
+
+    def prepare(self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape) -> list[Hashable]:
+        """Begin to compile what a phase of this shape needs, and return the keys of these programs."""
+        keys: list[Hashable] = []
+        for name in self._sets:
+            batch = self._stream(name, shape).abstract()
+            keys.append(("evaluate", batch_key(batch)))
+            self._programs.prepare(keys[-1], self._evaluate, state.params, state.rest, dict(settings), batch)
+        return keys
+
+    def run(
+        self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape, *, one_in_flight: bool
+    ) -> dict[str, list[dict[str, jax.Array]]]:
+        """The losses of every batch by data set, on the device."""
+        losses: dict[str, list[dict[str, jax.Array]]] = {}
+        self.prepare(state, settings, shape)
+        for name in self._sets:
+            stream = self._stream(name, shape)
+            program = self._programs.get(("evaluate", batch_key(stream.abstract())))
+            losses[name] = []
+            if self._blocks is not None:
+                stream.verify(0, stream.plan.total_steps, self._blocks)
+            for step in range(stream.plan.total_steps):
+                losses[name].append(program(state.params, state.rest, dict(settings), stream.batch(step)))
+                if one_in_flight:
+                    jax.block_until_ready(losses[name][-1])
+        return losses
+
+    def reads(self, shape: Shape) -> dict[str, tuple[int, int]]:
+        """(batches, tokens) that are read of each data set, by name."""
+        plans = {name: self._stream(name, shape).plan for name in self._sets}
+        return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
+
+    def summarize(self, losses: Mapping[str, list[dict[str, float]]], shape: Shape) -> dict[str, float]:
+        """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal"}: means over what `run` gave.
+
+        "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets, weighted by the tokens read.
+        """
+        result, total, balance, weight = {}, 0.0, 0.0, 0
+        for name, found in losses.items():
+            mean = sum(batch["loss"] for batch in found) / len(found)
+            if name == TRAIN:
+                result["train_eval_loss"] = mean
+                continue
+            if name != HELD_OUT:
+                result[f"val_loss/{name}"] = mean
+            rows, length = self._stream(name, shape).plan.shape(0)
+            total, weight = total + mean * rows * length * len(found), weight + rows * length * len(found)
+            balance += sum(batch.get(BALANCE, 0.0) for batch in found) * rows * length
+        return {"val_loss": total / weight, "val_bal": balance / weight, **result} if weight else {}
+
+
+def ask(eval_fn: Callable[[Any], Any] | None, state: Any, say: Callable[[str], None]) -> dict[str, float]:
+    """Let the user's function see the state: the numbers that it gives on rank 0 are returned, a text is said.
+
+    A "val_loss" decides what is saved and when the run ends, so all ranks must have the same.
+    """
+    if eval_fn is None:
+        return {}
+    said, numbers = eval_fn(state), {}
+    if isinstance(said, Mapping):
+        numbers = {str(name): float(value) for name, value in said.items()}
+    elif said is not None and is_primary():
+        say(str(said))
+    return json.loads(broadcast_from_primary("evaluation", json.dumps(numbers), EVAL_LIMIT_S))

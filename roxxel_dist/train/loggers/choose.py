@@ -1,0 +1,46 @@
+"""Which trackers a process has."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+
+from roxxel_dist.cluster.distributed import is_primary, process_index
+from roxxel_dist.cluster.exit_codes import STATUS_ENV
+from roxxel_dist.train.loggers.base import Tracker
+from roxxel_dist.train.loggers.console import ConsoleTracker, TextTracker
+from roxxel_dist.train.loggers.logger import Logger
+
+METRICS = (
+    "roxxel_dist.train.loggers.csv_jsonl:csv_of",
+    "roxxel_dist.train.loggers.csv_jsonl:jsonl_of",
+)
+"""What makes the trackers of every run's metrics, on rank 0: called with the run directory and the step that this
+process goes on from (a tracker drops later rows); None where there is nothing to track to. W&B's, which has settings of
+its own, comes with them from the `Experiment`."""
+
+
+def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger | None = None) -> list[Tracker]:
+    """Rank 0 writes the metrics and talks to the person; every rank has its lines in `logs/rank-N.log`.
+
+    Under the launcher that file is made of what a rank prints, so there every rank prints.
+
+    Args:
+        run: the run directory.
+        total_steps: of the run.
+        restored_step: the step that this process goes on from; later rows of the logs are dropped.
+        logger: talks to the person instead.
+    """
+    launched = os.environ.get(STATUS_ENV) == "1"
+    trackers: list[Tracker] = []
+    if logger is not None and is_primary():
+        trackers.append(logger.tracker(total_steps, restored_step))
+    elif is_primary() or launched:
+        trackers.append(ConsoleTracker(total_steps))
+    if not launched:
+        trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
+    for place in METRICS if is_primary() else ():
+        make: Callable[[Path, int], Tracker | None] = resolve_name(place)
+        if (tracker := make(run, restored_step)) is not None:
+            trackers.append(tracker)
+    return trackers

@@ -1,0 +1,217 @@
+"""What the machine could do, and what of it training uses: peak FLOP/s, model FLOPs utilisation, memory.
+
+How far the host may run ahead of the devices.
+
+How fast training is: time and tokens since the last report, with what is not training left out.
+"""
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+ON_ACCELERATORS = 3
+"""Steps that may wait: enough to keep the devices busy, few enough to stop soon."""
+
+
+class InFlight:
+    """The steps that were handed to the devices and are not known to be done.
+
+    Args:
+        mesh: their devices. On a CPU one step at a time: XLA's in-process collectives starve where several programs
+            wait for them.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.limit = 1 if mesh.devices.flat[0].platform == "cpu" else ON_ACCELERATORS
+        self._waiting: deque[jax.Array] = deque()
+
+    def add(self, result: jax.Array) -> None:
+        """A step was handed over; `result` is one of its results, which no later step takes for its own."""
+        self._waiting.append(result)
+
+    def make_room(self) -> bool:
+        """Wait until another step may be handed over; returns whether none is left to wait for."""
+        while len(self._waiting) >= self.limit:
+            jax.block_until_ready(self._waiting.popleft())
+        return not self._waiting
+
+    def settle(self) -> None:
+        """Wait for all of them."""
+        jax.block_until_ready(list(self._waiting))
+        self._waiting.clear()
+
+
+class Meter:
+    """Starts when made; `pause` and `resume` leave out validations, saves and compilations."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s: float | None = None
+        """As of the last report."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh, after a step that compiled."""
+        self._since = time.perf_counter()
+        self._paused_at: float | None = None
+        self._finished_at: float | None = None
+        self._steps = self._tokens = 0
+
+    def step(self, tokens: int) -> None:
+        """One step of `tokens` tokens was begun."""
+        self._steps += 1
+        self._tokens += tokens
+        self._finished_at = None  # it was said of the steps before
+
+    def finished(self) -> None:
+        """All steps begun until now are known to be done: the next report ends here, not when it is made."""
+        self._finished_at = time.perf_counter()
+
+    def pause(self) -> None:
+        """From here on it is not training."""
+        if self._paused_at is None:
+            self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def report(self) -> dict[str, float]:
+        """{"ms_per_step", "tokens_per_s"} since the last report; empty where no step was timed."""
+        if not self._steps:
+            return {}
+        end = self._finished_at or self._paused_at or time.perf_counter()
+        spent = max(end - self._since, 1e-9)
+        self.tokens_per_s = self._tokens / spent
+        result = {"ms_per_step": 1000 * spent / self._steps, "tokens_per_s": self.tokens_per_s}
+        self._since, self._finished_at, self._steps, self._tokens = end, None, 0, 0
+        return result
+
+
+HALF = ("bfloat16", "float16")
+PEAKS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
+    # device_kind as jax says it (a regular expression, matched to its end), dense TFLOP/s of one jax device, dtypes.
+    # NVIDIA: the data sheet of each product; where it gives figures "with sparsity", half of them. GeForce: the
+    # architecture white papers (GA102, AD102), tensor cores with float32 accumulation. No Laptop, D or Ti variants, and
+    # no MIG slices: they end otherwise.
+    (r"(Tesla )?V100-SXM.*", 125.0, ("float16",)),
+    (r"(Tesla )?V100-PCIE.*", 112.0, ("float16",)),
+    (r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",)),
+    (r"(Tesla )?T4", 65.0, ("float16",)),
+    (r"A100(-SXM4-\d+GB|-PCIE-\d+GB| 80GB PCIe)", 312.0, HALF),
+    (r"H100 \d+GB HBM3", 989.4, HALF),  # SXM
+    (r"H100 PCIe", 756.0, HALF),
+    (r"H100 NVL", 835.5, HALF),
+    (r"H200", 989.4, HALF),
+    (r"H200 NVL", 835.5, HALF),
+    (r"B200", 2250.0, HALF),
+    (r"L4", 121.0, HALF),
+    (r"L40S", 362.05, HALF),
+    (r"GeForce RTX 3090", 71.0, HALF),
+    (r"GeForce RTX 4090", 165.2, HALF),
+    # Google Cloud's page of each TPU version, per chip. A jax device is a core in v2 and v3 (half a chip), else a chip.
+    (r"TPU v2", 22.5, ("bfloat16",)),
+    (r"TPU v3", 61.5, ("bfloat16",)),
+    (r"TPU v4", 275.0, ("bfloat16",)),
+    (r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",)),
+    (r"TPU v5p?", 459.0, ("bfloat16",)),
+    (r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",)),
+)
+
+
+class Device(Protocol):
+    """What is asked of a jax device here."""
+
+    @property
+    def device_kind(self) -> str:
+        """Its name, as "NVIDIA H100 80GB HBM3"."""
+        ...
+
+
+def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
+    """The most FLOP/s of one jax device in dense matrix products.
+
+    Args:
+        device_kind: as `jax.Device.device_kind` says it.
+        dtype: of the products, a name or a numpy dtype; bfloat16 or float16 where the device has it.
+
+    Returns:
+        FLOP/s, or None where no source says it: an unknown device, or another dtype.
+    """
+    name = jax.dtypes.canonicalize_dtype(dtype).name
+    kind = device_kind.removeprefix("NVIDIA ").strip()
+    for pattern, tera, dtypes in PEAKS:
+        if re.fullmatch(pattern, kind):
+            return tera * 1e12 if name in dtypes else None
+    return None
+
+
+def mfu(
+    tokens_per_s: float, flops_per_token: float, devices: Sequence[Device], dtype: Any = "bfloat16"
+) -> float | None:
+    """Model FLOPs utilisation: the share (0 to 1) of the devices' peak that training uses.
+
+    Args:
+        tokens_per_s: over all devices.
+        flops_per_token: of a training step, forward and backward. What rematerialisation computes twice is not counted:
+            it is no use to the model.
+        devices: all that work, those of other processes too.
+        dtype: of the matrix products.
+
+    Returns:
+        None where the peak of a device is not known.
+    """
+    peaks = [peak_flops(device.device_kind, dtype) for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    if not known or len(known) < len(peaks):
+        return None
+    return tokens_per_s * flops_per_token / sum(known)
+
+
+def peak_memory_gb(devices: Sequence[Any] | None = None) -> dict[str, float]:
+    """The most memory held so far, in GB of 10^9 bytes, under the name for the log.
+
+    Args:
+        devices: jax devices of this process; by default all of its own.
+
+    Returns:
+        {"vram_gb": of the fullest device}, or {"ram_gb": of this process} where devices do not report, as on CPU.
+    """
+    stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
+    if peaks:
+        return {"vram_gb": max(peaks) / 1e9}
+    return {"ram_gb": peak_rss_bytes() / 1e9}
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that the arrays of a tree, or their shapes with shardings, take on one device."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def free_device_bytes() -> float:
+    """The memory free on the fullest device of this process; on CPU its share of what the machine has available."""
+    devices = jax.local_devices()
+    stats = [device.memory_stats() or {} for device in devices]
+    free = [stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats if "bytes_limit" in stat]
+    if free:
+        return min(free)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) * 1024 / len(devices) if found else math.inf
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held in RAM.
+
+    From /proc: the figure of getrusage begins with what the parent process held.
+    """
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

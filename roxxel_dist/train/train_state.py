@@ -1,0 +1,543 @@
+"""What a run has come to, as the functions that users write see it.
+
+A module as flat leaves: what is trained, what is frozen, and what else it holds.
+
+The model is split once. Its leaves travel as dictionaries from a parameter's name to its array, which cost a fraction
+of what NNX states or objects cost at the border of a jitted call, and are merged into a module again while tracing.
+
+The state of a run, made of a module's leaves (see `parts.py`) straight into its shards.
+"""
+
+import contextlib
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
+from roxxel_dist.cluster.parameter_sharding import Axes, parameter_sharding
+from roxxel_dist.model.layers import FULL_PRECISION, Setting
+from roxxel_dist.model.lora import LoRAParam, scales_of
+from roxxel_dist.train.bad_steps import Health, healthy
+from roxxel_dist.train.throughput import device_bytes, free_device_bytes
+
+Leaves = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of a module's variables: the names of its leaves and the tree that they make."""
+
+    names: tuple[str, ...]
+    tree: Any
+    asked: tuple[P | None, ...]
+    """How the module asks each leaf to be partitioned, in names of mesh axes."""
+    uncast: frozenset[str]
+    """Leaves that compute in the type that they are stored in: those that the module marks `FULL_PRECISION`."""
+
+    def state(self, leaves: Mapping[str, Any]) -> Any:
+        """The NNX state made of these leaves; others are left out."""
+        return jax.tree.unflatten(self.tree, [leaves[name] for name in self.names])
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A module taken apart: what does not change while training, in its two modes."""
+
+    training: Any
+    """Graph definition with dropout on."""
+    evaluating: Any
+    """Graph definition with dropout off."""
+    params: Part
+    """What is trained: of a module with adapters those alone, else all parameters."""
+    frozen: Part
+    """Of a module with adapters, all other parameters: inputs of every step, among the settings. No moments are kept of
+    them, and they are in no checkpoint."""
+    rest: Part
+    settings: Part
+    scales: Mapping[str, float]
+    """Of each adapter by its name: what it counts (see `model.lora.merge_adapters`)."""
+    axes: Callable[[str], Axes] | None = None
+    """The module's own table of the axes that its parameters are cut over, by name: its `parameter_axes`."""
+
+    def merge(
+        self,
+        params: Mapping[str, Any],
+        rest: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        *,
+        training: bool,
+        dtype: Any = None,
+    ) -> Any:
+        """The module made of these leaves. `settings` may hold more than the model's.
+
+        Args:
+            params: what is trained.
+            rest: random streams, running statistics.
+            settings: inputs of every step: the module's settings, and what is frozen.
+            training: whether dropout is on.
+            dtype: what floating parameters, frozen ones too, are cast to; None leaves them as they are.
+        """
+        graphdef = self.training if training else self.evaluating
+        weights = {**params, **{name: settings[name] for name in self.frozen.names}}
+        weights = cast(weights, dtype, self.params.uncast | self.frozen.uncast)
+        states = self.params.state(weights), self.frozen.state(weights)
+        return nnx.merge(graphdef, *states, self.settings.state(settings), self.rest.state(rest))
+
+    def of_base(self, params: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters that another run's weights may stand in for: the frozen ones, or all where none are."""
+        if not self.frozen.names:
+            return dict(params)
+        return {name: settings[name] for name in self.frozen.names}
+
+    def rest_of(self, model: nnx.Module) -> Leaves:
+        """What a merged module holds beside parameters and settings, after it was called.
+
+        Variables that the call added (NNX's intermediates) are left out: the state keeps its shape.
+        """
+        leaves = named_leaves(_split(model)[-1])[1]
+        return {name: leaves[name] for name in self.rest.names}
+
+
+def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves, Leaves]:
+    """(what does not change, parameters, the rest, settings) of a module, each by name; the module is left alone.
+
+    Of a module with adapters they are the parameters, and what is frozen is among the settings.
+
+    Raises:
+        ValueError: two leaves have one name.
+    """
+    twin = nnx.merge(*nnx.split(model))
+    twin.eval()
+    evaluating = nnx.split(twin)[0]
+    twin.train()
+    training, *states = _split(twin)
+    found = [named_leaves(state) for state in states]
+    params, frozen, settings, rest = (part for part, _ in found)
+    param_leaves, frozen_leaves, setting_leaves, rest_leaves = (leaves for _, leaves in found)
+    axes = getattr(type(model), "parameter_axes", None)
+    parts = ModelParts(training, evaluating, params, frozen, rest, settings, scales_of(twin), axes)
+    return parts, param_leaves, rest_leaves, frozen_leaves | setting_leaves
+
+
+def _split(model: nnx.Module) -> Any:
+    """(graph definition, what is trained, what is frozen, settings, rest)."""
+    graphdef, adapters, others, settings, rest = nnx.split(model, LoRAParam, nnx.Param, Setting, ...)
+    trained, frozen = (adapters, others) if jax.tree.leaves(adapters) else (others, adapters)
+    return graphdef, trained, frozen, settings, rest
+
+
+def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) -> dict[str, Any]:
+    """Floating parameters as `dtype`, but for those of `uncast`; all as they are for None."""
+    if dtype is None:
+        return dict(params)
+    return {
+        name: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) and name not in uncast else p
+        for name, p in params.items()
+    }
+
+
+def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
+    """The leaves of an NNX state by name, such as "blocks.0.attention.qkv.kernel", in the tree's order."""
+    leaves: dict[str, Any] = {}
+    asked, uncast = [], set()
+    variables, _ = jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for path, variable in variables:
+        for inner, leaf in jax.tree.leaves_with_path(variable):
+            inside = inner[1:] if isinstance(variable, nnx.Variable) else inner  # the first is "value"
+            name = jax.tree_util.keystr((*path, *inside), simple=True, separator=".")
+            if name in leaves:
+                raise ValueError(
+                    f"two of the module's arrays are called {name}: rename an attribute or a key with a dot"
+                )
+            leaves[name] = leaf
+            asked.append(_asked(variable))
+            if isinstance(variable, nnx.Variable) and variable.get_metadata().get(FULL_PRECISION):
+                uncast.add(name)
+    return Part(tuple(leaves), jax.tree.structure(state), tuple(asked), frozenset(uncast)), leaves
+
+
+def _asked(variable: Any) -> P | None:
+    """The partitioning in a variable's metadata, logical axes resolved by NNX's rules; None where there is none."""
+    wanted = variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
+    if not wanted:
+        return None
+    return wanted.spec if isinstance(wanted, NamedSharding) else nnx.get_partition_spec(variable).get_value()
+
+
+MEMORY_CHECK_ENV = "ROXXEL_MEMORY_CHECK"
+"""Set to off, a model is tried that is larger than the memory that is free."""
+SLOW_S = 2.0
+
+
+class TrainState(NamedTuple):
+    """All that a step changes."""
+
+    step: jax.Array
+    """int32[]: optimizer steps done."""
+    params: Leaves
+    rest: Leaves
+    """What is neither parameter nor setting: random streams, running statistics."""
+    opt_state: Any
+    health: Health
+    """What is known of bad steps."""
+
+
+def init_state(
+    model: nnx.Module | Callable[[], nnx.Module],
+    init_optimizer: Callable[[Leaves], Any],
+    mesh: Mesh,
+    *,
+    fsdp: bool = False,
+    dtype: Any = None,
+    restored: bool = False,
+    load: Callable[[Leaves], Leaves] | None = None,
+) -> tuple[ModelParts, TrainState, Leaves]:
+    """The state before the first step, on the mesh.
+
+    Args:
+        model: a module, the same on every process, whose arrays are copied; or a callable that makes one, with random
+            streams of its own, which is traced and computed straight into its shards.
+        init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
+        mesh: devices of all processes.
+        fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks for
+            itself (`nnx.with_partitioning`) holds in any case.
+        dtype: of all floating parameters, and so of the moments; None leaves them as they are.
+        restored: the state will be read from a checkpoint: of a callable's parameters, and of all moments, nothing is
+            computed; `jax.ShapeDtypeStruct`s with shardings stand for them.
+        load: gives the parameters, placed as those that it is shown, instead of the ones the module begins with. Of a
+            module with adapters it gives what is frozen, for a state that is restored too.
+
+    Returns:
+        What does not change, the state, and the inputs of every step by name: the module's settings, float32[] scalars,
+        and what is frozen of its parameters.
+
+    Raises:
+        ValueError: a module asks for a mesh axis that is not there, or that does not divide; or what a callable makes,
+            its optimizer's state and its gradients are more than a device has free.
+        TypeError: the callable returns no module.
+    """
+    if isinstance(model, nnx.Module):
+        parts, params, rest, settings = take_apart(model)
+        places = _places(parts, params | settings | rest, mesh, fsdp)
+        weights = _weights(parts)
+        leaves = {
+            name: _spread(_cast(leaf, dtype if name in weights else None), places[name])
+            for name, leaf in (params | settings | rest).items()
+        }
+    else:
+        parts, shapes, programs = _trace(model, mesh, dtype)
+        places, leaves = _places(parts, shapes, mesh, fsdp), {}
+        _check_room(parts, shapes, places, init_optimizer, mesh, dtype)
+        given = set(parts.params.names) if restored else set()
+        given |= set(_loaded(parts)) if load is not None else set()
+        size = sum(math.prod(shapes[name].shape) for name in _weights(parts) - given)
+        with jax.set_mesh(mesh), _said_if_slow(f"initialising {size:,} parameters"):
+            for program in programs(places, given):
+                leaves |= program()
+            jax.block_until_ready(leaves)
+        leaves |= {name: _described(shapes[name], places[name], dtype) for name in given}
+    if load is not None and (parts.frozen.names or not restored):
+        leaves |= load({name: leaves[name] for name in _loaded(parts)})
+    params, rest, settings = _sorted(parts, leaves)
+    program = _optimizer_program(init_optimizer, params, mesh)
+    opt_state = program.eval_shape(params) if restored else program(params)
+    everywhere = NamedSharding(mesh, P())
+    step, health = jax.tree.map(lambda leaf: _spread(leaf, everywhere), (jnp.zeros((), jnp.int32), healthy()))
+    return parts, TrainState(step, params, rest, opt_state, health), settings
+
+
+def abstract_state(
+    model: Callable[[], nnx.Module], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, fsdp: bool, dtype: Any
+) -> tuple[ModelParts, TrainState, Leaves]:
+    """What `init_state` gives, as `jax.ShapeDtypeStruct`s with shardings: nothing is computed. It raises the same."""
+    parts, shapes, _ = _trace(model, mesh, dtype)
+    places = _places(parts, shapes, mesh, fsdp)
+    weights = _weights(parts)
+    leaves = {name: _described(shapes[name], places[name], dtype if name in weights else None) for name in shapes}
+    params, rest, settings = _sorted(parts, leaves)
+    opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
+    everywhere = NamedSharding(mesh, P())
+    step, health = jax.tree.map(lambda x: _described(x, everywhere), (jnp.zeros((), jnp.int32), healthy()))
+    return parts, TrainState(step, params, rest, opt_state, health), settings
+
+
+def _check_room(
+    parts: ModelParts, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding], init_optimizer: Any, mesh: Mesh,
+    dtype: Any,
+) -> None:  # fmt: skip
+    """Raises ValueError where the state and the gradients of a model are larger than what a device has free."""
+    if os.environ.get(MEMORY_CHECK_ENV) == "off":
+        return
+    weights = _weights(parts)
+    leaves = {name: _described(shapes[name], places[name], dtype if name in weights else None) for name in shapes}
+    params, rest, settings = _sorted(parts, leaves)
+    opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
+    sizes = [device_bytes(tree) for tree in ((params, rest, settings), opt_state, params)]
+    # Processes on CPU share the memory of their host.
+    free = free_device_bytes() / (_ranks_here() if mesh.devices.flat[0].platform == "cpu" else 1)
+    if sum(sizes) > free:
+        model, optimizer, gradients = (f"{size / 1e9:,.1f} GB" for size in sizes)
+        raise ValueError(
+            f"the model does not fit: each device needs {sum(sizes) / 1e9:,.1f} GB (model {model}, optimizer "
+            f"{optimizer}, gradients {gradients}) beside activations, and {free / 1e9:,.1f} GB are free: use a smaller "
+            f"model, use_bf16, fsdp on more devices, or set {MEMORY_CHECK_ENV}=off to try all the same"
+        )
+
+
+def _ranks_here() -> int:
+    """How many processes of the run are on this host."""
+    host = socket.gethostname()
+    hosts = broadcast_from_primary("hosts of the ranks", "\n".join(gather_to_primary("hosts of the ranks", host)))
+    return hosts.split("\n").count(host) or 1
+
+
+@contextlib.contextmanager
+def _said_if_slow(text: str) -> Iterator[None]:
+    """Print a line where what is done within takes longer than a person waits for without asking."""
+    timer = threading.Timer(SLOW_S, lambda: print(text, flush=True))
+    timer.daemon = True
+    if is_primary():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _weights(parts: ModelParts) -> frozenset[str]:
+    """The names of all parameters."""
+    return frozenset(parts.params.names + parts.frozen.names)
+
+
+def _loaded(parts: ModelParts) -> tuple[str, ...]:
+    """The names of what another run's weights stand in for."""
+    return parts.frozen.names or parts.params.names
+
+
+def _sorted(parts: ModelParts, leaves: Mapping[str, Any]) -> tuple[Leaves, Leaves, Leaves]:
+    """(parameters, the rest, inputs of every step) of all leaves."""
+    names = parts.params.names, parts.rest.names, parts.frozen.names + parts.settings.names
+    params, rest, settings = ({name: leaves[name] for name in some} for some in names)
+    return params, rest, settings
+
+
+def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
+    shape = jax.eval_shape(partial(_cast, dtype=dtype), leaf)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+
+def _trace(
+    build: Callable[[], nnx.Module], mesh: Mesh, dtype: Any
+) -> tuple[ModelParts, dict[str, Any], Callable[..., list[Callable[[], Leaves]]]]:
+    """(what does not change, shapes by name, places to the programs that fill them) of a module yet to be made.
+
+    The module is traced once, and nothing of it is computed. The programs leave out what is given.
+    """
+
+    def split() -> Any:
+        try:
+            model = build()
+        except TraceContextError as error:
+            error.add_note("a callable that makes the model is traced: it must make its nnx.Rngs itself")
+            raise
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"model is a callable that returned a {type(model).__name__}: it must return an nnx.Module")
+        return nnx.split(model)
+
+    # NNX would place each variable as it is made, and fail at logical axes. The mesh is there for the module's own use.
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+        closed, (graphdef, state) = jax.make_jaxpr(split, return_shape=True)()
+    parts = take_apart(nnx.merge(graphdef, state))[0]
+    weights = _weights(parts)
+    shapes = named_leaves(state)[1]
+
+    def make(chosen: Sequence[str]) -> Leaves:
+        values = dict(zip(shapes, jaxpr_as_fun(closed)(), strict=True))
+        return {name: _cast(values[name], dtype if name in weights else None) for name in chosen}
+
+    # XLA for CPU schedules for parallel work unless told otherwise, with scratch memory for many random arrays at once.
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
+
+    # Settings by a program of their own: they are constants in it, and the large one is then the same for all rates.
+    def programs(places: Mapping[str, NamedSharding], given: Collection[str] = ()) -> list[Callable[[], Leaves]]:
+        computed = (*parts.params.names, *parts.frozen.names, *parts.rest.names)
+        return [
+            jax.jit(
+                partial(make, chosen), out_shardings={name: places[name] for name in chosen}, compiler_options=options
+            )
+            for chosen in (parts.settings.names, tuple(name for name in computed if name not in given))
+            if chosen
+        ]
+
+    return parts, shapes, programs
+
+
+def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
+    """A leaf as an array, a floating one as `dtype` where given; never weakly typed, as a restored one is not."""
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jnp.asarray(leaf, dtype if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
+
+
+def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
+    """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
+    weights = _weights(parts)
+    return {
+        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and name in weights, axes)
+        for part in (parts.params, parts.frozen, parts.settings, parts.rest)
+        for name, asked in zip(part.names, part.asked, strict=True)
+        for axes in [parts.axes(name) if parts.axes and name in weights else None]
+    }
+
+
+def _optimizer_program(init: Callable[[Leaves], Any], params: Mapping[str, Any], mesh: Mesh) -> Any:
+    """The jitted `init`: what has a parameter's name and shape, as moments have, lies as the parameter does.
+
+    The rest, counts and the sums over rows and columns of a factored moment, is small: a whole copy everywhere.
+    """
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for key in reversed(path):
+            param = params.get(str(getattr(key, "key", "")))
+            if param is not None and param.shape == leaf.shape:
+                return param.sharding
+        return NamedSharding(mesh, P())
+
+    return jax.jit(init, out_shardings=jax.tree.map_with_path(place, jax.eval_shape(init, params)))
+
+
+def _spread(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A copy of `leaf` on a mesh that other processes share; all have the same value already."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _spread(jax.random.key_data(leaf), sharding)
+        wrap = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(leaf))
+        return jax.jit(wrap, out_shardings=sharding)(data)
+    if not leaf.is_fully_addressable:
+        return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    value = np.array(leaf)  # a copy: the state is donated, and the caller's arrays must survive that
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+ROOM = 0.9
+"""Share of a device's free memory that one more copy of the model may take; programs need some beside it."""
+
+
+class ModelState:
+    """The model, the optimizer's state and the step.
+
+    It shows the arrays of the step that it was taken after: the next step takes their memory, so use it at once and
+    copy what shall be kept.
+    """
+
+    def __init__(self, parts: ModelParts, state: TrainState, settings: dict[str, jax.Array]) -> None:
+        self._parts, self._state, self._settings = parts, state, settings
+
+    @property
+    def step(self) -> jax.Array:
+        """int32[]: steps done; `int(state.step)` and `state.step[...]` read it."""
+        return self._state.step
+
+    @property
+    def model(self) -> Any:
+        """The module with dropout off; its arrays lie on the mesh, so on several processes all must compute with it."""
+        return self._parts.merge(self._state.params, self._state.rest, self._settings, training=False)
+
+    @property
+    def optimizer(self) -> Any:
+        """The state of the optax transformation."""
+        return self._state.opt_state
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        """Parameters by name; of a model with adapters, the adapters."""
+        return self._state.params
+
+    @property
+    def frozen(self) -> dict[str, jax.Array]:
+        """Parameters that are not trained, by name; none without adapters."""
+        return {name: self._settings[name] for name in self._parts.frozen.names}
+
+    def flops_per_token(self) -> Callable[[int], float]:
+        """(tokens a row) -> floating-point operations of a step, for a token: as the module says, or 6 a parameter."""
+        usual = 6.0 * sum(leaf.size for leaf in self.params.values())
+        usual += 4.0 * sum(leaf.size for leaf in self.frozen.values())  # there is no gradient of them
+        # Asked for at every row, and a module may walk through all of its parameters to answer.
+        return cache(getattr(self.model, "flops_per_token", lambda length: usual))
+
+    def copy_to(self, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None) -> None:
+        """Give a module that was trained, and its optimizer, the arrays of this state; they are not copied.
+
+        What lay on one device of this process is given from there, where each device has the whole of it.
+
+        Args:
+            model: of which this state was made.
+            optimizer: whose transformation has trained it; None where there is no such object.
+        """
+        frozen = {name: self._settings[name] for name in self._parts.frozen.names}
+        for part, leaves in ((self._parts.params, self.params), (self._parts.frozen, frozen),
+                             (self._parts.rest, self._state.rest)):  # fmt: skip
+            nnx.update(model, part.state(jax.tree.map(_on_one_device, leaves)))
+        if optimizer is None:
+            return
+        names = set(self._parts.params.names)
+
+        def of_parameters(tree: Any) -> bool:
+            return isinstance(tree, dict) and set(tree) == names
+
+        as_states = jax.tree.map(
+            lambda tree: self._parts.params.state(tree) if of_parameters(tree) else tree,
+            self._state.opt_state,
+            is_leaf=of_parameters,
+        )
+        leaves = [_on_one_device(leaf) for leaf in jax.tree.leaves(as_states)]
+        theirs, tree = jax.tree.flatten(nnx.state(optimizer.opt_state))
+        if [leaf.shape for leaf in leaves] == [leaf.shape for leaf in theirs]:  # else it was made for other parameters
+            nnx.update(optimizer.opt_state, jax.tree.unflatten(tree, leaves))
+            optimizer.step[...] = jnp.asarray(int(self.step), optimizer.step[...].dtype)
+
+    def local_model(self) -> Any:
+        """A module with dropout off on this process's first device alone. Every process must ask for it.
+
+        Raises:
+            MemoryError: on every process, where a device of one of them has no room for the whole model beside what it
+                holds.
+        """
+        leaves, tree = jax.tree.flatten((self._state.params, self._state.rest, self._settings))
+        cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}
+        if cut:
+            _check_room_for_model(sum(leaf.size * leaf.dtype.itemsize for leaf in cut.values()))
+            everywhere = NamedSharding(next(iter(cut.values())).sharding.mesh, P())
+            whole = jax.jit(lambda cut: cut, out_shardings=everywhere)(cut)
+            leaves = [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
+        params, rest, settings = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
+        return self._parts.merge(params, rest, settings, training=False)
+
+
+def _on_one_device(leaf: jax.Array) -> jax.Array:
+    """The first device's copy of an array that all devices have the whole of."""
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+
+
+def _check_room_for_model(size: int) -> None:
+    """Raises MemoryError, on all processes alike, where so many bytes more do not fit on each device of this one."""
+    free = free_device_bytes()
+    problem = f"{size / 1e9:.1f} GB do not fit in the {free / 1e9:.1f} GB free on a device of rank {process_index()}"
+    problems = gather_to_primary("room for the whole model", problem if size > ROOM * free else "")
+    if problem := broadcast_from_primary("room for the whole model", next(filter(None, problems), "")):
+        raise MemoryError(f"the whole model on one device: {problem}")
