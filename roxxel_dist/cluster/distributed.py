@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import jax
 
@@ -78,8 +79,10 @@ def _check_port(coordinator: str) -> None:
             raise PortTakenError(f"another process listens at {coordinator}, where rank 0 should") from error
 
 
-process_index, process_count = jax.process_index, jax.process_count
-"""The rank of this process, from 0, and how many processes the job has."""
+process_index: Callable[[], int] = jax.process_index
+"""The rank of this process, from 0."""
+process_count: Callable[[], int] = jax.process_count
+"""How many processes the job has."""
 
 
 def is_primary() -> bool:

@@ -164,5 +164,7 @@ class AgentPipe:
             return False
 
 
-agent_pipe = functools.cache(AgentPipe)
-"""The pipe of this process."""
+@functools.cache
+def agent_pipe() -> AgentPipe:
+    """The pipe of this process."""
+    return AgentPipe()

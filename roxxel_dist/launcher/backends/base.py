@@ -46,7 +46,7 @@ class Backend:
     """The interpreter on the hosts."""
     address: str | None = None
     """Where rank 0 is for all ranks, if that is known before anybody has looked."""
-    heartbeat_timeout_s: float | None = None
+    heartbeat_timeout_s: ClassVar[float | None] = None
     """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
 
     @property

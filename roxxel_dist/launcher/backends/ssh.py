@@ -37,7 +37,7 @@ class SshBackend(base.Backend):
     """
 
     kind = "ssh"
-    heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
     hosts: Sequence[str]
     """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
     _: KW_ONLY

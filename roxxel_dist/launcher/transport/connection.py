@@ -39,6 +39,9 @@ class HostConnection:
     """Whether it has said anything."""
     done: bool = False
     """Whether nothing more is expected from it: its work has ended, or it is lost."""
+    decoder: Decoder = field(default_factory=Decoder)
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
+    """The last lines of its stderr: those of ssh, or of a program that could not start."""
 
     def __post_init__(self) -> None:
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
@@ -46,10 +49,9 @@ class HostConnection:
         assert stdout is not None
         assert stderr is not None
         self._streams = (stdin, stdout, stderr)
-        self.order_fd, self.fd, self.error_fd = (stream.fileno() for stream in self._streams)
-        self.stderr: deque[str] = deque(maxlen=STDERR_LINES)
-        """The last lines of its stderr: those of ssh, or of a program that could not start."""
-        self.decoder = Decoder()
+        self.order_fd: int = stdin.fileno()
+        self.fd: int = stdout.fileno()
+        self.error_fd: int = stderr.fileno()
         self._outbox = Outbox(self.order_fd)
         self._lines = LineSplitter()
         self._lock = threading.Lock()

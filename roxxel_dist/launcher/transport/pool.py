@@ -5,7 +5,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
@@ -49,7 +49,7 @@ class HostPool:
 
     def __init__(self, backend: Backend, wake: int | None = None, words: Sequence[str] = ()) -> None:
         self._by_host: dict[str, HostConnection] = {}
-        self.all = self._by_host.values()
+        self.all: Collection[HostConnection] = self._by_host.values()
         """In the order of their start."""
         self.gone: dict[str, str] = {}
         """Hosts that do not answer questions, and why."""

@@ -154,7 +154,8 @@ class MemberBackend(LocalBackend):
     kind = "member"
 
     def __init__(self, address: str, *, leads: bool) -> None:
-        self.address, self.is_coordinator = address, leads
+        self.address: str | None = address
+        self.is_coordinator: bool = leads
 
     def describe(self) -> Mapping[str, Any]:
         """What `backends.make` needs."""

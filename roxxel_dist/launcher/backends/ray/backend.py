@@ -65,7 +65,7 @@ class RayBackend(base.Backend):
     """
 
     kind = "ray"
-    heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
 
     def __init__(self, options: RayOptions, gpus: int | None = None) -> None:
         cluster.check_address(options.address)
@@ -76,8 +76,8 @@ class RayBackend(base.Backend):
             raise ValueError(f"--place-timeout {options.place_timeout:g}: must be seconds, more than 0")
         self._options = options
         self._bundle = {"CPU": options.cpus_per_host, **({} if gpus is None else {"GPU": gpus})}
-        self.python = options.python or sys.executable
-        self.hosts = tuple(f"bundle-{index}" for index in range(options.hosts))
+        self.python: str = options.python or sys.executable
+        self.hosts: Sequence[str] = tuple(f"bundle-{index}" for index in range(options.hosts))
         self._directory: str | None = options.directory or os.getcwd()  # None: that of Ray's workers
         self._ray: Any = None
         self._head = ""

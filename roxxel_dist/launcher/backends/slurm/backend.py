@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
@@ -27,7 +28,7 @@ class SlurmBackend(base.Backend):
     """One agent a node of a SLURM job, from anywhere where `srun` works. Raises ValueError as `check_container`."""
 
     kind = "slurm"
-    heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
     job_id: str
     hosts: Sequence[str]
     """Names of its nodes, in the order of the ranks."""
