@@ -13,6 +13,7 @@ import tyro
 import yaml
 
 from roxxel_dist.cli import COMMANDS, main
+from roxxel_dist.cli import launch as launch_command
 from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
 
@@ -57,18 +58,18 @@ def _problem(given: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def _parsing_alone() -> Iterator[None]:
     """Within it a command ends by `Parsed` once its words are parsed, and config files need not be there."""
-    parser, from_yaml = tyro.cli, Config.from_yaml
+    parser, from_yaml, plain = tyro.cli, Config.from_yaml, launch_command.plain_options
 
     def parse(*args: Any, **kwargs: Any) -> None:
         parser(*args, **kwargs)
         raise Parsed
 
-    tyro.cli = parse
+    tyro.cli, launch_command.plain_options = parse, lambda *_: None
     Config.from_yaml = lambda path: from_yaml(path) if Path(path).exists() else Config()
     try:
         yield
     finally:
-        tyro.cli, Config.from_yaml = parser, from_yaml
+        tyro.cli, Config.from_yaml, launch_command.plain_options = parser, from_yaml, plain
 
 
 @cache

@@ -4,24 +4,15 @@ What `--help` touches imports neither jax nor numpy, so that it answers at once.
 """
 
 import contextlib
-import difflib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pkgutil import resolve_name
 
-from roxxel_dist.cli.arguments import as_flags
-from roxxel_dist.cli.data import data_build, data_info, data_verify
-from roxxel_dist.cli.doctor import doctor
-from roxxel_dist.cli.jobs import attach, logs, ps, stop
-from roxxel_dist.cli.launch import command_of
-from roxxel_dist.cli.models import evaluate, export, generate
-from roxxel_dist.cli.report import report
-from roxxel_dist.cli.sweep import sweep
-from roxxel_dist.cli.train import batch, find_lr, plan, save, train
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_USAGE, FileSystemError
-from roxxel_dist.config import UsageError
+from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 
 Command = Callable[[list[str]], int]
@@ -41,13 +32,15 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         _check_text(words)
-        return _dispatch("", COMMANDS, words)
-    except UsageError as error:
+        return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
+    except (ValueError, FileSystemError) as error:
+        from roxxel_dist.cli.arguments import as_flags
+        from roxxel_dist.config import UsageError
+
+        if not isinstance(error, UsageError | FileSystemError):
+            raise
         info(as_flags(str(error)))
-        return EXIT_USAGE
-    except FileSystemError as error:
-        info(as_flags(str(error)))
-        return EXIT_FILES
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FILES
     except KeyboardInterrupt:
         return 130
 
@@ -61,29 +54,36 @@ def _check_text(words: list[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
+            from roxxel_dist.config import UsageError
+
             raise UsageError(
                 f"{text!a} is no text in this locale ({sys.getfilesystemencoding()}), and a run is written in UTF-8: "
                 f"set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
             ) from error
 
 
-def _dispatch(group: str, table: dict[str, Command], words: list[str]) -> int:
+def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], words: list[str]) -> int:
     """Call the command that the first word names, or tell which there are."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview(group, table))
+        print(_overview(group, {name: find(name) for name in names}))
         return 0 if words else EXIT_USAGE
     word, full = words[0], f"{group} {words[0]}".strip()
-    if word in table:
-        return table[word](words[1:])
-    near = difflib.get_close_matches(word, table, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(table)}"
+    if word in names:
+        return find(word)(words[1:])
+    import difflib
+
+    from roxxel_dist.config import UsageError
+
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
     raise UsageError(f"there is no command {full!r}: {hint}")
 
 
-def _overview(group: str, table: dict[str, Command]) -> str:
-    width = max(map(len, table))
+def _overview(group: str, commands: dict[str, Command]) -> str:
+    width = max(map(len, commands))
     lines = [
-        f"  {name:<{width}}  {(command.__doc__ or '').splitlines()[0].rstrip('.')}" for name, command in table.items()
+        f"  {name:<{width}}  {(command.__doc__ or '').splitlines()[0].rstrip('.')}"
+        for name, command in commands.items()
     ]
     name = f"roxxel-dist {group}".strip()
     what = (ABOUT.get(group) or "") + "\n\n"
@@ -101,36 +101,42 @@ ABOUT = {
 }
 
 
-def data(words: list[str]) -> int:
+def data_group(words: list[str]) -> int:
     """Make, describe and check shards of tokens: build, info, verify."""
-    return _dispatch("data", {"build": data_build, "info": data_info, "verify": data_verify}, words)
+    return _dispatch("data", DATA, lambda word: resolve_name(DATA[word]), words)
 
 
-def launch(words: list[str]) -> int:
+def launch_group(words: list[str]) -> int:
     """Start a program as many processes, here or on many hosts, and watch over them."""
-    from roxxel_dist.launcher.backends import options
+    from roxxel_dist.cli.launch import command_of
 
-    return _dispatch("launch", {name: command_of(name, kind) for name, kind in options().items()}, words)
+    return _dispatch("launch", BACKENDS, command_of, words)
 
 
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
 """Commands that wait for other processes, and tell or ask them something when they are interrupted."""
-COMMANDS: dict[str, Command] = {
-    "data": data,
-    "batch": batch,
-    "train": train,
-    "find-lr": find_lr,
-    "plan": plan,
-    "save": save,
-    "eval": evaluate,
-    "generate": generate,
-    "export": export,
-    "report": report,
-    "sweep": sweep,
-    "launch": launch,
-    "doctor": doctor,
-    "ps": ps,
-    "logs": logs,
-    "attach": attach,
-    "stop": stop,
+COMMANDS = {
+    "data": "roxxel_dist.cli:data_group",
+    "batch": "roxxel_dist.cli.train:batch",
+    "train": "roxxel_dist.cli.train:train",
+    "find-lr": "roxxel_dist.cli.train:find_lr",
+    "plan": "roxxel_dist.cli.train:plan",
+    "save": "roxxel_dist.cli.train:save",
+    "eval": "roxxel_dist.cli.models:evaluate",
+    "generate": "roxxel_dist.cli.models:generate",
+    "export": "roxxel_dist.cli.models:export",
+    "report": "roxxel_dist.cli.report:report",
+    "sweep": "roxxel_dist.cli.sweep:sweep",
+    "launch": "roxxel_dist.cli:launch_group",
+    "doctor": "roxxel_dist.cli.doctor:doctor",
+    "ps": "roxxel_dist.cli.jobs:ps",
+    "logs": "roxxel_dist.cli.jobs:logs",
+    "attach": "roxxel_dist.cli.jobs:attach",
+    "stop": "roxxel_dist.cli.jobs:stop",
+}
+"""Where each command is: only the one that is called is imported, so that ranks start without delay."""
+DATA = {
+    "build": "roxxel_dist.cli.data:data_build",
+    "info": "roxxel_dist.cli.data:data_info",
+    "verify": "roxxel_dist.cli.data:data_verify",
 }

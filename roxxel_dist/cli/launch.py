@@ -1,37 +1,49 @@
 """`launch NAME`: starts a program as many processes. What each NAME is, `launcher/backends/` says."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import tyro
-
-from roxxel_dist.cli.arguments import normalise_switches, parse, parse_train
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.spec import split_flags
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend, Command, Options
     from roxxel_dist.launcher.spec import JobSpec
 
+T = TypeVar("T")
+READERS: dict[Any, Callable[[str], Any]] = {
+    int: int, int | None: int, float: float, float | None: float, str: str, str | None: str,
+}  # fmt: skip
 
-def command_of(name: str, kind: "type[Command]") -> Callable[[list[str]], int]:
+
+def command_of(name: str) -> Callable[[list[str]], int]:
     """The command `launch NAME` of a backend."""
+    kind: type[Command] = import_module(BACKENDS[name].partition(":")[0]).Options
 
     def command(words: list[str]) -> int:
         from roxxel_dist.launcher.backends.base import LaunchRequest
 
-        if "--" not in words and not {"-h", "--help"} & set(words):
-            example = f"`launch {name} {kind.example} -- train --data_path DIR`"
-            raise UsageError(f"no command: write it after `--`, as in {example}")
         end = words.index("--") if "--" in words else len(words)
         with usage_errors():
+            if "--" not in words and not {"-h", "--help"} & set(words):
+                example = f"`launch {name} {kind.example} -- train --data_path DIR`"
+                raise ValueError(f"no command: write it after `--`, as in {example}")
             passed, own = kind.split_words(words[:end])
-        own = normalise_switches(own, kind)
-        options = parse(kind, own, f"launch {name}", underscores=False, marks=(tyro.conf.UseAppendAction,))
+        options = plain_options(kind, own)
+        if options is None:
+            import tyro
+
+            from roxxel_dist.cli.arguments import normalise_switches, parse
+
+            own = normalise_switches(own, kind)
+            options = parse(kind, own, f"launch {name}", underscores=False, marks=(tyro.conf.UseAppendAction,))
         request = LaunchRequest(
             command=tuple(words[end + 1 :]),
             words=own,
@@ -45,6 +57,45 @@ def command_of(name: str, kind: "type[Command]") -> Callable[[list[str]], int]:
 
     command.__doc__ = (kind.__doc__ or "").partition(":")[0]  # without how it is called
     return command
+
+
+def plain_options(kind: type[T], words: Sequence[str]) -> T | None:
+    """The options that these words are, as tyro reads them; None for help, slips and rare forms, which are tyro's.
+
+    Its import and its work take twice as long as all else that a launch does before it reaches its first host.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    values: dict[str, Any] = {}
+    for name, value, _ in split_flags(words, {name for name, field in fields.items() if field.type is bool}):
+        held = fields[name].type if name in fields else None
+        if held is bool and value is None and fields[name].default is False:
+            values[name] = True
+        elif value is None or value.startswith("-") or value == "None":
+            return None
+        elif held == tuple[str, ...]:
+            values[name] = (*values.get(name, ()), value)
+        elif held in READERS:
+            try:
+                values[name] = READERS[held](value)
+            except ValueError:
+                return None
+        else:
+            return None
+    missing = dataclasses.MISSING
+    needed = {name for name, field in fields.items() if field.default is field.default_factory is missing}
+    return kind(**values) if needed <= values.keys() else None
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """As `config.usage_errors`, which is imported where something is wrong."""
+    try:
+        yield
+    except (ValueError, OSError):
+        from roxxel_dist import config
+
+        with config.usage_errors():
+            raise
 
 
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
@@ -81,6 +132,7 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     """
     if list(command[:1]) != ["train"]:
         return ()
+    from roxxel_dist.cli.arguments import parse_train
     from roxxel_dist.curriculum.phases import Phase
 
     _, config = parse_train(list(command[1:]))
