@@ -29,11 +29,11 @@ from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
+from roxxel_dist.report import draw_losses, read_runs
 from roxxel_dist.run_directory import (
     CONFIG,
     CURVE,
     DATA,
-    LOG,
     SUMMARY,
     TOKENIZER,
     RunDirectory,
@@ -43,7 +43,6 @@ from roxxel_dist.run_directory import (
 from roxxel_dist.run_metadata import changed_fields, describe_environment, summarize
 from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, read_cursor, write_cursor
 from roxxel_dist.train.config import TRIAL, LoopOptions
-from roxxel_dist.train.curve import plot_losses
 from roxxel_dist.train.init_from import checkpoint_named, loader
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
@@ -428,7 +427,7 @@ class Experiment:
             say = trainer.logger.text
             for what, act in (
                 ("sample", lambda: no_sample if model is None else self._sample(model, tokenizer, prompt)),
-                ("loss curve", lambda: "" if _is_trial() else _draw(trainer, run)),
+                ("loss curve", lambda: "" if _is_trial() else _draw(run)),
             ):
                 try:
                     if text := act():
@@ -489,11 +488,9 @@ def _is_trial() -> bool:
     return os.environ.get(TRIAL) == "1"
 
 
-def _draw(trainer: Trainer, run: Path) -> str:
-    plan = trainer.plan
-    starts = [s.first_step for s in plan.segments if s.first_step and s.phase != plan.phase(s.first_step - 1)]
+def _draw(run: Path) -> str:
     try:
-        plot_losses(run / LOG, run / CURVE, [step + 1 for step in starts if step < trainer.last_step])
+        draw_losses(read_runs([run]), run / CURVE)
     except ImportError:
         return "no loss curve: pip install 'roxxel-dist[plot]' draws one"
     return f"loss curve: {run / CURVE}"

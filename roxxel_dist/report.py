@@ -1,9 +1,4 @@
-"""Runs as pictures. matplotlib is imported when one is drawn.
-
-What the folder of a run says about it, also while it trains.
-
-Runs as text for people, a column a run.
-"""
+"""Runs side by side, as a table and as pictures: what the folder of a run says about it, also while it trains."""
 
 import contextlib
 import json
@@ -16,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.display import aligned, duration, figure
 from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY, is_run, no_run
-from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
+from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.train.timeline import SPENT, read_timeline, time_spent
 
-ABSENT = "-"
-"""Stands for a field that a run's config does not have."""
+UNKNOWN = "-"
+"""Stands for a number that is not known, and for a field that a run's config does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +48,8 @@ class Run:
     def numbers(self) -> dict[str, Any]:
         """What the table shows, by name: None where it is not known, and "spent" as seconds by kind."""
         last = self.rows[-1] if self.rows else {}
-        judged = [row for row in self.rows if "val_loss" in row]
-        best = min(judged, key=lambda row: row["val_loss"], default={})
+        validations = [row for row in self.rows if "val_loss" in row]
+        best = min(validations, key=lambda row: row["val_loss"], default={})
         speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
         losses = [row["train_loss"] for row in self.rows if "train_loss" in row]
         total = sum(self.spent.values())
@@ -61,7 +57,7 @@ class Run:
             "steps": last.get("step"),
             "tokens": last.get("tokens"),
             "train_loss": losses[-1] if losses else None,
-            "val_loss": judged[-1]["val_loss"] if judged else None,
+            "val_loss": validations[-1]["val_loss"] if validations else None,
             "best_val_loss": best.get("val_loss"),
             "best_step": best.get("step"),
             "tokens_per_s": statistics.median(speeds) if speeds else None,
@@ -89,10 +85,10 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields in which the configs of some runs differ: a value a run, `ABSENT` where it has no such field."""
+    """The fields in which the configs of some runs differ: a value a run, `UNKNOWN` where it has no such field."""
     names = dict.fromkeys(name for run in runs for name in run.fields)
-    values = {name: [run.fields.get(name, ABSENT) for run in runs] for name in names}
-    return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
+    values = {name: [run.fields.get(name, UNKNOWN) for run in runs] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -100,28 +96,19 @@ def _read(folder: Path, name: str) -> Run:
     record = config.pop(RECORD, None) or {}
     if "data_path" in record:
         config["data_path"] = record["data_path"]
-    reader = JsonlReader(folder / METRICS)
-    try:
-        rows = list(reader.rows())
-    finally:
-        reader.close()
+    parameters = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be being written
+        parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
     return Run(
         name=name,
         path=folder,
         fields=config,
-        rows=rows,
-        parameters=_parameters(folder / SUMMARY),
+        rows=read_rows(folder / METRICS),
+        parameters=parameters,
         spent=time_spent(read_timeline(folder)),
     )
 
 
-def _parameters(summary: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be being written
-        return int(json.loads(summary.read_text(encoding="utf-8"))["parameters"])
-    return None
-
-
-UNKNOWN = "-"
 LONGEST = 40
 """Characters of a value; the rest is cut off."""
 NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
@@ -132,31 +119,24 @@ NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
     "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
     "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
+    "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
 }
 """Of `Run.numbers`: the title of a line, and how it is written."""
 
 
 def table(runs: Sequence[Run]) -> str:
     """What became of the runs, where their time went, and how their configs differ."""
-    found = [run.numbers() for run in runs]
+    numbers = [run.numbers() for run in runs]
     lines = [["", *(run.name for run in runs)]]
     for key, (title, form) in NUMBERS.items():
-        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in found)])
-    lines.append(["goodput", *(UNKNOWN if run["goodput"] is None else f"{run['goodput']:.1%}" for run in found)])
+        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
     for kind in SPENT:
-        lines.append([f"  {kind}", *(_share(kind, run["spent"]) for run in found)])
-    parts = [_aligned(lines)]
+        lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
     if others := differences(runs):
-        parts.append(_aligned([[name, *map(_short, values)] for name, values in others.items()], "config"))
-    elif len(runs) > 1:
-        parts.append("config: no field differs")
-    return "\n\n".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Hours, or less where it was less."""
-    hours = seconds / 3600
-    return f"{hours:.1f} h" if hours >= 10 else f"{hours:.2f} h" if hours >= 1 else f"{hours:.4f} h"
+        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], right=False)]
+    else:
+        config = ["config: no field differs"] if len(runs) > 1 else []
+    return "\n".join([*aligned(lines, right=False), *(["", *config] if config else [])])
 
 
 def _share(kind: str, spent: Mapping[str, float]) -> str:
@@ -170,15 +150,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def _aligned(lines: Sequence[Sequence[str]], title: str = "") -> str:
-    """Columns of one width each; `title` is a line above them."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([f"{title}:", *rows] if title else rows)
-
-
 MISSING = "no pictures: pip install 'roxxel-dist[plot]' draws them"
-LOSS, GOODPUT = "loss.png", "goodput.png"
 COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d98cb3", "#c8423b")
 """Of what time is spent on, in the order of `SPENT`."""
 
@@ -189,59 +161,49 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib.backends.backend_agg  # noqa: F401  before anything is made
-
-    made = []
-    for name, act, drawn in (
-        (LOSS, _draw_losses, [run for run in runs if run.points("train_loss")]),
-        (GOODPUT, _draw_goodput, [run for run in runs if sum(run.spent.values()) > 0]),
-    ):
-        if drawn:
-            folder.mkdir(parents=True, exist_ok=True)
-            act(drawn, folder / name)
-            made.append(folder / name)
-    return made
+    pictures = []
+    if trained := [run for run in runs if run.points("train_loss")]:
+        pictures.append(folder / "loss.png")
+        draw_losses(trained, pictures[-1])
+    if timed := [run for run in runs if sum(run.spent.values()) > 0]:
+        pictures.append(folder / "goodput.png")
+        _draw_goodput(timed, pictures[-1])
+    return pictures
 
 
-def _draw_losses(runs: Sequence[Run], picture: Path) -> None:
-    """Loss over tokens: a colour a run, validation with points, a dotted line where a phase begins."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def draw_losses(runs: Sequence[Run], picture: Path) -> None:
+    """Loss over tokens: a colour a run, validation with points, a dotted line where a phase begins.
 
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for number, run in enumerate(runs):
-        colour = f"C{number % 10}"
-        axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
-        if judged := run.points("val_loss"):
-            axes.plot(
-                *zip(*judged, strict=True), color=colour, lw=1.3, ls="--", marker="o", ms=3.5,
-                label=f"{run.name}, validation",
-            )  # fmt: skip
-        for tokens in run.phase_ends:
-            axes.axvline(tokens, color=colour, ls=":", lw=1)
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
-    FigureCanvasAgg(figure).print_png(str(picture))
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    with figure(picture, inches=(9, 5)) as axes:
+        for number, run in enumerate(runs):
+            colour = f"C{number % 10}"
+            axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
+            if validations := run.points("val_loss"):
+                axes.plot(
+                    *zip(*validations, strict=True), color=colour, lw=1.3, ls="--", marker="o", ms=3.5,
+                    label=f"{run.name}, validation",
+                )  # fmt: skip
+            for tokens in run.phase_ends:
+                axes.axvline(tokens, color=colour, ls=":", lw=1)
+        axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+        axes.legend(fontsize=8)
 
 
 def _draw_goodput(runs: Sequence[Run], picture: Path) -> None:
     """What the time of each run went to, a bar a run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.6 + 0.45 * len(runs)), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
     totals = [sum(run.spent.values()) for run in runs]
     places, left = list(range(len(runs))), [0.0] * len(runs)
-    for kind, colour in zip(SPENT, COLOURS, strict=True):
-        widths = [100 * run.spent[kind] / total for run, total in zip(runs, totals, strict=True)]
-        if any(widths):
-            axes.barh(places, widths, left=left, color=colour, label=kind, height=0.7)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(places, [f"{run.name}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)])
-    axes.invert_yaxis()
-    axes.set(xlabel="% of the time", xlim=(0, 100))
-    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
-    FigureCanvasAgg(figure).print_png(str(picture))
+    with figure(picture, inches=(9, 1.6 + 0.45 * len(runs))) as axes:
+        for kind, colour in zip(SPENT, COLOURS, strict=True):
+            widths = [100 * run.spent[kind] / total for run, total in zip(runs, totals, strict=True)]
+            if any(widths):
+                axes.barh(places, widths, left=left, color=colour, label=kind, height=0.7)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.grid(visible=False)
+        axes.set_yticks(places, [f"{run.name}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)])
+        axes.invert_yaxis()
+        axes.set(xlabel="% of the time", xlim=(0, 100))
+        axes.figure.legend(loc="outside upper center", ncols=4, fontsize=8)

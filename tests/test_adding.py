@@ -1,5 +1,6 @@
 """What CONTRIBUTING.md says of adding a backend, a tracker, an engine: one file, and one line in a table."""
 
+import importlib
 import sys
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_backend(added, monkeypatch, capsys):
 
 def test_a_tracker(added, monkeypatch, tmp_path):
     added(TRACKER)
-    monkeypatch.setattr(choose, "METRICS", (*choose.METRICS, "added_file:tracker"))
+    monkeypatch.setattr(choose, "METRICS", (*choose.METRICS, importlib.import_module("added_file").tracker))
     (tmp_path / "logs").mkdir()
     for restored in (0, 1):  # the second has nothing for it
         with LogQueue(choose.trackers_for(tmp_path, 4, restored)) as log:

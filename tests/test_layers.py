@@ -25,6 +25,7 @@ RANKS = [
     ["data", "lora", "model", "sharding"],
     ["launcher"],
     ["cluster"],
+    ["display"],
 ]  # fmt: skip
 # Public methods that come from above when they are called.
 EXCEPTIONS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.run_directory import METRICS
-from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
+from roxxel_dist.train.loggers.csv_jsonl import read_rows
 
 if TYPE_CHECKING:
     from roxxel_dist.estimate import Cost
@@ -48,11 +48,8 @@ def try_out(config: Any, data_path: str | None, look: "Cost") -> Tried | None:
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             return None
         whole = time.monotonic() - begun
-        reader = JsonlReader(Path(place) / "run" / METRICS)
-        try:
-            paces = [row["ms_per_step"] / 1e3 for row in reader.rows() if "ms_per_step" in row]
-        finally:
-            reader.close()
+        rows = read_rows(Path(place) / "run" / METRICS)
+        paces = [row["ms_per_step"] / 1e3 for row in rows if "ms_per_step" in row]
     if not paces:
         return None
     pace = statistics.median(paces[2:] or paces)

@@ -1,6 +1,6 @@
-"""Reading a learning rate off a sweep: the pure curve and its picture (range test, Smith 2017, arXiv 1506.01186).
+"""The learning-rate range test (Smith 2017, arXiv 1506.01186): a short training whose rate grows at each step.
 
-The steps of a learning-rate sweep: a state of its own, one compiled program, another rate at each step.
+A state of its own and one compiled program; the rate is read off the smoothed loss.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.display import figure
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.compile import Programs
 from roxxel_dist.train.config import LoopOptions
@@ -211,16 +212,9 @@ def plot_sweep(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(rates, losses, color="0.7", lw=0.8, label="loss")
-    axes.plot(rates, smooth(losses, num_steps), lw=1.6, label="smoothed")
-    axes.axvline(suggested, color="tab:red", ls="--", lw=1.2, label=f"suggested: {suggested:.2e}")
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
-    axes.grid(alpha=0.25)
-    axes.legend()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(picture))
+    with figure(picture) as axes:
+        axes.plot(rates, losses, color="0.7", lw=0.8, label="loss")
+        axes.plot(rates, smooth(losses, num_steps), lw=1.6, label="smoothed")
+        axes.axvline(suggested, color="tab:red", ls="--", lw=1.2, label=f"suggested: {suggested:.2e}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.legend()

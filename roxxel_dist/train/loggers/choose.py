@@ -3,21 +3,21 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from pkgutil import resolve_name
 
 from roxxel_dist.cluster.distributed import is_primary, process_index
 from roxxel_dist.cluster.exit_codes import STATUS_ENV
 from roxxel_dist.train.loggers.base import Tracker
 from roxxel_dist.train.loggers.console import ConsoleTracker, TextTracker
+from roxxel_dist.train.loggers.csv_jsonl import CsvTracker, JsonlTracker
 from roxxel_dist.train.loggers.logger import Logger
 
-METRICS = (
-    "roxxel_dist.train.loggers.csv_jsonl:csv_of",
-    "roxxel_dist.train.loggers.csv_jsonl:jsonl_of",
+METRICS: tuple[Callable[[Path, int], Tracker | None], ...] = (
+    lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),
+    lambda run, restored_step: JsonlTracker(run / "metrics.jsonl", restored_step),
 )
-"""What makes the trackers of every run's metrics, on rank 0: called with the run directory and the step that this
-process goes on from (a tracker drops later rows); None where there is nothing to track to. W&B's, which has settings of
-its own, comes with them from the `Experiment`."""
+"""What makes the trackers of every run's metrics, on rank 0, of the run directory and of the step that this process
+goes on from (a tracker drops later rows); None where there is nothing to track to. W&B's, which has settings of its
+own, comes with them from the `Experiment`."""
 
 
 def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger | None = None) -> list[Tracker]:
@@ -39,8 +39,6 @@ def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger
         trackers.append(ConsoleTracker(total_steps))
     if not launched:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
-    for place in METRICS if is_primary() else ():
-        make: Callable[[Path, int], Tracker | None] = resolve_name(place)
-        if (tracker := make(run, restored_step)) is not None:
-            trackers.append(tracker)
+    if is_primary():
+        trackers += [tracker for make in METRICS if (tracker := make(run, restored_step)) is not None]
     return trackers

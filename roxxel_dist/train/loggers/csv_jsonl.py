@@ -15,51 +15,76 @@ from typing import Any, BinaryIO, TextIO
 
 from roxxel_dist.data.commit import write_file
 
-COLUMNS = ("step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step")
-MORE_COLUMNS = ("tokens_per_s", "phase", "tokens", "lr", "grad_norm")
+COLUMNS = (
+    "step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step",
+    "tokens_per_s", "phase", "tokens", "lr", "grad_norm",
+)  # fmt: skip
+"""The first columns of `training_log.csv`."""
 
 
-class CsvTracker:
-    """Writes a table whose first columns are given; the others are the metrics as they first come.
+class JsonlTracker:
+    """Appends rows to a JSON-lines file: every metric; what is not finite is null, as JSON has no NaN.
 
     Args:
         path: the file; it is continued.
-        restored_step: rows after this step are dropped; None keeps all.
-        columns: of a new table.
+        restored_step: rows after this step are dropped.
     """
 
     durable = True
 
-    def __init__(
-        self, path: Path, restored_step: int | None = None, columns: Sequence[str] = (*COLUMNS, *MORE_COLUMNS)
-    ) -> None:
-        self._path, self._leading = path, list(columns)
-        self._file, self._columns = self._continue(math.inf if restored_step is None else restored_step)
+    def __init__(self, path: Path, restored_step: float = 0) -> None:
+        self._path = path
+        self._file: TextIO = self._continue(restored_step)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: float) -> None:
         """Drop the rows after `step`."""
         self._file.close()
-        self._file, self._columns = self._continue(step)
+        self._file = self._continue(step)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
-        if new := [name for name in row if name not in self._columns]:
-            self._widen(new)
-        self._file.write(_lines([[row.get(name, "") for name in self._columns]]))
+        line = self._line(row)  # it may replace the file
+        self._file.write(line)
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _continue(self, last_step: float) -> tuple[TextIO, list[str]]:
-        """The file, at its end, and its columns."""
+    def _line(self, row: Mapping[str, Any]) -> str:
+        return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
+
+    def _continue(self, last_step: float) -> TextIO:
+        """The file, at its end."""
+        keep_rows(self._path, last_step, lambda line: json.loads(line)["step"])
+        return self._path.open("a", encoding="utf-8")
+
+
+class CsvTracker(JsonlTracker):
+    """Appends rows to a table whose first columns are given; the others are the metrics as they first come.
+
+    Args:
+        path: the file; it is continued.
+        restored_step: rows after this step are dropped; infinite keeps all.
+        columns: of a new table.
+    """
+
+    def __init__(self, path: Path, restored_step: float = math.inf, columns: Sequence[str] = COLUMNS) -> None:
+        self._leading, self._columns = list(columns), list[str]()
+        super().__init__(path, restored_step)
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        if new := [name for name in row if name not in self._columns]:
+            self._widen(new)
+        return _lines([[row.get(name, "") for name in self._columns]])
+
+    def _continue(self, last_step: float) -> TextIO:
         keep_rows(self._path, last_step, lambda line: int(line.split(",", 1)[0]), header=True)
         file = self._path.open("a+", encoding="utf-8", newline="")
         file.seek(0)
-        columns = next(csv.reader(file), [])
+        self._columns = next(csv.reader(file), [])
         file.seek(0, os.SEEK_END)
-        return file, columns
+        return file
 
     def _widen(self, new: list[str]) -> None:
         """Write the table anew with more columns, empty so far; a kill leaves the old file or the new one."""
@@ -67,10 +92,8 @@ class CsvTracker:
         rows = list(csv.reader(self._file))[1:]
         columns = self._columns or self._leading
         columns = [*columns, *(name for name in new if name not in columns)]
-        padded = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
-        write_file(self._path, _lines([columns, *padded]))
-        self._file.close()
-        self._file, self._columns = self._continue(math.inf)
+        write_file(self._path, _lines([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
+        self.rewind(math.inf)
 
 
 def _lines(rows: list[list[Any]]) -> str:
@@ -79,37 +102,8 @@ def _lines(rows: list[list[Any]]) -> str:
     return text.getvalue()
 
 
-class JsonlTracker:
-    """Writes `metrics.jsonl`: every metric of every logged step; what is not finite is null, as JSON has no NaN."""
-
-    durable = True
-
-    def __init__(self, path: Path, restored_step: int = 0) -> None:
-        self._path = path
-        self._file = self._continue(restored_step)
-
-    def rewind(self, step: int) -> None:
-        """Drop the rows after `step`."""
-        self._file.close()
-        self._file = self._continue(step)
-
-    def row(self, row: Mapping[str, float]) -> None:
-        """Append one object."""
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _continue(self, last_step: int) -> TextIO:
-        keep_rows(self._path, last_step, lambda line: json.loads(line)["step"])
-        return self._path.open("a", encoding="utf-8")
-
-
 class JsonlReader:
-    """Follows a `metrics.jsonl` that is being written, perhaps by another thread; from its beginning."""
+    """Follows a `metrics.jsonl` that is being written, perhaps by another process; from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._torn, self._lines = path, b"", 0
@@ -161,6 +155,15 @@ class JsonlReader:
         self._file = None
 
 
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """The whole rows of a `metrics.jsonl`, as `JsonlReader.rows` gives them; none where there is no file."""
+    reader = JsonlReader(path)
+    try:
+        return list(reader.rows())
+    finally:
+        reader.close()
+
+
 def keep_rows(path: Path, last_step: float, step_of: Callable[[str], int], header: bool = False) -> None:
     """Drop from a log the rows after `last_step` and a torn last line, by replacing the file in one move."""
     if not path.exists():
@@ -179,13 +182,3 @@ def _step(line: str, step_of: Callable[[str], int]) -> float:
         return step_of(line)
     except (ValueError, KeyError, TypeError):
         return math.nan  # not a row: drop it
-
-
-def csv_of(run: Path, restored_step: int) -> CsvTracker:
-    """`training_log.csv` of a run directory."""
-    return CsvTracker(run / "training_log.csv", restored_step)
-
-
-def jsonl_of(run: Path, restored_step: int) -> JsonlTracker:
-    """`metrics.jsonl` of a run directory."""
-    return JsonlTracker(run / "metrics.jsonl", restored_step)

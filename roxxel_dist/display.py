@@ -1,0 +1,46 @@
+"""Text tables, figures, and numbers for people."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
+    """The lines of a table; columns behind the first one are numbers, aligned to the right, unless `right` is false."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    behind = str.rjust if right else str.ljust
+    return ["  ".join([row[0].ljust(widths[0]), *map(behind, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def duration(seconds: float) -> str:
+    """Hours, with more digits where they are few."""
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours >= 10 else f"{hours:.2f} h" if hours >= 1 else f"{hours:.4f} h"
+
+
+def size(count: float) -> str:
+    """Bytes in units of 10^3."""
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= least:
+            return f"{count / least:,.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+@contextlib.contextmanager
+def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator[Any]:
+    """The axes of a figure, which is written as a PNG file at the end of the block; its folder is made.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=inches, dpi=120, layout="constrained")
+    axes = drawing.add_subplot()
+    axes.grid(alpha=0.25)
+    yield axes
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(drawing).print_png(str(picture))
