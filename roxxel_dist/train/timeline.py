@@ -48,8 +48,8 @@ class Timeline:
         self._stepped = False
 
     @staticmethod
-    def say(text: str) -> None:
-        """Tell people a line; the logger puts its own way here."""
+    def log(text: str) -> None:
+        """Tell people a line; the log puts its own way here."""
         print(text, flush=True)
 
     def open(self) -> None:
@@ -110,7 +110,7 @@ class Timeline:
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self.say(f"{self._path} is not continued ({error.strerror}): `report` will count the time as down")
+            self.log(f"{self._path} is not continued ({error.strerror}): `report` will count the time as down")
             self._path = None
 
     def _open(self, path: Path) -> FileIO:

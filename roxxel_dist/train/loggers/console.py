@@ -15,7 +15,6 @@ from roxxel_dist.cluster.exit_codes import STATUS_ENV
 from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.launcher.output.bar import Bar
 
-STATUS_EVERY_S = 0.2
 LINE = {
     "vram_gb": "VRAM: {:.2f}GB",
     "ram_gb": "RAM: {:.2f}GB",
@@ -37,7 +36,6 @@ class ConsoleTracker:
         self.total_steps = total_steps
         self._launched = os.environ.get(STATUS_ENV) == "1"
         self._bar = Bar() if sys.stdout.isatty() and not self._launched else None
-        self._next_status = 0.0
 
     def text(self, text: str) -> None:
         """Print lines."""
@@ -52,11 +50,7 @@ class ConsoleTracker:
         self.text(format_row(row, self.total_steps))
 
     def status(self, record: Mapping[str, Any]) -> None:
-        """Move the bar; at most five times a second."""
-        now = time.monotonic()
-        if now < self._next_status and record["step"] != record["total"]:
-            return
-        self._next_status = now + STATUS_EVERY_S
+        """Move the bar."""
         if self._launched:
             agent_pipe().tell({**record})
         elif self._bar is not None:
