@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from roxxel_dist.builders import Recipe, folder_for_now, on_primary, open_corpus, recipe
 from roxxel_dist.cluster import determinism, interrupt
@@ -384,7 +384,8 @@ class Experiment:
         return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
     def _trainer(self, run: Path, made: Recipe, amend: bool, origin: Origin) -> Trainer:
-        wandb = self.config.wandb if is_primary() and self.config.wandb != "off" else None
+        config = self.config
+        wandb = config.wandb if is_primary() and config.wandb != "off" else None
         return Trainer(
             made.build,
             made.optimizer,
@@ -396,13 +397,9 @@ class Experiment:
             grad_accum_steps=made.grad_accum,
             amend=amend,
             origin=origin,
-            trackers=[self._wandb(run, wandb)] if wandb else [],
+            trackers=[WandbTracker(run, wandb, config.wandb_project, config=config.to_dict())] if wandb else [],
             **made.options,
         )
-
-    def _wandb(self, run: Path, mode: Literal["offline", "online"]) -> WandbTracker:
-        done = int(read_cursor(run).get("step", 0))
-        return WandbTracker(run, mode, self.config.wandb_project, config=self.config.to_dict(), restored_step=done)
 
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
         begun, wish = time.monotonic(), self.config.sample

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from wandb_server import WandbServer
@@ -23,7 +22,7 @@ from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.wandb import WandbTracker
 mode, restored, last, end, wait = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-wandb = WandbTracker(Path("run"), mode, "tests", config={"lr": 0.5, "dim": 8}, restored_step=restored)
+wandb = WandbTracker(Path("run"), mode, "tests", config={"lr": 0.5, "dim": 8})
 log = LogQueue([*trackers_for(Path("run"), 60, restored), wandb])
 def train(first, last, shift=0.0):
     for step in range(first, last + 1):
@@ -105,21 +104,22 @@ def server():
     assert server.unknown == []
 
 
-def test_kills_and_restarts_make_one_run_with_every_step_once(tmp_path, server):
+def test_kills_and_restarts_make_one_run_and_no_step_is_sent_twice(tmp_path, server):
     # The client sends often, so that the first process dies when the server has some of its rows and not the others.
     often = environment(server, WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
 
     train(tmp_path, often, "online", 0, 40, "killed", wait=20, until=lambda: holds(server, 20))
     run = server.run(run_id(tmp_path))
     assert 20 <= len(run.lines) < 40
-    # It goes on from before what the server has, and later from after it: rows of the dead come from the tables.
+    # It goes on from before what the server has, and later from after it: what the dead did not send is not there.
     train(tmp_path, environment(server), "online", 10, 50, "killed")
     assert len(run.lines) < 50
     out, _ = train(tmp_path, environment(server), "online", 45, 60)
     assert list(server.runs) == [run.name]
-    assert steps(run) == list(range(1, 61))
+    assert steps(run) == sorted(set(steps(run)))
+    assert {*range(1, 21), *range(46, 61)} <= set(steps(run)) <= set(range(1, 61))
     assert run.twice == []
-    assert {row["_step"]: row["train_loss"] for row in run.history} == {s: 1 / s for s in range(1, 61)}
+    assert all(row["train_loss"] == 1 / row["_step"] for row in run.history)
     assert (run.config["lr"], run.config["dim"]) == (0.5, 8)
     assert (run.summary["best_val_loss"], run.summary["best_step"]) == (1.0, 30)
     assert run.exit_code == 0
@@ -138,8 +138,8 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch, capsys):
         for step in (1, 2):
             log.row({"step": step, "train_loss": 1.0})
     assert capsys.readouterr().err == (
-        "no W&B from here on: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training goes on, the "
-        "rows are in metrics.jsonl, and a resumed run sends them\n"
+        "no W&B from here on: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training goes on, and "
+        "the rows are in metrics.jsonl\n"
     )
 
 
@@ -150,7 +150,7 @@ def test_without_a_login_one_line_says_so(tmp_path):
 
 
 @pytest.mark.long
-def test_offline_needs_no_account_and_the_folders_hold_every_step_once(tmp_path, server):
+def test_offline_needs_no_account_and_a_sync_sends_all_folders(tmp_path, server):
     # The client writes often, so that the processes that are killed leave folders with some of their rows.
     often = environment(WANDB__TRANSACTION_LOG_FLUSH_INTERVAL="1")
     train(tmp_path, often, "offline", 0, 20)
@@ -162,20 +162,18 @@ def test_offline_needs_no_account_and_the_folders_hold_every_step_once(tmp_path,
         )  # fmt: skip
     train(tmp_path, environment(), "offline", 35, 60)
     folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2, "the one that was closed and that of the end"
-    assert len(list((tmp_path / "run" / "wandb" / "unclosed").glob("offline-run-*"))) == 2, "those of the killed ones"
+    assert len(folders) == 4, "a folder a process; nobody touches that of another one"
     sync = [sys.executable, "-m", "wandb", "sync", "--yes", *folders]
     subprocess.run(sync, env=environment(server), cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT_S)
     run = server.runs[run_id(tmp_path)]
     assert list(server.runs) == [run.name]
-    assert steps(run) == list(range(1, 61))
-    assert run.twice == []
+    assert {*range(1, 21), *range(36, 61)} <= set(steps(run)) <= set(range(1, 61))
     assert (run.summary["best_val_loss"], run.summary["best_step"]) == (1.0, 30)
     assert run.config["dim"] == 8
 
 
 @pytest.mark.long
-def test_a_server_that_is_not_there_costs_a_line_and_the_next_start_catches_up(tmp_path):
+def test_a_server_that_is_not_there_costs_a_line_and_the_next_start_goes_on(tmp_path):
     server = WandbServer()
     port = server.server_address[1]
     server.close()
@@ -185,11 +183,11 @@ def test_a_server_that_is_not_there_costs_a_line_and_the_next_start_catches_up(t
     assert float((tmp_path / "waited").read_text()) > 1, "who waits for it is the end, not training"
     with WandbServer(port) as server:
         train(tmp_path, environment(server), "online", 40, 60)
-        assert steps(server.runs[run_id(tmp_path)]) == list(range(1, 61))
+        assert steps(server.runs[run_id(tmp_path)]) == list(range(41, 61))
 
 
 @pytest.mark.long
-def test_a_server_that_answers_no_more_costs_a_line_and_the_next_start_catches_up(tmp_path, server):
+def test_a_server_that_answers_no_more_costs_a_line_and_the_next_start_goes_on(tmp_path, server):
     impatient = environment(server, WANDB_FINISH_TIMEOUT="3", WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
 
     def cut_off():
@@ -202,7 +200,9 @@ def test_a_server_that_answers_no_more_costs_a_line_and_the_next_start_catches_u
     assert wrote(tmp_path) == list(range(1, 41))
     server.answering.set()
     train(tmp_path, environment(server), "online", 40, 60)
-    assert steps(server.runs[run_id(tmp_path)]) == list(range(1, 61))
+    run = server.runs[run_id(tmp_path)]
+    assert {*range(1, 21), *range(41, 61)} <= set(steps(run))
+    assert steps(run) == sorted(set(steps(run)))
 
 
 @pytest.mark.long
@@ -225,17 +225,3 @@ def test_a_crash_ends_the_run_as_failed(tmp_path, server):
     run = server.runs[run_id(tmp_path)]
     assert steps(run) == [1, 2, 3, 4, 5]
     assert run.exit_code == 1
-
-
-def test_a_folder_that_was_not_closed_is_put_aside_and_kept(tmp_path):
-    tracker = WandbTracker(tmp_path, "offline", "project")
-    name = tracker._record["id"]
-    for folder in (f"offline-run-1-{name}", f"offline-run-2-{name}", "offline-run-1-other"):
-        (tmp_path / "wandb" / folder / "files").mkdir(parents=True)
-    media = tmp_path / "wandb" / f"offline-run-1-{name}" / "files" / "picture.png"
-    media.write_bytes(b"png")
-    tracker._tidy(SimpleNamespace(dir=tmp_path / "wandb" / f"offline-run-2-{name}" / "files"))
-    assert sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*")) == sorted(
-        [f"offline-run-2-{name}", "offline-run-1-other"]
-    )
-    assert (tmp_path / "wandb" / "unclosed" / f"offline-run-1-{name}" / "files" / "picture.png").read_bytes() == b"png"
