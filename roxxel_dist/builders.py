@@ -33,7 +33,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.model.user_code import find_function
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
-from roxxel_dist.train.config import LoopConfig, OptimizerConfig
+from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_weights, checkpoint_named
 from roxxel_dist.train.optimizer import NamedOptimizer
@@ -61,8 +61,8 @@ class Recipe:
     """The corpus as it is on disk, held-out part included."""
     grad_accum: int
     """Micro-batches a step."""
-    options: dict[str, Any]
-    """The fields of `LoopOptions`. Nothing is left to hold out: `curriculum` is without it already."""
+    options: LoopOptions
+    """Nothing is left to hold out: `curriculum` is without it already."""
 
     def mesh(self, processes: int | None = None) -> Mesh:
         """The devices of this run, of all processes.
@@ -104,7 +104,6 @@ def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
     config = with_shape_of(config)
     config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
     config.validate()
-    loop = config.part(LoopConfig)
     curriculum, held_out = curriculum_of(config, data)
     half = curriculum.total_steps // 2
     if trial and (config.warmup_steps or 0) > half:
@@ -121,8 +120,8 @@ def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
         curriculum=curriculum,
         validation=validation or {HELD_OUT: held_out},
         data=data,
-        grad_accum=loop.grad_accum,
-        options={**loop.options(), "val_fraction": 0.0},
+        grad_accum=config.grad_accum,
+        options=dataclasses.replace(config.part(LoopOptions), val_fraction=0.0),
     )
 
 

@@ -16,12 +16,15 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
-from roxxel_dist.config_fields import PARTS, AllFields, field_types
+from roxxel_dist.component import component
 from roxxel_dist.data.commit import write_file
+from roxxel_dist.data.config import DataConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
+from roxxel_dist.model.user_code import OwnConfig
+from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
@@ -135,7 +138,19 @@ def _is_away(error: ValueError | OSError) -> bool:
     return cause.errno in AWAY or (cause.errno is None and isinstance(cause, FileNotFoundError | PermissionError))
 
 
-class Config(AllFields):
+@component
+class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, DataConfig, OwnConfig, ModelConfig):  # of the last first
+    """Every setting of a run."""
+
+    def __post_init__(self) -> None:
+        """No check: a `Config` may hold anything until it is used."""
+
+
+COMPONENTS: tuple[type[Any], ...] = Fields.__bases__[::-1]
+FIELD_TYPES: dict[str, Any] = get_type_hints(Fields)
+
+
+class Config(Fields):
     """Every setting of a run, each with a default; all are given by keyword.
 
     It may be changed freely. Values are checked by `validate`, and when they are used.
@@ -146,21 +161,23 @@ class Config(AllFields):
     given: frozenset[str] = frozenset()
     """The fields that were set, in the constructor, in a file or later; the others have their defaults."""
 
+    __hash__ = None
+
     if not TYPE_CHECKING:  # type checkers know the fields from the base class
 
         def __init__(self, *unnamed: Any, **fields: Any) -> None:
             if unnamed:
                 raise TypeError(f"Config({unnamed[0]!r}): give fields by name, as in Config(dim=256)")
             for name in fields:
-                if name not in field_types():
-                    raise TypeError(f"Config: {unknown(name, list(field_types()), 'field')}")
+                if name not in FIELD_TYPES:
+                    raise TypeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
             super().__init__(**fields)
             self.given = frozenset(fields)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value)
-            if name in field_types():
-                super().__setattr__("given", self.given | {name})
+            object.__setattr__(self, name, value)
+            if name in FIELD_TYPES:
+                object.__setattr__(self, "given", self.given | {name})
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
         """The same settings, where the fields that were not given have other values than their defaults.
@@ -171,7 +188,7 @@ class Config(AllFields):
         Returns:
             A new `Config`, in which the same fields are given.
         """
-        others = {name: value for name, value in values.items() if name in field_types() and name not in self.given}
+        others = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
         config = dataclasses.replace(self, **others)
         config.given, config.of_run = self.given, self.of_run
         return config
@@ -199,9 +216,9 @@ class Config(AllFields):
         self.check_types()
         values = self.to_dict()
         check_sizes({name: values[name] for name in ("vocab_size", "max_context")})
-        for component in PARTS:
-            if component is not ModelConfig or values["model"] is None:  # it says nothing of a model of one's own
-                self.part(component)
+        for part in COMPONENTS:
+            if part is not ModelConfig or values["model"] is None:  # it says nothing of a model of one's own
+                self.part(part)
         if values["phases"]:
             from roxxel_dist.curriculum.phases import Phase  # numpy: not for --help
 
@@ -215,8 +232,8 @@ class Config(AllFields):
             ValueError: names the first field whose value is of another type than the field.
         """
         for name, value in self.to_dict().items():
-            if not _fits(value, field_types()[name]):
-                raise ValueError(f"{name} is {value!r}: it must be {_type_name(field_types()[name])}")
+            if not _fits(value, FIELD_TYPES[name]):
+                raise ValueError(f"{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name.
@@ -275,8 +292,8 @@ class Config(AllFields):
         """
         values = _flat(values, source)
         for key in values:
-            if key not in field_types() and key != RECORD:
-                raise ValueError(f"{source}: {unknown(key, list(field_types()), 'field')}")
+            if key not in FIELD_TYPES and key != RECORD:
+                raise ValueError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
         config.check_types()
         return config
@@ -326,7 +343,7 @@ def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of all sections beside those outside of any."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if key in SECTIONS and key not in field_types() and value is None:
+        if key in SECTIONS and key not in FIELD_TYPES and value is None:
             continue  # a section in which nothing stands
         section = key in SECTIONS and isinstance(value, Mapping)
         for name, one in value.items() if section else [(key, value)]:
@@ -373,7 +390,7 @@ def _type_name(kind: Any) -> str:
 
 def _read(name: str, value: Any) -> Any:
     """A YAML value for a field. YAML takes 5e-4 for text: it wants 5.0e-4, which nobody writes."""
-    if isinstance(value, str) and _fits(0.5, field_types()[name]):
+    if isinstance(value, str) and _fits(0.5, FIELD_TYPES[name]):
         try:
             return float(value)
         except ValueError:

@@ -33,7 +33,6 @@ from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import Layout, StepMemory, arrays, layout, look_ahead, memory_limit, memory_of
 from roxxel_dist.train.compile import Programs
-from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.init_from import check_weights, checkpoint_named
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.resume import end_of, longer_than_its_phases
@@ -354,7 +353,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
     enable_compilation_cache()
     with usage_errors():
         mesh = made.mesh(asked.processes)
-        options, curriculum = LoopOptions(**made.options), made.curriculum
+        options, curriculum = made.options, made.curriculum
         check_batches(curriculum.shapes, made.grad_accum)
         plan = _plan(made, asked.run)
         weights = None if options.init_from is None else checkpoint_named(options.init_from)
@@ -647,7 +646,7 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
         path = primary_path(config, data_path)
         folder = held.enter_context(folder_for_now(path, "cost"))
         made = recipe(config, held.enter_context(open_corpus(config, path, folder)), trial=True)
-        options, plan = LoopOptions(**made.options), made.curriculum.plan(made.config.seed)
+        options, plan = made.options, made.curriculum.plan(made.config.seed)
         parts, state, settings = look_ahead(made.build, made.optimizer, made.mesh(), options, plan.total_steps)
         model = ModelState(parts, state, settings)
         flops_of, last = model.flops_per_token(), end_of(plan, options)

@@ -276,7 +276,7 @@ def evaluate(run: str | Path, asked: Asked = OWN, *, best: bool = False) -> Eval
             replay = Replay(
                 store, step, made.build, made.loss, sets=question.sets, train=made.curriculum.primary_streamer,
                 shape=question.shape, mesh=_mesh(made),
-                options=LoopOptions(**{**made.options, "eval_iters": question.eval_iters}),
+                options=dataclasses.replace(made.options, eval_iters=question.eval_iters),
             )  # fmt: skip
             held.callback(replay.close)
         # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.

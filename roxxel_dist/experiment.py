@@ -42,7 +42,7 @@ from roxxel_dist.run_directory import (
 )
 from roxxel_dist.run_metadata import changed_fields, describe_environment, summarize
 from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, read_cursor, write_cursor
-from roxxel_dist.train.config import TRIAL, LoopOptions
+from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.init_from import checkpoint_named, loader
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
@@ -68,7 +68,7 @@ def find_lr(
         with usage_errors():
             folder = held.enter_context(folder_for_now(data_path, "find-lr"))
             made = recipe(config, held.enter_context(open_corpus(config, data_path, folder)))
-            options = LoopOptions(**made.options)
+            options = made.options
             stream = sweep_stream(made.curriculum, num_steps, options.seed, made.mesh(), made.grad_accum)
             weights = None if options.init_from is None else _loader(options.init_from)
         # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
@@ -398,7 +398,7 @@ class Experiment:
             amend=amend,
             origin=origin,
             trackers=[WandbTracker(run, wandb, config.wandb_project, config=config.to_dict())] if wandb else [],
-            **made.options,
+            **dataclasses.asdict(made.options),
         )
 
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:

@@ -14,7 +14,6 @@ from roxxel_dist.data.locate import NoShardsError, check_local, is_tokens
 from roxxel_dist.data.place import place_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.checkpoint.metadata import META
-from roxxel_dist.train.config import LoopConfig
 
 SHOWN = 60
 
@@ -25,12 +24,12 @@ def curriculum_of(config: Any, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     Raises:
         ValueError: a phase breaks its rules, or reads more tokens than the model does.
     """
-    loop, max_context = config.part(LoopConfig), config.max_context
-    phases: list[Any] = loop.phases or [
-        Phase(epochs=loop.epochs, batch_size=loop.batch_size * loop.grad_accum, seq_len=max_context + 1)
+    max_context = config.max_context
+    phases: list[Any] = config.phases or [
+        Phase(epochs=config.epochs, batch_size=config.batch_size * config.grad_accum, seq_len=max_context + 1)
     ]
     curriculum = Curriculum(data, phases, blended_sets(config, data))
-    curriculum, held_out = curriculum.hold_out(0 if config.validation else loop.val_fraction)
+    curriculum, held_out = curriculum.hold_out(0 if config.validation else config.val_fraction)
     for i, phase in enumerate(curriculum.phases):
         if (phase.seq_len or 0) > max_context + 1:
             raise ValueError(

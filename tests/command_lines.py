@@ -14,6 +14,7 @@ import yaml
 
 from roxxel_dist.cli import COMMANDS, main
 from roxxel_dist.cli import launch as launch_command
+from roxxel_dist.cli.arguments import flag_types
 from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
 
@@ -88,10 +89,7 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
         pass
     finally:
         tyro.cli = parser
-    from typing import get_type_hints
-
-    hints = get_type_hints(kinds[0], include_extras=True)
-    return {f"--{name}": hint for name, hint in hints.items()} | {"--help": bool}
+    return {f"--{name}": hint for name, hint in flag_types(kinds[0]).items()} | {"--help": bool}
 
 
 FOREIGN = {

@@ -21,7 +21,7 @@ def test_a_recipe_leaves_the_config_and_has_every_part(corpus):
     train, held_out = made.curriculum.primary_streamer.num_tokens, made.validation[HELD_OUT].num_tokens
     assert train + held_out == made.data.num_tokens == corpus.num_tokens
     assert 0.05 * corpus.num_tokens < held_out < 0.15 * corpus.num_tokens
-    assert (made.options["eval_iters"], made.options["val_fraction"]) == (3, 0.0)
+    assert (made.options.eval_iters, made.options.val_fraction) == (3, 0.0)
     assert made.optimizer.config.lr == config.lr
     assert made.mesh().size == 8
 

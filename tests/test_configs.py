@@ -18,7 +18,6 @@ from roxxel_dist.config import load_yaml
 from roxxel_dist.lineage import with_base
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.train.ahead import look_ahead
-from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.phase_programs import check_batches
 
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]
@@ -110,7 +109,7 @@ def test_it_fits_together_as_it_stands(here, name):
         made = recipe(config, data)
         plan = made.curriculum.plan(config.seed)
         check_batches(made.curriculum.shapes, made.grad_accum)
-        _, state, _ = look_ahead(made.build, made.optimizer, made.mesh(), LoopOptions(**made.options), plan.total_steps)
+        _, state, _ = look_ahead(made.build, made.optimizer, made.mesh(), made.options, plan.total_steps)
     known = [phase.get("steps") for phase in config.phases or [{}]]
     assert plan.total_steps == sum(known) if all(known) else plan.total_steps > 0
     assert state.params

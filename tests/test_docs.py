@@ -16,7 +16,7 @@ from reader import ROOT, blocks
 import roxxel_dist
 from roxxel_dist import lora, sharding
 from roxxel_dist.cli import COMMANDS
-from roxxel_dist.config_fields import field_types
+from roxxel_dist.config import FIELD_TYPES
 from roxxel_dist.launcher import backends
 
 pytestmark = pytest.mark.xdist_group("docs")  # one build of the site
@@ -93,7 +93,7 @@ def test_the_reference_has_every_public_name_command_and_field(site):
     assert told.count("usage: roxxel-dist ") == 1 + len(names)
     assert told.count("--n_heads ") == 1  # the fields stand in one command's help, not in that of all that take them
     fields = (site / "reference" / "config.html").read_text()
-    assert not [name for name in field_types() if f"<code>{name}</code>" not in fields]
+    assert not [name for name in FIELD_TYPES if f"<code>{name}</code>" not in fields]
 
 
 def test_the_menu_has_every_page():

@@ -11,8 +11,7 @@ from pages import left_out, pages_of
 from reader import ROOT, Reader, blocks
 
 from roxxel_dist import Config
-from roxxel_dist.config import SECTIONS
-from roxxel_dist.config_fields import field_types
+from roxxel_dist.config import FIELD_TYPES, SECTIONS
 from roxxel_dist.sweep.space import read_sweep
 
 # One worker, so that the quickstart is done once.
@@ -60,7 +59,7 @@ def test_a_page_is_followed(page, done, tmp_path):
     shutil.copytree(done.folder, folder, symlinks=True)
     doing = follow(page, folder)
     for name, values in doing.files.items():
-        if set(values) <= {*field_types(), *SECTIONS}:
+        if set(values) <= {*FIELD_TYPES, *SECTIONS}:
             Config.from_dict(values, name).validate()
 
 

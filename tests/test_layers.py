@@ -17,12 +17,12 @@ RANKS = [
     # One run: from a Config to its directory, and what is read there.
     [
         "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report", "lineage",
-        "reading", "save", "weights", "run_metadata", "run_directory", "config", "config_fields",
+        "reading", "save", "weights", "run_metadata", "run_directory", "config",
     ],
     ["train"],
     ["stream"],
     ["curriculum"],
-    ["data", "lora", "model", "sharding"],
+    ["component", "data", "lora", "model", "sharding"],
     ["launcher"],
     ["cluster"],
     ["display"],

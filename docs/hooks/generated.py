@@ -11,12 +11,12 @@ import re
 from typing import Any, Literal, get_args, get_origin
 
 from roxxel_dist.cli import COMMANDS, main
-from roxxel_dist.config import Config
-from roxxel_dist.config_fields import PARTS, field_docs, field_types
+from roxxel_dist.cli.arguments import field_docs
+from roxxel_dist.config import COMPONENTS, FIELD_TYPES, Config
 
 WHOLE = "train"
 """Of the commands that take every field, the one whose help is shown whole."""
-TITLES = ("The model", "A model of one's own", "Data", "The loop", "The optimizer")
+TITLES = ("The model", "A model of one's own", "Data", "The loop", "The run", "The optimizer")
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
@@ -40,9 +40,9 @@ def members(name: str) -> list[str]:
 def section(name: str) -> str:
     """The help of one command, without the fields of the config where another command has them in full."""
     text, after = told(*name.split(), "--help"), ""
-    begin = re.search(rf"^│ --{next(iter(field_types()))}\b", text, re.MULTILINE)
-    if begin and name != WHOLE:
-        text = text[: begin.start()] + text[text.index("╰", begin.start()) :]
+    own, fields, _ = text.partition("╭─ config field options")
+    if fields and name != WHOLE:
+        text = own.rstrip()
         after = "\n\nAnd every field of the [config](config.md) as a flag."
     return f"```text\n{text}\n```{after}"
 
@@ -65,10 +65,10 @@ def told(*words: str) -> str:
 def fields() -> str:
     """A table of fields for each component."""
     parts = []
-    for title, part in zip(TITLES, PARTS, strict=True):
+    for title, part in zip(TITLES, COMPONENTS, strict=True):
         docs, defaults = field_docs(part), Config()
         rows = [
-            f"| `{name}` | {kind(field_types()[name])} | {shown(getattr(defaults, name))} | {escaped(docs[name])} |"
+            f"| `{name}` | {kind(FIELD_TYPES[name])} | {shown(getattr(defaults, name))} | {escaped(docs[name])} |"
             for name in (field.name for field in dataclasses.fields(part))
         ]
         parts.append(f"## {title}\n\n| Field | Type | Default | |\n|---|---|---|---|\n" + "\n".join(rows))

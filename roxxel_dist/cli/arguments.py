@@ -1,6 +1,9 @@
 """From words to typed arguments, and from the fields of a Config to flags and back."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import tyro
 
 from roxxel_dist.cluster.exit_codes import attempt_number
-from roxxel_dist.config import Config, UsageError, nearest, yaml_problem
-from roxxel_dist.config_fields import PARTS, field_docs, field_types
+from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import run_step
@@ -18,21 +20,101 @@ from roxxel_dist.train.checkpoint.metadata import run_step
 T = TypeVar("T")
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 BOOLEANS = {"true": True, "false": False}
-NESTED = ("phases", "datasets", "validation", "model_args")
+YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
+RULES = tyro.constructors.ConstructorRegistry()
 
 
-def parse(kind: type[T], words: list[str], name: str, *, underscores: bool = True, marks: tuple[Any, ...] = ()) -> T:
+@RULES.primitive_rule
+def _yaml_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    if info.type not in [FIELD_TYPES[name] for name in YAML_FIELDS]:
+        return None
+    import yaml
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="YAML",
+        instance_from_str=lambda words: yaml.safe_load(words[0]),
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [yaml.safe_dump(value, default_flow_style=True).strip() if value else "None"],
+    )
+
+
+@RULES.struct_rule
+def _joined_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+    """A dataclass, whose field docstrings tyro itself would break where their lines end."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    docs, hints = field_docs(info.type), get_type_hints(info.type, include_extras=True)
+    values = {field.name: _default_of(field) for field in dataclasses.fields(info.type)}
+    if isinstance(info.default, info.type):
+        values = {name: getattr(info.default, name) for name in values}
+    specs = [
+        tyro.constructors.StructFieldSpec(name=name, type=hints[name], default=value, helptext=docs.get(name))
+        for name, value in values.items()
+    ]
+    return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigArgs:
+    """The arguments of a command that takes every field of a `Config` as a flag."""
+
+    config: str | None = None
+    """A YAML file of the fields below; flags win over it."""
+    fields: Annotated[
+        Config, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff, tyro.conf.arg(name="config field")
+    ] = dataclasses.field(default_factory=Config)
+    """Every field of a config file."""
+
+
+ConfigArgsT = TypeVar("ConfigArgsT", bound=ConfigArgs)
+
+
+def parse(
+    kind: type[T],
+    words: list[str],
+    name: str,
+    *,
+    underscores: bool = True,
+    marks: tuple[Any, ...] = (),
+    default: Any = None,
+) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong.
 
     Args:
+        kind: the dataclass of the command's arguments.
+        words: the command line.
+        name: the command's.
+        underscores: whether flags are written with _ rather than with -.
         marks: more of tyro's marks, for all fields.
-    """
+        default: what holds where a flag is not given, instead of the defaults of `kind`.
+    """  # fmt: skip
     words = normalise_switches(words, kind)
     if not {"-h", "--help"} & set(words):
         _check_words(kind, words, name)
-    config = (tyro.conf.FlagCreatePairsOff, *marks)
-    return tyro.cli(kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, config=config)
+    return tyro.cli(
+        kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, default=default,
+        config=(tyro.conf.FlagCreatePairsOff, *marks), registry=RULES,
+    )  # fmt: skip
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass and of those it extends, as one line."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        body = ast.parse(inspect.getsource(base)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
+        for field, text in itertools.pairwise(body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[name] = " ".join(doc.split())
+    return docs
 
 
 def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -54,11 +136,17 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
     return result
 
 
+def flag_types(kind: Any) -> dict[str, Any]:
+    """The type of each flag of a command by its name, those of a config's fields among them."""
+    hints = get_type_hints(kind, include_extras=True)
+    return hints if hints.pop("fields", None) is None else hints | FIELD_TYPES
+
+
 def _check_words(kind: Any, words: list[str], command: str) -> None:
     """Raises UsageError where tyro's own message would be long: an option that is not there, a number that is none, a
     word that belongs to no option where a command takes options alone, and something without a default not given."""
-    hints = get_type_hints(kind, include_extras=True)
-    switches = {name for name, hint in hints.items() if hint is bool}
+    hints = flag_types(kind)
+    switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
     all_options = f"`roxxel-dist {command} --help` tells all"
     if words and not words[0].startswith("-") and not positional:
@@ -93,7 +181,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
     missing = {}
     for field in dataclasses.fields(kind):
-        name, kinds = field.name, get_args(hints[field.name])
+        name, kinds = field.name, get_args(hints.get(field.name))
         if name not in given and {field.default, field.default_factory} == {dataclasses.MISSING}:
             choices = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
             missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
@@ -104,11 +192,9 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainArgs:
+class TrainArgs(ConfigArgs):
     """Train a model through a curriculum."""
 
-    config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
     run_dir: str | None = None
@@ -154,11 +240,13 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     return parse_config(TrainArgs, words, "train", next(saved, None))
 
 
-def parse_config(kind: type[T], words: list[str], command: str, path: str | None = None) -> tuple[T, Any]:
+def parse_config(
+    kind: type[ConfigArgsT], words: list[str], command: str, path: str | None = None
+) -> tuple[ConfigArgsT, Config]:
     """(arguments, Config) of a command that takes every field of a Config beside its own flags.
 
     Args:
-        kind: the command's own flags, `config` among them.
+        kind: the command's arguments.
         words: the command line.
         command: its name.
         path: the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
@@ -176,9 +264,10 @@ def parse_config(kind: type[T], words: list[str], command: str, path: str | None
             del values["max_steps"]  # a config without one trains to the end of its phases
         base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
-    args: Any = parse(_with_fields(base, kind), words, command)
-    values = {name: getattr(args, name) for name in field_types()}
-    values |= {name: _from_yaml(f"--{name}", values[name] or "null") for name in NESTED}
+    for name in flags.keys() & set(YAML_FIELDS):
+        _from_yaml(f"--{name}", flags[name])
+    args = parse(kind, words, command, default=kind(fields=base))
+    values = args.fields.to_dict()
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
@@ -225,7 +314,7 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
 def as_flags(message: str) -> str:
     """A message of the package for somebody at a terminal: `resume=True` in it is --resume, `data_path=PATH` is
     --data_path PATH."""
-    names = {field.name for field in dataclasses.fields(TrainArgs)} | {*field_types(), "overwrite"}
+    names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite"}
 
     def flag(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
@@ -242,21 +331,3 @@ def steps_to_skip(text: str | None) -> tuple[int, int] | None:
     if match is None:
         raise ValueError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
     return int(match[1]), int(match[2])
-
-
-def _with_fields(base: Any, kind: type) -> type:
-    """The flags of a command and every field of a Config, with `base`'s values as defaults."""
-    import yaml
-
-    docs = {name: text for part in PARTS for name, text in field_docs(part).items()}
-    fields: list[Any] = []
-    for name, held in field_types().items():
-        default, shown = getattr(base, name), held
-        if name in NESTED:
-            shown, default = str | None, yaml.safe_dump(default, default_flow_style=True).strip() if default else None
-        marks = [tyro.conf.arg(help=docs[name]), *([tyro.conf.FlagConversionOff] if held is bool else [])]
-        field = dataclasses.field(default_factory=lambda kept=default: kept)  # a list is no default, but may be kept
-        fields.append((name, Annotated[(shown, *marks)], field))
-    return dataclasses.make_dataclass(
-        kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True, namespace={"__doc__": kind.__doc__}
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from roxxel_dist.cli.arguments import flags_in, parse_config
+from roxxel_dist.cli.arguments import ConfigArgs, flags_in, parse_config
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
 
@@ -16,7 +16,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SweepArgs:
+class SweepArgs(ConfigArgs):
     """Search for the best configuration: many trainings, each a trial of its own in a Ray task.
 
     With no account and no server the search is made here, in a Ray of its own on this machine. The same command again
@@ -27,8 +27,6 @@ class SweepArgs:
     """A W&B sweep: YAML with method, metric, parameters …; a study that is there has its own."""
     extras: str | None = None
     """A second YAML file for what W&B's has no words for: derived, constraints, when, resources."""
-    config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`; a study remembers its own."""
     count: int | None = None

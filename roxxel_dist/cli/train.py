@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from roxxel_dist.cli.arguments import as_flags, parse, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED
 from roxxel_dist.config import UsageError, usage_errors
 from roxxel_dist.launcher.output.console import info
@@ -87,15 +87,13 @@ def save(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanArgs:
+class PlanArgs(ConfigArgs):
     """What a run would be: phases, tokens, parameters, memory, time. No run directory is made, and nothing is trained.
 
     `plan --config my.yaml --data_path data [options]`, or `plan RUN [options]`: the config, the data and the speed of a
     run directory. Exits with 2 where `train` would refuse, and where a phase does not fit the memory of a device.
     """
 
-    config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`."""
     devices: int | None = None
@@ -148,11 +146,9 @@ def plan(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FindLrArgs:
+class FindLrArgs(ConfigArgs):
     """Find a learning rate: a short training whose rate grows at each step. Nothing of a run is touched."""
 
-    config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`."""
     min_lr: float = 1e-6

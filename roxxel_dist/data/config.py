@@ -1,10 +1,11 @@
 """Which data is read, and how text becomes tokens."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from roxxel_dist.component import component
 
-@dataclass(frozen=True, kw_only=True)
+
+@component
 class DataConfig:
     """Data sets by name. The tokenizer is for data that is text; shards bring their own."""
 

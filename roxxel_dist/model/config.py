@@ -13,8 +13,9 @@ Low-rank adapters.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from roxxel_dist.component import component
 
 
 def check_sizes(sizes: Mapping[str, int | None]) -> None:
@@ -33,7 +34,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 PosEncoding = Literal["rotary", "absolute", "learned", "none"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PositionConfig:
     """Where the model gets positions from."""
 
@@ -61,7 +62,7 @@ class PositionConfig:
         check_sizes({"rope_trained_context": self.rope_trained_context})
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AttentionConfig:
     """The attention of every block."""
 
@@ -106,7 +107,7 @@ class AttentionConfig:
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh", "sigmoid")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class FeedForwardConfig:
     """What follows attention in a block."""
 
@@ -149,7 +150,7 @@ class FeedForwardConfig:
 LoraTargets = Literal["attention", "mlp", "all"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LoraConfig:
     """Which matrices get an adapter, and of what size."""
 
@@ -186,7 +187,7 @@ LARGEST_DIM = 1 << 20
 NormType = Literal["rmsnorm", "layernorm"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig):  # fields: of the last first
     """A decoder-only Transformer, by default with rotary positions, SwiGLU, and RMSNorm before each part."""
 

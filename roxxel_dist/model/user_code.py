@@ -4,11 +4,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from roxxel_dist.component import component
 
-@dataclass(frozen=True, kw_only=True)
+
+@component
 class OwnConfig:
     """What is trained instead of the built-in Transformer and its cross-entropy."""
 

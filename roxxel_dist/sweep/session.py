@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
-from roxxel_dist.config import SECTIONS, UsageError, load_yaml, unknown, usage_errors
-from roxxel_dist.config_fields import field_types
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, load_yaml, unknown, usage_errors
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.sweep.begin import DATA_PATH, DIRECTORY, SERVER, leader, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of
@@ -82,8 +81,8 @@ class Session:
     def _check_names(self) -> None:
         """Raises ValueError for a parameter that no config has: every trial would fail."""
         for name in () if self._program else sorted(self._swept):
-            if name not in field_types() and name not in SECTIONS:
-                raise ValueError(f"parameters: {unknown(name, list(field_types()), 'field')}")
+            if name not in FIELD_TYPES and name not in SECTIONS:
+                raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
 
     def _check_metric(self) -> None:
         """Raises ValueError for a metric that no training has; a loss or a model of one's own may have any."""

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from roxxel_dist.config import SECTIONS, Config
-from roxxel_dist.config_fields import field_types
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, Config
 
 HEADS = ("n_heads", "head_size")
 
@@ -40,6 +39,6 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that stand in sections, and those beside them, by their names alone."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        section = name in SECTIONS and (isinstance(value, Mapping) or (value is None and name not in field_types()))
+        section = name in SECTIONS and (isinstance(value, Mapping) or (value is None and name not in FIELD_TYPES))
         found |= {str(key): one for key, one in (value or {}).items()} if section else {str(name): value}
     return found

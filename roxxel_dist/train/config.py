@@ -1,8 +1,9 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
 import math
-from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from roxxel_dist.component import component
 
 TRIAL = "ROXXEL_TRIAL"
 """Set to 1 in the trials of a sweep, whose warm-up is cut to half of the run."""
@@ -13,7 +14,7 @@ STABLE_FRACTION = 0.4
 """Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class OptimizerConfig:
     """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
@@ -97,17 +98,17 @@ class OptimizerConfig:
         return {"lr": self.lr, "weight_decay": self.weight_decay, **steps, "grad_clip": self.grad_clip}
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LoopOptions:
     """What a trainer does at which step, besides training."""
 
-    log_every: int = 100
+    log_every: int = 10
     """Steps between rows of the log."""
-    eval_every: int = 500
+    eval_every: int = 50
     """Steps between validations."""
     eval_iters: int = 10
     """Batches a validation reads of each data set, the same ones each time."""
-    checkpoint_every: int = 100
+    checkpoint_every: int = 50
     """Steps between checkpoints."""
     max_to_keep: int | None = 3
     """Newest checkpoints that are kept; the best one by val_loss is kept beside them."""
@@ -125,7 +126,7 @@ class LoopOptions:
     """Begin with the weights of another run, RUN or RUN@STEP, or of a folder of Hugging Face (LLaMA, Mistral, Mixtral),
     whose shape is taken then; and with its tokenizer where the data is text. Moments, random streams and the position
     in the data are new."""
-    val_fraction: float = 0.0
+    val_fraction: float = 0.1
     """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
     patience: int = 0
     """End the run after so many validations without a lower val_loss; 0 for never."""
@@ -178,9 +179,9 @@ class LoopOptions:
             raise ValueError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig(LoopOptions):
-    """What a run reads, and when it speaks, evaluates and saves."""
+@component
+class ExperimentConfig:
+    """What `train` adds to a `Trainer`: the curriculum, the devices, W&B, and a sample at the end."""
 
     phases: list[dict[str, Any]] | None = None
     """The curriculum: a list of {steps or epochs, batch_size, seq_len}, where batch_size counts the rows of the global
@@ -192,14 +193,6 @@ class LoopConfig(LoopOptions):
     """Rows of a micro-batch over all devices, where no phases are given."""
     grad_accum: int = 1
     """Micro-batches a step: it divides the batch of every phase and never changes the data."""
-    log_every: int = 10
-    """Steps between rows of the log."""
-    eval_every: int = 50
-    """Steps between validations."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints."""
-    val_fraction: float = 0.1
-    """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
     n_devices: int = 0
     """Devices to use, of all processes together; 0 for all."""
     fsdp_devices: int = 0
@@ -218,7 +211,6 @@ class LoopConfig(LoopOptions):
     """Show some lines of what the model writes at the end of the run; auto: not after one of less than 30 seconds."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("batch_size", "grad_accum"):
             _check_at_least(name, getattr(self, name), 1)
         for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("tensor_devices", 1)):
@@ -229,10 +221,6 @@ class LoopConfig(LoopOptions):
             raise ValueError(f"epochs is {self.epochs}: it must be above 0")
         if self.phases is not None and not self.phases:
             raise ValueError("phases is an empty list: give at least one phase, or leave it out")
-
-    def options(self) -> dict[str, Any]:
-        """The fields that a `Trainer` takes as options."""
-        return {f.name: getattr(self, f.name) for f in fields(LoopOptions)}
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

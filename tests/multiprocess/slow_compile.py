@@ -29,6 +29,7 @@ with Roxxel(folder / "corpus_*.rox") as data:
     trainer = Trainer(
         lambda: Transformer(ModelConfig(dim=16, num_blocks=1, vocab_size=500, max_context=32), nnx.Rngs(0)),
         optax.adam(1e-3), Curriculum(data, [Phase(3, 4, 17)]), loss_fn, folder / "run", log_every=1,
+        val_fraction=0.0,
     )  # fmt: skip
     trainer.run()
     trainer.close()

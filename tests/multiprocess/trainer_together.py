@@ -50,7 +50,7 @@ def evaluate(state):
 trainer = Trainer(
     lambda: Transformer(ModelConfig(dim=144, num_blocks=1, vocab_size=500, max_context=32), nnx.Rngs(0)),
     optax.adam(1e-3), curriculum, loss_fn, run, eval_fn=evaluate, log_every=1, eval_every=10, checkpoint_every=5,
-    patience=3, on_bad_step="rewind", fsdp=True, mesh=make_mesh(fsdp=2, tensor=2),
+    patience=3, on_bad_step="rewind", fsdp=True, mesh=make_mesh(fsdp=2, tensor=2), val_fraction=0.0,
 )  # fmt: skip
 trainer.run()
 trainer.close()

@@ -78,7 +78,8 @@ def test_shards_may_be_added(tmp_path):
 def test_a_data_set_may_be_taken_away(corpus, tmp_path):
     def blended(phases, sets, **options):
         curriculum = Curriculum(corpus, phases, mix_streamers=sets)
-        made = Trainer(model, optax.adam(1e-2), curriculum, next_token_loss, tmp_path / "run", log_every=1, **options)
+        options |= {"log_every": 1, "val_fraction": 0.0}
+        made = Trainer(model, optax.adam(1e-2), curriculum, next_token_loss, tmp_path / "run", **options)
         made.run()
         made.close()
         return made

@@ -107,7 +107,8 @@ def train(name, corpora, run, steps=STEPS):
         mixed = {"notes": notes} if config["phases"][0].weights else None
         trainer = Trainer(
             model, optimizer, Curriculum(text, config["phases"], mixed), token_losses, run, seed=3,
-            log_every=1, eval_every=STEPS, checkpoint_every=STEPS, max_steps=steps, **config.get("trainer", {}),
+            log_every=1, eval_every=STEPS, checkpoint_every=STEPS, max_steps=steps, val_fraction=0.0,
+            **config.get("trainer", {}),
         )  # fmt: skip
         try:
             trainer.run()

@@ -149,7 +149,7 @@ def test_blends_train(corpus, tmp_path):
     phases = [Phase(5, 8, 17, weights={"self": 1, "other": 1}, blend="row"), Phase(3, 8, 33, weights={"other": 1})]
     curriculum = Curriculum(corpus, phases, {"other": other})
     with other:
-        options = {"mesh": make_mesh(2), "log_every": 1}
+        options = {"mesh": make_mesh(2), "log_every": 1, "val_fraction": 0.0}
         made = Trainer(model, optax.adam(3e-2), curriculum, next_token_loss, tmp_path / "run", **options)
         made.run()
         made.close()

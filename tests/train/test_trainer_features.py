@@ -186,7 +186,7 @@ def test_the_loss_of_each_data_set_in_a_blend_by_row(corpus, tmp_path):
     phases = [Phase(12, 8, 17, weights={"self": 1, "other": 1}, blend="row")]
     curriculum = Curriculum(corpus, phases, {"other": other})
     with other:
-        options = {"mesh": make_mesh(2), "log_every": 1}
+        options = {"mesh": make_mesh(2), "log_every": 1, "val_fraction": 0.0}
         made = Trainer(model, optax.adam(3e-2), curriculum, token_losses, tmp_path / "run", **options)
         made.run()
         made.close()
