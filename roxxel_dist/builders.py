@@ -35,7 +35,7 @@ from roxxel_dist.model.user_code import find_function
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
-from roxxel_dist.train.init_from import check_weights, checkpoint_named
+from roxxel_dist.train.init_from import check_weights, find_checkpoint
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.train_state import take_apart
 from roxxel_dist.train.train_step import LossFn
@@ -197,7 +197,7 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins
 
 def _check_base(config: Any, tokenizer: str) -> None:
     """Raises ValueError where `init_from` has no weights, or those of another model than the config's."""
-    wanted, config = checkpoint_named(config.init_from), with_shape_of(config)
+    wanted, config = find_checkpoint(config.init_from), with_shape_of(config)
     if config.model is not None:
         return
     config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)

@@ -33,9 +33,9 @@ from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import Layout, StepMemory, arrays, layout, look_ahead, memory_limit, memory_of
 from roxxel_dist.train.compile import Programs
-from roxxel_dist.train.init_from import check_weights, checkpoint_named
+from roxxel_dist.train.init_from import check_weights, find_checkpoint
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
-from roxxel_dist.train.resume import end_of, longer_than_its_phases
+from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops
 from roxxel_dist.train.train_state import ModelState
 
@@ -356,7 +356,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         options, curriculum = made.options, made.curriculum
         check_batches(curriculum.shapes, made.grad_accum)
         plan = _plan(made, asked.run)
-        weights = None if options.init_from is None else checkpoint_named(options.init_from)
+        weights = None if options.init_from is None else find_checkpoint(options.init_from)
         parts, state, settings = look_ahead(made.build, made.optimizer, mesh, options, plan.total_steps)
         if weights is not None:
             check_weights(weights, parts.of_base(state.params, settings))
@@ -370,7 +370,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         )  # fmt: skip
         phases.check(plan.shapes)
         phases.check_vocabulary(plan.shapes[0], {**curriculum.datasets, **made.validation})
-    last = end_of(plan, options)
+    last = last_step(plan, options)
     steps = spans(plan, last)
     try:
         # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
@@ -381,7 +381,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         programs.close()
     if last < plan.total_steps:
         notes = (*notes, f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
-    if note := longer_than_its_phases(plan, options):
+    if note := max_steps_note(plan, options):
         notes = (*notes, note)
     with usage_errors():
         speed = _speed(asked, mesh, bf16=options.bf16_compute or options.use_bf16)
@@ -649,7 +649,7 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
         options, plan = made.options, made.curriculum.plan(made.config.seed)
         parts, state, settings = look_ahead(made.build, made.optimizer, made.mesh(), options, plan.total_steps)
         model = ModelState(parts, state, settings)
-        flops_of, last = model.flops_per_token(), end_of(plan, options)
+        flops_of, last = model.flops_per_token(), last_step(plan, options)
         pieces = [
             (plan.tokens(stop) - plan.tokens(first), flops_of(plan.segment(stop - 1).shape.seq_len))
             for first, stop in spans(plan, last)

@@ -29,12 +29,12 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.lineage import config_at, data_at, saved_config
 from roxxel_dist.reading import validation_sets
 from roxxel_dist.run_directory import METRICS, no_run
-from roxxel_dist.train.checkpoint.metadata import RunStep, run_step
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import Programs
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
-from roxxel_dist.train.init_from import below, opened
+from roxxel_dist.train.init_from import below, open_checkpoint
 from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
 from roxxel_dist.train.throughput import InFlight
 from roxxel_dist.train.train_state import init_state
@@ -258,7 +258,7 @@ def evaluate(run: str | Path, asked: Asked = OWN, *, best: bool = False) -> Eval
     Raises:
         UsageError: there is no such run, checkpoint or data, or they do not fit each other.
     """
-    wanted = run_step(run)
+    wanted = CheckpointRef.parse(run)
     with usage_errors():
         saved = _saved(wanted, best)
         if saved.get("deterministic"):
@@ -271,7 +271,7 @@ def evaluate(run: str | Path, asked: Asked = OWN, *, best: bool = False) -> Eval
         with usage_errors():
             store, step = held.enter_context(_checkpoint(wanted, best))
             values, record = config_at(saved, step)
-            question = _question(RunStep(wanted.run, step), Config.from_dict(values), record, store, asked, held)
+            question = _question(CheckpointRef(wanted.run, step), Config.from_dict(values), record, store, asked, held)
             made = question.made
             replay = Replay(
                 store, step, made.build, made.loss, sets=question.sets, train=made.curriculum.primary_streamer,
@@ -307,7 +307,7 @@ def _mesh(made: Recipe) -> Mesh:
     return made.mesh()
 
 
-def _saved(wanted: RunStep, best: bool) -> dict[str, Any]:
+def _saved(wanted: CheckpointRef, best: bool) -> dict[str, Any]:
     """The run's config and record."""
     if best and wanted.step is not None:
         raise ValueError(f"RUN is {wanted}, and --best takes the step with the lowest val_loss: use one of the two")
@@ -318,13 +318,13 @@ def _saved(wanted: RunStep, best: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _checkpoint(wanted: RunStep, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
+def _checkpoint(wanted: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
     """The checkpoints of the run, and the step meant.
 
     Raises:
         ValueError: there is no such checkpoint, or a run that goes on has deleted it meanwhile.
     """
-    with opened("RUN", wanted) as (store, newest):
+    with open_checkpoint("RUN", wanted) as (store, newest):
         step = store.best_step() if best else newest
         if step is None:
             raise ValueError(
@@ -343,7 +343,7 @@ def _checkpoint(wanted: RunStep, best: bool) -> Iterator[tuple[CheckpointStore, 
 
 
 def _question(
-    wanted: RunStep,
+    wanted: CheckpointRef,
     config: Any,
     record: Mapping[str, Any],
     store: CheckpointStore,

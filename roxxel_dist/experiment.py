@@ -41,12 +41,12 @@ from roxxel_dist.run_directory import (
     default_run_dir,
 )
 from roxxel_dist.run_metadata import changed_fields, describe_environment, summarize
-from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, read_cursor, write_cursor
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor, write_cursor
 from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.init_from import checkpoint_named, loader
+from roxxel_dist.train.init_from import find_checkpoint, params_loader
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.resume import FROM, longer_than_its_phases
+from roxxel_dist.train.resume import FROM, max_steps_note
 from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.trainer import Trainer
 
@@ -83,7 +83,7 @@ def find_lr(
 
 def _loader(init_from: str) -> Callable[[Leaves], Leaves]:
     """What gives the weights that training would begin with; those of another model are the user's to mend."""
-    load = loader(checkpoint_named(init_from))
+    load = params_loader(find_checkpoint(init_from))
 
     def told(like: Leaves) -> Leaves:
         with usage_errors():
@@ -131,7 +131,7 @@ def write_down(
         say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
     if not trainer.start.notes:  # else they have it
         say(trainer.plan.describe())
-    if note := longer_than_its_phases(trainer.plan, trainer.options):
+    if note := max_steps_note(trainer.plan, trainer.options):
         say(note)
     if saved and not trainer.step:
         say(f"{run} has no checkpoint yet: it begins again, at step 1")
@@ -213,7 +213,7 @@ class Experiment:
                 check_local(name, named)
             saved, parent, before = self._past(Path(run_dir or default_run_dir()), resume, fork)
             begun_by = parent if fork or from_step is None else None
-            origin = Origin(fork=begun_by, from_step=from_step, skip_steps=skip_steps)
+            origin = ResumeSpec(fork=begun_by, from_step=from_step, skip_steps=skip_steps)
             self._name_sets(before, data_path)
             other_data = self._is_other_data(data_path, saved)
             if self.config.deterministic:
@@ -277,7 +277,7 @@ class Experiment:
 
     def _past(
         self, folder: Path, resume: bool, fork: str | None
-    ) -> tuple[dict[str, Any], RunStep | None, dict[str, Any]]:
+    ) -> tuple[dict[str, Any], CheckpointRef | None, dict[str, Any]]:
         """(what this run was so far, the run that it is forked from, which of them it goes on from).
 
         Args:
@@ -383,7 +383,7 @@ class Experiment:
             return []
         return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
-    def _trainer(self, run: Path, made: Recipe, amend: bool, origin: Origin) -> Trainer:
+    def _trainer(self, run: Path, made: Recipe, amend: bool, origin: ResumeSpec) -> Trainer:
         config = self.config
         wandb = config.wandb if is_primary() and config.wandb != "off" else None
         return Trainer(

@@ -19,7 +19,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of
 from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train.checkpoint.manager import NEWEST
-from roxxel_dist.train.checkpoint.metadata import run_step
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.hf_folder import HF_CONFIG
 from roxxel_dist.train.weight_files import LIMIT, write_tensors, write_weights
 from roxxel_dist.weights import Weights, weights_of
@@ -61,7 +61,7 @@ def export_run(
         ValueError: there is no such model, the format cannot hold it, or the folder is there already.
     """
     out, limit = Path(out), _bytes(max_shard_size)
-    _check_out(out, overwrite, run_step(run).run)
+    _check_out(out, overwrite, CheckpointRef.parse(run).run)
     weights = weights_of(run, step=step, best=best)
     _check_out(out, overwrite, *weights.folders)
     if merge_lora and not weights.scales:

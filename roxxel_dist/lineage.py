@@ -13,7 +13,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import find_shards, is_tokens
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.run_directory import CONFIG, DATA, TOKENIZER
-from roxxel_dist.train.checkpoint.metadata import RunStep, run_step
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.hf_folder import fields_of, is_hf_folder
 
 
@@ -58,7 +58,7 @@ def config_at(saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict
     return values, {**record, "commit": record.get("git_commit")}
 
 
-def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> RunStep | None:
+def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> CheckpointRef | None:
     """The checkpoint that a run is forked from: the one that is named, or the one that its config remembers.
 
     Args:
@@ -70,10 +70,10 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> RunStep |
         ValueError: no run is named, or the run is there already and comes from elsewhere.
     """
     recorded = saved.get(RECORD, {}).get("forked_from")
-    known = RunStep(Path(recorded["run"]), recorded["step"]) if recorded else None
+    known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
     if fork is None:
         return known
-    given = run_step(fork)
+    given = CheckpointRef.parse(fork)
     if given.run.absolute() == run.absolute():
         raise ValueError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
     if saved and (known is None or (given.run.absolute(), given.step) != known):
@@ -126,7 +126,7 @@ def tokenizer_of(init_from: str) -> Path:
     Raises:
         ValueError: it has none.
     """
-    run = run_step(init_from).run
+    run = CheckpointRef.parse(init_from).run
     if is_hf_folder(run) and any((run / name).is_file() for name in TOKENIZER_NAMES):
         return run  # with what its other files call end-of-text
     if not (run / TOKENIZER).exists():
@@ -139,7 +139,7 @@ def tokenizer_of(init_from: str) -> Path:
 
 def check_tokenizer(init_from: str, data: Roxxel) -> None:
     """Raises ValueError if the data was made with another tokenizer than the run that the weights come from."""
-    run = run_step(init_from).run
+    run = CheckpointRef.parse(init_from).run
     names = TOKENIZER_NAMES if is_hf_folder(run) else (TOKENIZER,)  # a folder without one may train on shards
     path = tokenizer_of(init_from) if any((run / name).is_file() for name in names) else run / TOKENIZER
     if not path.exists() or data.tokenizer_fingerprint is None:
@@ -160,7 +160,7 @@ def with_shape_of(config: Any) -> Any:
     Raises:
         ValueError: a field that is set says otherwise, or the Transformer cannot be that model.
     """
-    folder = None if config.init_from is None else run_step(config.init_from).run
+    folder = None if config.init_from is None else CheckpointRef.parse(config.init_from).run
     if folder is None or config.model is not None or not is_hf_folder(folder):
         return config
     try:
@@ -178,7 +178,7 @@ def with_shape_of(config: Any) -> Any:
 
 
 def data_at(
-    wanted: RunStep, record: Mapping[str, Any], saved: Mapping[str, Any], fraction: float, named: str | None
+    wanted: CheckpointRef, record: Mapping[str, Any], saved: Mapping[str, Any], fraction: float, named: str | None
 ) -> tuple[Roxxel, bool]:
     """(the primary data set of a run as it was at a step, whether it is the run's own).
 

@@ -23,7 +23,7 @@ from roxxel_dist.model.scan_layers import unstacked
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
-from roxxel_dist.train.checkpoint.metadata import META, run_step
+from roxxel_dist.train.checkpoint.metadata import META, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import BASE, SCALES, base_of, check_base
 from roxxel_dist.train.resume import FROM
@@ -69,7 +69,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     Raises:
         ValueError: the folder holds no model, no weights, or not those of that step.
     """
-    named = run_step(path)
+    named = CheckpointRef.parse(path)
     step = named.step if step is None else step
     if is_hf_folder(named.run):
         if step is not None:

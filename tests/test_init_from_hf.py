@@ -17,7 +17,7 @@ from roxxel_dist.config import UsageError
 from roxxel_dist.export import export_run
 from roxxel_dist.lineage import with_shape_of
 from roxxel_dist.train.hf_folder import HfFolder
-from roxxel_dist.train.init_from import checkpoint_named
+from roxxel_dist.train.init_from import find_checkpoint
 
 QUIET = {
     "n_devices": 1,
@@ -112,7 +112,7 @@ def test_a_damaged_folder(folder, tmp_path, spoil, message):
 def test_an_export_of_another_kind(folder, tmp_path, kind):
     export_run(folder / "run", kind, tmp_path / "out")
     with pytest.raises(ValueError, match=r"out has no checkpoint; it has weights alone, .* export RUN --format hf"):
-        checkpoint_named(str(tmp_path / "out"))
+        find_checkpoint(str(tmp_path / "out"))
 
 
 def change(folder, **fields):

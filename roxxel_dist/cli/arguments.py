@@ -15,7 +15,7 @@ from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
-from roxxel_dist.train.checkpoint.metadata import run_step
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
 T = TypeVar("T")
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]
@@ -235,7 +235,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     if attempt_number():  # a job that its launcher starts again is resumed, as `fit` has it
         check_still_there(run)
     runs = [run] if "resume" in given or attempt_number() else []
-    runs += [run_step(given["fork"]).run] if "fork" in given else []
+    runs += [CheckpointRef.parse(given["fork"]).run] if "fork" in given else []
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
     return parse_config(TrainArgs, words, "train", next(saved, None))
 

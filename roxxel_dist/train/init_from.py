@@ -24,7 +24,7 @@ from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import scan_layers as restack
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.manager import NEWEST
-from roxxel_dist.train.checkpoint.metadata import RunStep, run_step
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
 from roxxel_dist.train.train_state import Leaves
@@ -49,9 +49,9 @@ class Base(NamedTuple):
     """Of its weights; empty where nobody needs to know them again."""
 
     @property
-    def place(self) -> RunStep:
+    def place(self) -> CheckpointRef:
         """The run and the step."""
-        return RunStep(self.run, self.step or None)
+        return CheckpointRef(self.run, self.step or None)
 
     def state(self) -> dict[str, Any]:
         """For JSON."""
@@ -70,12 +70,12 @@ class Base(NamedTuple):
         same = init_from is None or os.path.abspath(init_from) == os.path.abspath(base.asked)
         if init_from is None or (same and base.run.exists()):
             return base
-        moved = run_step(init_from)
+        moved = CheckpointRef.parse(init_from)
         return base._replace(run=moved.run, step=base.step if moved.step is None else moved.step, asked=init_from)
 
 
 @contextlib.contextmanager
-def opened(what: str, wanted: RunStep) -> Iterator[tuple[CheckpointStore, int]]:
+def open_checkpoint(what: str, wanted: CheckpointRef) -> Iterator[tuple[CheckpointStore, int]]:
     """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
 
     Args:
@@ -110,32 +110,32 @@ def _instead(run: Path) -> str:
     return "name the folder of a run that has"
 
 
-def checkpoint_named(init_from: str) -> RunStep:
+def find_checkpoint(init_from: str) -> CheckpointRef:
     """The checkpoint that a run has its weights from; a folder of Hugging Face has no step.
 
     Raises:
         ValueError: there is none such.
     """
-    if is_hf_folder(run_step(init_from).run):
-        return run_step(init_from)
-    with opened("init_from", run_step(init_from)) as (_, step):
-        return RunStep(run_step(init_from).run, step)
+    if is_hf_folder(CheckpointRef.parse(init_from).run):
+        return CheckpointRef.parse(init_from)
+    with open_checkpoint("init_from", CheckpointRef.parse(init_from)) as (_, step):
+        return CheckpointRef(CheckpointRef.parse(init_from).run, step)
 
 
 @contextlib.contextmanager
-def _errors_of(wanted: RunStep) -> Iterator[None]:
+def _errors_of(wanted: CheckpointRef) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
         raise ValueError(f"init_from is {wanted}: {error}") from error
 
 
-def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
+def check_weights(wanted: CheckpointRef, like: dict[str, Any]) -> None:
     """Raises ValueError where the parameters `like`, or their shapes, are of another model than the checkpoint."""
     if is_hf_folder(wanted.run):
         with _errors_of(wanted), HfFolder(wanted.run) as folder:
             return folder.check_params(like)
-    with opened("init_from", wanted) as (store, step), _errors_of(wanted):
+    with open_checkpoint("init_from", wanted) as (store, step), _errors_of(wanted):
         base = _stands_on(wanted.run, store.meta(step))
         if base is None:
             restack.check_params(store, step, like)
@@ -143,7 +143,7 @@ def check_weights(wanted: RunStep, like: dict[str, Any]) -> None:
     return check_weights(base.place, like)
 
 
-def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
+def params_loader(wanted: CheckpointRef) -> Callable[[Leaves], Leaves]:
     """What gives the parameters of a checkpoint, placed as those that it is shown; ValueError if of another model.
 
     Of a run of adapters they are the merged ones.
@@ -153,12 +153,12 @@ def loader(wanted: RunStep) -> Callable[[Leaves], Leaves]:
         if is_hf_folder(wanted.run):
             with _errors_of(wanted), HfFolder(wanted.run) as folder:
                 return folder.restore_params(like)
-        with opened("init_from", wanted) as (store, step), _errors_of(wanted):
+        with open_checkpoint("init_from", wanted) as (store, step), _errors_of(wanted):
             saved = store.meta(step)
             base = _stands_on(wanted.run, saved)
             if base is None:
                 return restack.restore_params(store, step, like)
-            plain = based_on(base)(like)
+            plain = base_params_loader(base)(like)
             names = [name + end for name in saved[SCALES] for end in (A, B)]
             wanted_shapes = store.param_shapes(step)
             whole = {name: _whole(wanted_shapes[name], like) for name in names}
@@ -218,11 +218,11 @@ def below(saved: Mapping[str, Any], init_from: str | None) -> Callable[[Leaves],
         saved: what the checkpoint says beside its arrays.
         init_from: of the run, now.
     """
-    return based_on(Base.of(saved[BASE], init_from)) if BASE in saved else None
+    return base_params_loader(Base.of(saved[BASE], init_from)) if BASE in saved else None
 
 
-def based_on(base: Base) -> Callable[[Leaves], Leaves]:
-    """What gives the weights that adapters stand on, as `loader` does; it asks for them when it is called.
+def base_params_loader(base: Base) -> Callable[[Leaves], Leaves]:
+    """What gives the weights that adapters stand on, as `params_loader` does; it asks for them when it is called.
 
     Raises, then:
         ValueError: they are gone, or others.
@@ -230,7 +230,7 @@ def based_on(base: Base) -> Callable[[Leaves], Leaves]:
 
     def load(like: Leaves) -> Leaves:
         check_base(base)
-        return loader(base.place)(like)
+        return params_loader(base.place)(like)
 
     return load
 
@@ -249,7 +249,7 @@ def check_base(base: Base) -> None:
         )
 
 
-def fingerprint(wanted: RunStep) -> str:
+def fingerprint(wanted: CheckpointRef) -> str:
     """Of the weights of a checkpoint: 16 letters, the same on every rank. Rank 0 reads them.
 
     Raises:
@@ -257,13 +257,13 @@ def fingerprint(wanted: RunStep) -> str:
     """
     if is_hf_folder(wanted.run):
         return _agreed(wanted, _of_hugging_face(wanted.run))
-    with opened("init_from", wanted) as (store, step):  # by all ranks: a store asks for each of them
+    with open_checkpoint("init_from", wanted) as (store, step):  # by all ranks: a store asks for each of them
         with _errors_of(wanted):
             shapes = store.param_shapes(step)
         return _agreed(wanted, _of_checkpoint(store.folder / str(step), shapes))
 
 
-def _agreed(wanted: RunStep, parcels: Iterator[Mapping[str, np.ndarray]]) -> str:
+def _agreed(wanted: CheckpointRef, parcels: Iterator[Mapping[str, np.ndarray]]) -> str:
     """The digest of what rank 0 reads, on all ranks."""
     text = ""
     if is_primary():

@@ -13,16 +13,25 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import BadStep
 from roxxel_dist.train.checkpoint.manager import restore
-from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, Standing, write_cursor
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, Standing, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.init_from import BASE, SCALES, Base, based_on, checkpoint_named, fingerprint, loader, opened
+from roxxel_dist.train.init_from import (
+    BASE,
+    SCALES,
+    Base,
+    base_params_loader,
+    find_checkpoint,
+    fingerprint,
+    open_checkpoint,
+    params_loader,
+)
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
 from roxxel_dist.train.train_state import Leaves, ModelParts, TrainState
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a process takes a run up."""
 
     step: int
@@ -33,7 +42,7 @@ class Start:
     standing: Standing
     notes: tuple[str, ...] = ()
     """What people should know; where there is anything, the plan is among it."""
-    source: RunStep | None = None
+    source: CheckpointRef | None = None
     """The checkpoint of another run to restore; its own where None."""
     load: Callable[[Leaves], Leaves] | None = None
     """Gives a new run the parameters of another one; a run of adapters, new or not, those that they stand on."""
@@ -50,9 +59,9 @@ class Start:
         return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
 
 
-def take_up(
+def resume_latest(
     store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, *, amend: bool
-) -> Start:
+) -> ResumePoint:
     """The newest checkpoint of a run, or its beginning.
 
     Raises:
@@ -61,18 +70,18 @@ def take_up(
     step = store.latest_step()
     if step is None:
         plan = curriculum.plan(options.seed)
-        return Start(0, plan, identity(curriculum, options.seed), Standing())
+        return ResumePoint(0, plan, run_fingerprint(curriculum, options.seed), Standing())
     saved = store.meta(step)
     before, standing = Plan.from_state(saved["plan"]), Standing.of(saved)
-    if not amend and (step >= end_of(before, options) or standing.gave_up(options.patience)):
+    if not amend and (step >= last_step(before, options) or standing.gave_up(options.patience)):
         _check_finished(store, curriculum, optimizer, options, saved, before)
-        return Start(step, before, {}, standing)
+        return ResumePoint(step, before, {}, standing)
     plan = plan_to_follow(curriculum, options.seed, saved, step, amend=amend, where=str(store.folder.parent))
     notes: tuple[str, ...] = ()
     if len(plan.amendments) > len(before.amendments):
         notes = changes(saved, before, plan, optimizer, step)
         standing.waited = 0  # else a run that ended by `patience` would end again at once
-    return Start(step, plan, identity(curriculum, options.seed), standing, notes)
+    return ResumePoint(step, plan, run_fingerprint(curriculum, options.seed), standing, notes)
 
 
 def _check_finished(
@@ -81,7 +90,7 @@ def _check_finished(
 ) -> None:  # fmt: skip
     """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
     was = {**{name: saved.get(name) for name in ("corpus", "curriculum", "schedule")}, "seed": plan.seed}
-    now = {**identity(curriculum, options.seed), "seed": options.seed}
+    now = {**run_fingerprint(curriculum, options.seed), "seed": options.seed}
     now["schedule"] = schedule_of(optimizer, plan.total_steps)
     for name in ("corpus", "seed", "curriculum", "schedule"):
         if was[name] and now[name] and was[name] != now[name]:
@@ -92,12 +101,12 @@ def _check_finished(
             )
 
 
-def end_of(plan: Plan, options: LoopOptions) -> int:
+def last_step(plan: Plan, options: LoopOptions) -> int:
     """The step after which a run ends."""
     return min(plan.total_steps, options.max_steps or plan.total_steps)
 
 
-def longer_than_its_phases(plan: Plan, options: LoopOptions) -> str:
+def max_steps_note(plan: Plan, options: LoopOptions) -> str:
     """What is said where `max_steps` asks for more steps than there are: it ends a run early, and makes none longer."""
     wanted, steps = options.max_steps or 0, plan.total_steps
     if wanted <= steps:
@@ -116,10 +125,10 @@ def changes(saved: Mapping[str, Any], before: Plan, plan: Plan, optimizer: Optim
     return (told,)
 
 
-def to_keep(
+def checkpoint_metadata(
     step: int, plan: Plan, identity: Mapping[str, Any], standing: Standing, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """What a checkpoint after `step` steps says beside its arrays, for `take_up`."""
+    """What a checkpoint after `step` steps says beside its arrays, for `resume_latest`."""
     schedule = schedule_of(optimizer, plan.total_steps)
     return {**identity, **asdict(standing), "plan": plan.state(step), "schedule": schedule}
 
@@ -131,7 +140,7 @@ def schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
     return {"kind": optimizer.config.lr_schedule, "settings": optimizer.settings(total_steps)}
 
 
-def identity(curriculum: Curriculum, seed: int) -> dict[str, str]:
+def run_fingerprint(curriculum: Curriculum, seed: int) -> dict[str, str]:
     """What a checkpoint says its run was made with: another one is another run."""
     corpus = "+".join(data.fingerprint for data in curriculum.datasets.values())
     return {"corpus": corpus, "curriculum": curriculum.plan(seed).fingerprint}
@@ -145,7 +154,7 @@ def plan_to_follow(
     Args:
         curriculum: what is asked for now.
         seed: of the data order.
-        saved: `identity` and the plan's state as the checkpoint has them.
+        saved: `run_fingerprint` and the plan's state as the checkpoint has them.
         step: steps done.
         amend: whether the curriculum may be another one from here on.
         where: the run, for messages.
@@ -154,7 +163,7 @@ def plan_to_follow(
         ValueError: the curriculum or its data is another one, and `amend` was not asked for, or it cannot be so.
     """
     before = Plan.from_state(saved["plan"])
-    now = identity(curriculum, seed)
+    now = run_fingerprint(curriculum, seed)
     changed = [what for what, value in now.items() if saved[what] != value]
     if not changed:
         return before
@@ -200,8 +209,8 @@ def begin(
     options: LoopOptions,
     *,
     amend: bool,
-    origin: Origin,
-) -> Start:
+    origin: ResumeSpec,
+) -> ResumePoint:
     """Where a process takes a run up. Nothing on the disk changes.
 
     A run that has checkpoints goes on from its own, wherever it came from.
@@ -210,34 +219,34 @@ def begin(
         ValueError: there is no such checkpoint, or it is of another run.
     """
     if origin.from_step is not None:
-        start = _back(store, curriculum, optimizer, options, origin, amend=amend)
+        start = _restart_from(store, curriculum, optimizer, options, origin, amend=amend)
     elif store.latest_step() is None and origin.fork is not None:
         start = _fork(curriculum, optimizer, options, origin.fork)
     else:
-        start = take_up(store, curriculum, optimizer, options, amend=amend)
+        start = resume_latest(store, curriculum, optimizer, options, amend=amend)
     if start.step:
         return _on_base(store, start, options.init_from)
     return start if options.init_from is None else _with_weights(options.init_from, start)
 
 
-def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, wanted: RunStep) -> Start:
-    with opened("fork", wanted) as (store, step):
+def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, wanted: CheckpointRef) -> ResumePoint:
+    with open_checkpoint("fork", wanted) as (store, step):
         saved = store.meta(step)
     before = Plan.from_state(saved["plan"])
     if before.seed != options.seed:
         raise ValueError(f"seed is {options.seed}, and {wanted} has {before.seed}: a fork keeps it, or reads twice")
     plan = plan_to_follow(curriculum, options.seed, saved, step, amend=True, where=str(wanted.run))
-    last = end_of(plan, options)
+    last = last_step(plan, options)
     if step >= last:
         raise ValueError(
             f"fork is {wanted}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
         )
     notes = changes(saved, before, plan, optimizer, step)
     told = f"forked from {wanted}, with its parameters, moments, random streams and position in the data"
-    return Start(
+    return ResumePoint(
         step,
         plan,
-        identity(curriculum, options.seed),
+        run_fingerprint(curriculum, options.seed),
         Standing(),
         (told, *notes),
         source=wanted,
@@ -245,22 +254,22 @@ def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, wa
     )
 
 
-def _back(
+def _restart_from(
     store: CheckpointStore,
     curriculum: Curriculum,
     optimizer: Optimizer,
     options: LoopOptions,
-    origin: Origin,
+    origin: ResumeSpec,
     *,
     amend: bool,
-) -> Start:
+) -> ResumePoint:
     """Back to an older checkpoint, on the plan of the newest: what was amended since holds, at the step it was."""
     kept, folder = store.steps(), store.folder
     if not kept:
         raise ValueError(f"from_step is {origin.from_step}: {folder} has no checkpoint; leave it out to begin")
     newest, job = store.meta(kept[-1]), os.environ.get(JOB_ENV, "")
     if job and Standing.of(newest).went_back == job:  # started again by its launcher, with the same words
-        return take_up(store, curriculum, optimizer, options, amend=False)
+        return resume_latest(store, curriculum, optimizer, options, amend=False)
     step: Any = origin.from_step
     if step not in kept:
         raise ValueError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {_list(kept)}")
@@ -272,7 +281,7 @@ def _back(
     plan = plan_to_follow(curriculum, options.seed, newest, step, amend=amend, where=str(folder.parent))
     if origin.skip_steps:
         plan = _without(plan, *origin.skip_steps)
-    if step >= (last := end_of(plan, options)):
+    if step >= (last := last_step(plan, options)):
         raise ValueError(f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer")
     standing = replace(Standing.of(store.meta(step)), went_back=job)
     if amend:
@@ -280,10 +289,10 @@ def _back(
     left_out = ", and leaving out what steps {} to {} read".format(*origin.skip_steps) if origin.skip_steps else ""
     told = f"going back from step {kept[-1]} to step {step}{left_out}"
     notes = changes(newest, before, plan, optimizer, step)
-    named = identity(curriculum, options.seed)
-    meta = to_keep(step, plan, named, standing, optimizer)
+    named = run_fingerprint(curriculum, options.seed)
+    meta = checkpoint_metadata(step, plan, named, standing, optimizer)
     record = {"back_from": kept[-1]} | ({"skipped": list(origin.skip_steps)} if origin.skip_steps else {})
-    return Start(step, plan, named, standing, (told, *notes), rewritten=meta, record=record)
+    return ResumePoint(step, plan, named, standing, (told, *notes), rewritten=meta, record=record)
 
 
 def _without(plan: Plan, first: int, last: int) -> Plan:
@@ -299,7 +308,7 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
     return plan.amend(first - 1, skip=last - first + 1)
 
 
-def go_back(store: CheckpointStore, start: Start, last_step: int) -> None:
+def delete_later_checkpoints(store: CheckpointStore, start: ResumePoint, last_step: int) -> None:
     """Do on the disk what `begin` has found: the checkpoint that the run goes back to is the newest, with its new plan.
 
     Raises:
@@ -312,7 +321,7 @@ def go_back(store: CheckpointStore, start: Start, last_step: int) -> None:
     store.go_back(start.step, start.rewritten)
 
 
-def rewound(
+def rewind(
     store: CheckpointStore, bad: BadStep, plan: Plan, standing: Standing, options: LoopOptions
 ) -> tuple[int, Plan, Standing]:
     """(step of the last checkpoint, the plan without the rows of a bad step, how the run stands there).
@@ -330,36 +339,36 @@ def rewound(
     return good, plan, replace(Standing.of(store.meta(good)), rewinds=standing.rewinds + 1)
 
 
-def restore_start(store: CheckpointStore, start: Start, like: TrainState) -> TrainState:
+def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) -> TrainState:
     """The state that a run begins with, from its own checkpoint or the one that it is forked from."""
     if start.source is None:
         return restore(store, start.step, like)
-    with opened("fork", start.source) as (theirs, step):
+    with open_checkpoint("fork", start.source) as (theirs, step):
         return restore(theirs, step, like)
 
 
-def _with_weights(init_from: str, start: Start) -> Start:
-    wanted = checkpoint_named(init_from)
+def _with_weights(init_from: str, start: ResumePoint) -> ResumePoint:
+    wanted = find_checkpoint(init_from)
     base = Base(wanted.run, wanted.step or 0, init_from)
     told = f"the weights are those of {wanted}; moments, random streams and the position in the data are new"
     record = {FROM: {"run": str(wanted.run.absolute()), "step": wanted.step}}
-    return replace(start, load=loader(wanted), base=base, notes=(told, start.plan.describe()), record=record)
+    return replace(start, load=params_loader(wanted), base=base, notes=(told, start.plan.describe()), record=record)
 
 
-def _on_base(store: CheckpointStore, start: Start, init_from: str | None) -> Start:
+def _on_base(store: CheckpointStore, start: ResumePoint, init_from: str | None) -> ResumePoint:
     """The start of a run whose checkpoint may hold adapters alone: with the weights that they stand on."""
     if start.source is None:
         saved = store.meta(start.step)
     else:
-        with opened("fork", start.source) as (theirs, step):
+        with open_checkpoint("fork", start.source) as (theirs, step):
             saved = theirs.meta(step)
     if BASE not in saved:
         return start
     base = Base.of(saved[BASE], init_from)
-    return replace(start, load=based_on(base), base=base)
+    return replace(start, load=base_params_loader(base), base=base)
 
 
-def with_adapters(start: Start, parts: ModelParts) -> Start:
+def with_adapters(start: ResumePoint, parts: ModelParts) -> ResumePoint:
     """The start of a run, with what checkpoints and config of one that trains adapters shall know of their base."""
     if not parts.frozen.names:
         return start

@@ -27,8 +27,8 @@ from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.bad_steps import BadStep, Watch
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
-from roxxel_dist.train.checkpoint.manager import Keeper, restore
-from roxxel_dist.train.checkpoint.metadata import NEWEST, Origin
+from roxxel_dist.train.checkpoint.manager import CheckpointManager, restore
+from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import Programs, abstract
 from roxxel_dist.train.config import LoopOptions
@@ -40,7 +40,16 @@ from roxxel_dist.train.loggers.metrics import Reporter
 from roxxel_dist.train.optimizer import as_optimizer, first_state
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.profiler import Profiler
-from roxxel_dist.train.resume import Start, begin, end_of, go_back, restore_start, rewound, to_keep, with_adapters
+from roxxel_dist.train.resume import (
+    ResumePoint,
+    begin,
+    checkpoint_metadata,
+    delete_later_checkpoints,
+    last_step,
+    restore_start,
+    rewind,
+    with_adapters,
+)
 from roxxel_dist.train.run_lock import hold
 from roxxel_dist.train.throughput import InFlight
 from roxxel_dist.train.timeline import Timeline
@@ -96,7 +105,7 @@ class Trainer:
         data_sharding: NamedSharding | None = None,
         grad_accum_steps: int = 1,
         amend: bool = False,
-        origin: Origin = NEWEST,
+        origin: ResumeSpec = RESUME_LATEST,
         trackers: Sequence[Tracker] = (),
         logger: Logger | None = None,
         checkpointer: Checkpointer | None = None,
@@ -129,14 +138,14 @@ class Trainer:
                 model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp,
                 dtype=jnp.bfloat16 if self.options.use_bf16 else None, restored=start.step > 0, load=start.load,
             )  # fmt: skip
-            self.start: Start = with_adapters(start, self._parts)
+            self.start: ResumePoint = with_adapters(start, self._parts)
             self.plan: Plan = start.plan
             self._standing = start.standing
             self.start_step: int = start.step
             self.step: int = start.step
             self.stopped: bool = False
             self._failed = self._gone_back = False
-            self.last_step: int = end_of(self.plan, self.options)
+            self.last_step: int = last_step(self.plan, self.options)
             numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
             self._settings = {**model_settings, **scalars_on(mesh, numbers)}
             size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
@@ -155,10 +164,10 @@ class Trainer:
         self._reporter.before_row = self._verification.wait
         say = self.logger.text
         watch = Watch(say, skip=self.options.on_bad_step == "skip")
-        self._check = lambda health: watch.check(health, self.plan, self._keeper.last_good)
+        self._check = lambda health: watch.check(health, self.plan, self._keeper.latest_good)
         logged = partial(self.options.is_due, "log", last_step=self.last_step)
         export = self.options.export_weights
-        self._keeper = Keeper(self._folder, self.store, self.last_step, say, logged, export=export)
+        self._keeper = CheckpointManager(self._folder, self.store, self.last_step, say, logged, export=export)
         self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
 
     def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
@@ -226,7 +235,7 @@ class Trainer:
         if self.start.rewritten is None or self._gone_back:
             return
         self.try_loss()
-        go_back(self.store, self.start, self.last_step)
+        delete_later_checkpoints(self.store, self.start, self.last_step)
         self._gone_back = True
 
     def _run(self, at_the_end: Callable[[], None] | None) -> ModelState:
@@ -279,7 +288,7 @@ class Trainer:
         """Take up the last checkpoint, and leave the rows of the bad step out."""
         self._settle()
         self._progress.say("restore")
-        good, self.plan, self._standing = rewound(self.store, bad, self.plan, self._standing, self.options)
+        good, self.plan, self._standing = rewind(self.store, bad, self.plan, self._standing, self.options)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
         self.store.go_back(good, self._meta(good))
         # Of shapes alone: there may be no room for two states.
@@ -346,7 +355,7 @@ class Trainer:
         self._in_flight.add(metrics.scalars["loss"])
         self._reporter.meter.step(self._tokens)
         self._progress.finish(done)
-        self._keeper.hear()
+        self._keeper.poll()
         if self.options.is_due("log", done, self.last_step) or self.options.is_due("eval", done, self.last_step):
             self._reporter.put_aside(done, metrics)
         if begins and (end := sum(shape.steps for shape in self.plan.shapes[: self._phase + 1])) < self.last_step:
@@ -358,7 +367,7 @@ class Trainer:
         done = step + 1
         evaluate = self.options.is_due("eval", done, self.last_step)
         due = self.options.is_due("checkpoint", done, self.last_step) or self.store.keeps_forever(done)
-        save = self._keeper.asked(done) or self.stopped or due
+        save = self._keeper.save_requested(done) or self.stopped or due
         if not (evaluate or save or done == self.last_step):
             return
         self._settle()
@@ -387,7 +396,7 @@ class Trainer:
         self._keeper.save(done, self._state, self._meta(done), val_loss)
 
     def _meta(self, done: int) -> dict[str, Any]:
-        return to_keep(done, self.plan, self.start.identity, self._standing, self._optimizer)
+        return checkpoint_metadata(done, self.plan, self.start.identity, self._standing, self._optimizer)
 
 
 def hold_together(run: Path) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from runs import PHASES, losses, make, model, rows, saved, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.checkpoint.metadata import Origin, RunStep, run_step
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 
@@ -27,7 +27,7 @@ def by(**fields):
 
 
 def fork(path, step):
-    return Origin(fork=RunStep(path, step))
+    return ResumeSpec(fork=CheckpointRef(path, step))
 
 
 def numbers(path):
@@ -104,15 +104,15 @@ def test_what_cannot_be_forked(corpus, finished_run, tmp_path, step, options, me
 
 
 def test_names_of_checkpoints():
-    assert run_step("runs/a@120") == RunStep(Path("runs/a"), 120)
-    assert str(run_step("runs/a@120")) == "runs/a@120"
-    assert run_step("runs/me@home") == RunStep(Path("runs/me@home"), None)
+    assert CheckpointRef.parse("runs/a@120") == CheckpointRef(Path("runs/a"), 120)
+    assert str(CheckpointRef.parse("runs/a@120")) == "runs/a@120"
+    assert CheckpointRef.parse("runs/me@home") == CheckpointRef(Path("runs/me@home"), None)
     with pytest.raises(ValueError, match="it must say at which step, as in runs/a@1000"):
-        Origin(fork=run_step("runs/a"))
+        ResumeSpec(fork=CheckpointRef.parse("runs/a"))
     with pytest.raises(ValueError, match="name it, from_step"):
-        Origin(skip_steps=(3, 4))
+        ResumeSpec(skip_steps=(3, 4))
     with pytest.raises(ValueError, match="both above 5"):
-        Origin(from_step=5, skip_steps=(5, 6))
+        ResumeSpec(from_step=5, skip_steps=(5, 6))
 
 
 def test_weights_alone(corpus, finished_run, tmp_path):
@@ -172,7 +172,7 @@ def test_weights_that_do_not_fit_are_named(corpus, finished_run, tmp_path):
 def test_going_back_by_hand(corpus, run):
     """To step 4 without what steps 7 and 8 read: those before are the same, and nobody needs the flags again."""
     before, plain = numbers(run), make(corpus, run).plan
-    back = Origin(from_step=4, skip_steps=(7, 8))
+    back = ResumeSpec(from_step=4, skip_steps=(7, 8))
     made = train(corpus, run, origin=back, max_steps=9, max_to_keep=None)
     assert made.start_step == 4
     assert max(saved(run)) == 9
@@ -199,42 +199,42 @@ def test_it_does_what_a_rewind_does(corpus, finished_run, tmp_path):
         return loss * jnp.where((batch == bad).all(), jnp.nan, 1.0) if batch.shape == bad.shape else loss
 
     train(corpus, tmp_path / "rewound", loss_fn=loss_fn, on_bad_step="rewind")
-    train(corpus, tmp_path / "hand", loss_fn=loss_fn, origin=Origin(from_step=4, skip_steps=(7, 7)))
+    train(corpus, tmp_path / "hand", loss_fn=loss_fn, origin=ResumeSpec(from_step=4, skip_steps=(7, 7)))
     assert numbers(tmp_path / "hand") == numbers(tmp_path / "rewound")
 
 
 def test_a_launched_job_goes_back_once(corpus, run, monkeypatch):
-    back = Origin(from_step=4, skip_steps=(7, 8))
+    back = ResumeSpec(from_step=4, skip_steps=(7, 8))
     monkeypatch.setenv("ROXXEL_RUN_ID", "one")
     train(corpus, run, origin=back, max_steps=9)
     again = train(corpus, run, origin=back, max_to_keep=None)  # its launcher has started it again
     assert (again.start_step, len(again.plan.amendments)) == (9, 2)
     monkeypatch.setenv("ROXXEL_RUN_ID", "two")
-    assert make(corpus, run, origin=Origin(from_step=9)).start_step == 9
+    assert make(corpus, run, origin=ResumeSpec(from_step=9)).start_step == 9
 
 
 def test_nothing_is_deleted_before_all_is_well(corpus, run, tmp_path):
     for origin, options, message in (
-        (Origin(from_step=6), {}, "has no checkpoint of that step; kept are 1, 4, "),
-        (Origin(from_step=4), {"max_steps": 4}, "from_step is 4, and the run ends at step 4"),
-        (Origin(from_step=4, skip_steps=(6, 14)), {}, "skip_steps is 6:14, and the plan has 13 steps"),
-        (Origin(from_step=4, skip_steps=(6, 7)), {"amend": True}, "do one, then the other"),
-        (Origin(from_step=4), {"optimizer": optax.sgd(0.1)}, "is of another model or optimizer"),
-        (Origin(from_step=4), {"seed": 3}, "made with another curriculum"),
+        (ResumeSpec(from_step=6), {}, "has no checkpoint of that step; kept are 1, 4, "),
+        (ResumeSpec(from_step=4), {"max_steps": 4}, "from_step is 4, and the run ends at step 4"),
+        (ResumeSpec(from_step=4, skip_steps=(6, 14)), {}, "skip_steps is 6:14, and the plan has 13 steps"),
+        (ResumeSpec(from_step=4, skip_steps=(6, 7)), {"amend": True}, "do one, then the other"),
+        (ResumeSpec(from_step=4), {"optimizer": optax.sgd(0.1)}, "is of another model or optimizer"),
+        (ResumeSpec(from_step=4), {"seed": 3}, "made with another curriculum"),
     ):
         before = contents(run)
         with pytest.raises(ValueError, match=message):
             make(corpus, run, origin=origin, **options)
         assert contents(run) == before
     with pytest.raises(ValueError, match="leave it out to begin"):
-        make(corpus, tmp_path / "empty", origin=Origin(from_step=4))
+        make(corpus, tmp_path / "empty", origin=ResumeSpec(from_step=4))
 
 
 def test_steps_before_a_change_of_the_plan_cannot_be_left_out(corpus, run):
-    train(corpus, run, origin=Origin(from_step=8, skip_steps=(9, 9)), max_to_keep=None)
+    train(corpus, run, origin=ResumeSpec(from_step=8, skip_steps=(9, 9)), max_to_keep=None)
     with pytest.raises(ValueError, match="was changed from step 9 on already"):
-        make(corpus, run, origin=Origin(from_step=4, skip_steps=(6, 7)))
-    made = make(corpus, run, origin=Origin(from_step=8, skip_steps=(10, 11)))
+        make(corpus, run, origin=ResumeSpec(from_step=4, skip_steps=(6, 7)))
+    made = make(corpus, run, origin=ResumeSpec(from_step=8, skip_steps=(10, 11)))
     made.close()
     assert [(a.from_step, a.skip) for a in made.plan.amendments] == [(0, 0), (8, 1), (9, 2)]
 
@@ -245,5 +245,5 @@ def test_back_to_before_an_amendment(corpus, tmp_path):
     longer = [*PHASES[:2], Phase(9, 4, 33)]
     train(corpus, tmp_path, longer, amend=True, max_to_keep=None)
     before = numbers(tmp_path)
-    train(corpus, tmp_path, longer, origin=Origin(from_step=4), max_to_keep=None)
+    train(corpus, tmp_path, longer, origin=ResumeSpec(from_step=4), max_to_keep=None)
     assert numbers(tmp_path) == before

@@ -11,7 +11,7 @@ from flax import nnx
 from runs import PHASES, Bigram, losses, make, rows, saved, train
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.checkpoint.metadata import Origin
+from roxxel_dist.train.checkpoint.metadata import ResumeSpec
 from roxxel_dist.train.checkpoint.store import SaveError
 from roxxel_dist.train.run_lock import HELD
 
@@ -36,7 +36,7 @@ def test_a_trainer_that_is_only_made_changes_nothing(corpus, run):
     (run / "checkpoints" / "13").rename(run / "away")  # the log is ahead of the newest checkpoint now
     before = contents(run)
     make(corpus, run, max_to_keep=None).close()
-    make(corpus, run, origin=Origin(from_step=4), max_to_keep=None).close()
+    make(corpus, run, origin=ResumeSpec(from_step=4), max_to_keep=None).close()
     assert contents(run) == before
     assert len(rows(run)) == 13
 
@@ -47,12 +47,12 @@ def test_a_loss_that_fails_deletes_no_checkpoint(corpus, run):
     def mistaken(model, batch):
         raise NameError("loss_v2")
 
-    made = make(corpus, run, loss_fn=mistaken, origin=Origin(from_step=4), max_to_keep=None)
+    made = make(corpus, run, loss_fn=mistaken, origin=ResumeSpec(from_step=4), max_to_keep=None)
     with pytest.raises(NameError, match="loss_v2"):
         made.run()
     made.close()
     assert (saved(run), losses(run)) == before
-    train(corpus, run, origin=Origin(from_step=4), max_to_keep=None, max_steps=9)
+    train(corpus, run, origin=ResumeSpec(from_step=4), max_to_keep=None, max_steps=9)
     assert saved(run)[-1] == 9
 
 

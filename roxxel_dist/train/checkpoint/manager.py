@@ -133,7 +133,7 @@ LAST_WORDS_LIMIT_S = 3600.0
 """Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
 
 
-class Keeper:
+class CheckpointManager:
     """Saves, and tells how it went. All ranks make the same calls.
 
     Args:
@@ -159,7 +159,7 @@ class Keeper:
         self._requests = SaveRequests(folder, logged)
         self._exporter = Exporter(folder, store.folder, say, enabled=export and is_primary())
 
-    def __enter__(self) -> "Keeper":
+    def __enter__(self) -> "CheckpointManager":
         if is_primary():
             self._exporter.begin(self._store.latest_step() or 0, self._store.best_step())
         return self
@@ -167,7 +167,7 @@ class Keeper:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
 
-    def asked(self, step: int) -> bool:
+    def save_requested(self, step: int) -> bool:
         """Whether somebody wants `step` saved; to be called once a step, on every rank."""
         return self._requests.should_save(step)
 
@@ -185,7 +185,7 @@ class Keeper:
             except SaveError as error:
                 raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Tell how the saves have gone that have ended since; costs nothing where none has."""
         while (ended := self._store.poll()) is not None:
             if ended.problem:
@@ -197,7 +197,7 @@ class Keeper:
                 if self._store.best_step() == ended.step:
                     self._exporter.want(BEST, ended.step)
 
-    def last_good(self) -> int | None:
+    def latest_good(self) -> int | None:
         """The newest checkpoint's step; one that is under way counts too, if it ends well."""
         self._store.settle()
         return self._store.latest_step()
@@ -209,7 +209,7 @@ class Keeper:
             SaveError: it failed.
         """
         self._store.wait()
-        self.hear()
+        self.poll()
         self._requests.finish(step)
         if (newest := self._store.latest_step()) is not None:
             self._exporter.want(NEWEST, newest)

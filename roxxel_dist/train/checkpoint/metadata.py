@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from roxxel_dist.data.commit import write_file
 
 
-class RunStep(NamedTuple):
+class CheckpointRef(NamedTuple):
     """A checkpoint of a run, as people write it: RUN@STEP, or RUN for its newest one."""
 
     run: Path
@@ -25,18 +25,18 @@ class RunStep(NamedTuple):
     def __str__(self) -> str:
         return f"{self.run}" if self.step is None else f"{self.run}@{self.step}"
 
-
-def run_step(text: str | Path) -> RunStep:
-    """The checkpoint that RUN@STEP or RUN names; an @ that no number follows belongs to the folder's name."""
-    run, mark, step = str(text).rpartition("@")
-    return RunStep(Path(run), int(step)) if mark and run and step.isdecimal() else RunStep(Path(text), None)
+    @classmethod
+    def parse(cls, text: str | Path) -> "CheckpointRef":
+        """What RUN@STEP or RUN names; an @ that no number follows belongs to the folder's name."""
+        run, mark, step = str(text).rpartition("@")
+        return cls(Path(run), int(step)) if mark and run and step.isdecimal() else cls(Path(text), None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class ResumeSpec:
     """What a run that has no checkpoint yet begins with, or how far one that has some goes back."""
 
-    fork: RunStep | None = None
+    fork: CheckpointRef | None = None
     """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
     from_step: int | None = None
     """Go back to the run's own checkpoint of this step; later ones are deleted."""
@@ -60,7 +60,7 @@ class Origin:
             )
 
 
-NEWEST = Origin()
+RESUME_LATEST = ResumeSpec()
 """With nothing, or at the newest checkpoint."""
 
 

@@ -15,7 +15,7 @@ from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import Health
 from roxxel_dist.train.loggers.base import LogQueue
-from roxxel_dist.train.resume import Start
+from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.throughput import Device, Meter, mfu, peak_memory_gb
 from roxxel_dist.train.train_step import BALANCE, Metrics, fetch
 
@@ -102,7 +102,7 @@ class Reporter:
             self.show(done)  # it stays on the screen
         return True
 
-    def introduce(self, sharding: NamedSharding, start: Start, *, finished: bool) -> None:
+    def introduce(self, sharding: NamedSharding, start: ResumePoint, *, finished: bool) -> None:
         """The first lines; the notes of `start` are the last of them."""
         mesh = sharding.mesh
         held = f"{len(mesh.local_devices or [])} of {mesh.size} {jax.devices()[0].platform} devices"
