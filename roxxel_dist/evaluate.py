@@ -29,12 +29,12 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.lineage import config_at, data_at, saved_config
 from roxxel_dist.reading import validation_sets
 from roxxel_dist.run_directory import METRICS, no_run
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef
+from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import Programs
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
-from roxxel_dist.train.init_from import below, open_checkpoint
+from roxxel_dist.train.init_from import base_params_loader, open_checkpoint
 from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
 from roxxel_dist.train.throughput import InFlight
 from roxxel_dist.train.train_state import init_state
@@ -75,9 +75,10 @@ class Replay:
         options: LoopOptions,
     ) -> None:
         dtype = jnp.bfloat16 if options.use_bf16 else None
+        base = CheckpointMetadata.from_dict(store.meta(step)).base
         parts, state, self._settings = init_state(
             build, lambda params: {}, mesh, fsdp=options.fsdp, dtype=dtype, restored=True,
-            load=below(store.meta(step), options.init_from),
+            load=None if base is None else base_params_loader(base.at(options.init_from)),
         )  # fmt: skip
         self._shape, self._one_in_flight = shape, InFlight(mesh).limit == 1
         self._programs = Programs(mesh)

@@ -43,10 +43,10 @@ from roxxel_dist.run_directory import (
 from roxxel_dist.run_metadata import changed_fields, describe_environment, summarize
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor, write_cursor
 from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.init_from import find_checkpoint, params_loader
+from roxxel_dist.train.init_from import INITIALIZED_FROM, find_checkpoint, params_loader
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.resume import FROM, max_steps_note
+from roxxel_dist.train.resume import max_steps_note
 from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.trainer import Trainer
 
@@ -148,7 +148,9 @@ def _record(trainer: Trainer, made: Recipe, saved: dict[str, Any], place: str) -
     this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record
     this |= {"bits": record["bits"], "changed_from": changed_from(saved, made.config)}
     found = before | now | {"resumes": [*before.get("resumes", []), this]}
-    return found | ({FROM: dict(this[FROM])} if FROM in this else {})  # where the base is now
+    if INITIALIZED_FROM in this:
+        found[INITIALIZED_FROM] = dict(this[INITIALIZED_FROM])  # where the base is now
+    return found
 
 
 LAST_WORDS_LIMIT_S = 1800.0

@@ -12,7 +12,7 @@ import jax
 from roxxel_dist.config import RECORD
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import by_part
-from roxxel_dist.train.resume import FROM
+from roxxel_dist.train.init_from import INITIALIZED_FROM
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
@@ -85,7 +85,7 @@ def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, w
     fixed = {"model"} | shape
     fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
     fixed -= set(AMENDABLE) if amend else set()
-    if "fingerprint" in saved.get(RECORD, {}).get(FROM, {}):
+    if "fingerprint" in saved.get(RECORD, {}).get(INITIALIZED_FROM, {}):
         fixed.discard("init_from")  # what adapters stand on may be moved: it is known again by that
     changed, other = [], whose or "the run that shall be resumed"
     for name, value in config.to_dict().items():

@@ -23,10 +23,9 @@ from roxxel_dist.model.scan_layers import unstacked
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
-from roxxel_dist.train.checkpoint.metadata import META, CheckpointRef
+from roxxel_dist.train.checkpoint.metadata import META, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
-from roxxel_dist.train.init_from import BASE, SCALES, base_of, check_base
-from roxxel_dist.train.resume import FROM
+from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.train.scan_layers import scales_by_form
 from roxxel_dist.train.train_state import take_apart
 from roxxel_dist.train.weight_files import WHOLE, TensorFiles, has_tensors, read_weights, step_of
@@ -90,46 +89,43 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
         wanted = step if step is not None else (files.best_of(saved) or newest) if best else newest
         if wanted not in saved:
             raise ValueError(f"{run} has no checkpoint of step {wanted}; those there are: {', '.join(map(str, saved))}")
-        params, about = _of_checkpoint(checkpoints / str(wanted))
+        params, metadata = _of_checkpoint(checkpoints / str(wanted))
     else:
         params, wanted = _of_files(run, step, best=best)
-        about = _about_adapters(load_yaml(run / CONFIG), params)
-    scales = about.get(SCALES, {})
+        metadata = _metadata_of_adapters(load_yaml(run / CONFIG), params)
+    scales = dict(metadata.adapter_scales or {})
     if config.model is None and config.scan_layers:
         config, params = replace(config, scan_layers=False), unstacked(params)
         scales = scales_by_form(params, scales)
     folders = (run,)
-    if BASE in about:
-        base = _base_of(run, about[BASE])
-        params, folders = base.params | params, (run, *base.folders)
+    if metadata.base is not None and (base := base_of(run, metadata)) is not None:
+        check_base(base)
+        weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters itself
+        params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales, folders=folders)
 
 
-def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:
     """(parameters, what it says beside its arrays)."""
     try:
         saved = json.loads((checkpoint / META).read_bytes())
-        return files.read_params(checkpoint, files.parameter_shapes(saved["shapes"])), saved["meta"]
+        params = files.read_params(checkpoint, files.parameter_shapes(saved["shapes"]))
+        return params, CheckpointMetadata.from_dict(saved["meta"])
     except Exception as error:  # Orbax has no error of its own for this
         raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): name another step") from error
 
 
-def _about_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint would say about the adapters among some parameters, from the config that is beside them."""
+def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:
+    """What a checkpoint would say of the adapters among some parameters, by the config that is beside them."""
     names = [name.removesuffix(A) for name in params if name.endswith(A)]
-    about: dict[str, Any] = {SCALES: dict.fromkeys(names, saved["lora_alpha"] / saved["lora_rank"])} if names else {}
-    known = saved.get(RECORD, {}).get(FROM)
-    if names and known and any(target_of(name) not in params for name in names):
-        about[BASE] = {**known, "asked": saved["init_from"]}
-    return about
-
-
-def _base_of(run: Path, saved: Mapping[str, Any]) -> Weights:
-    """The weights that the adapters of a run stand on: those of a base with adapters are merged."""
-    base = base_of(run, saved)
-    check_base(base)
-    return weights_of(base.run, step=base.step or None).merged()
+    if not names:
+        return CheckpointMetadata()
+    base, source = None, saved.get(RECORD, {}).get(INITIALIZED_FROM)
+    if source and any(target_of(name) not in params for name in names):
+        base = BaseModelRef.from_dict({**source, "asked": saved["init_from"]})
+    scale = float(saved["lora_alpha"] / saved["lora_rank"])
+    return CheckpointMetadata(adapter_scales=dict.fromkeys(names, scale), base=base)
 
 
 def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], int]:

@@ -20,8 +20,8 @@ from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
 from roxxel_dist.model import generate as generation
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
-from roxxel_dist.train.init_from import Base
-from roxxel_dist.train.resume import FROM
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef
+from roxxel_dist.train.init_from import INITIALIZED_FROM
 from roxxel_dist.train.weight_files import read_weights, write_weights
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
@@ -258,7 +258,7 @@ def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):
     export_run(made, "hf", base)
     tuned = make_run(tmp_path / "tuned", num_blocks=1, use_lora=True, lora_rank=2, init_from=str(base))
     with (tuned / "config.yaml").open("a") as file:
-        yaml.safe_dump({RECORD: {FROM: Base(base, 0, str(base)).state()}}, file)
+        yaml.safe_dump({RECORD: {INITIALIZED_FROM: BaseModelRef(base, 0, str(base)).to_dict()}}, file)
     with pytest.raises(ValueError, match="holds the run, or what its adapters stand on"):
         export_run(tuned, "msgpack", base, overwrite=True)
     assert (base / "model.safetensors").exists()

@@ -19,8 +19,7 @@ from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.lineage import saved_config, with_base
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.run_metadata import changed_fields
-from roxxel_dist.train.checkpoint.metadata import read_cursor
-from roxxel_dist.train.init_from import Base
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef, read_cursor
 from roxxel_dist.train.train_state import take_apart
 from roxxel_dist.weights import load_run
 
@@ -71,7 +70,8 @@ def test_a_fine_tune_starts_from_the_base_and_gets_better(work):
 
 def test_what_is_written_down(work):
     record = load_yaml(work / "tuned" / "config.yaml")["record"]["initialized_from"]
-    assert (record["run"], record["step"], len(record["fingerprint"])) == (str(work / "base"), 40, 16)
+    assert (record["run"], record["step"]) == (str(work / "base"), 40)
+    assert record["fingerprint"].startswith("metadata:")
     meta = json.loads((work / "tuned" / "checkpoints" / "16" / "meta.json").read_text())
     names = [name for name in meta["shapes"] if name.startswith("params/")]
     assert len(names) == 8
@@ -179,10 +179,14 @@ def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     saved = {"run": str(tmp_path / "there"), "step": 4, "asked": "runs/base", "fingerprint": "f"}
-    assert Base.of(saved, "runs/base").run == tmp_path / "there", "a relative text of old, from another folder"
-    assert Base.of(saved, "other@2").place == (Path("other"), 2)
+    base = BaseModelRef.from_dict(saved)
+    assert base.at("runs/base").run == tmp_path / "there", "a relative text of old, from another folder"
+    assert base.at("other@2").checkpoint == (Path("other"), 2)
     (tmp_path / "there").rmdir()
-    assert Base.of(saved, str(tmp_path / "runs" / "base")).place == (tmp_path / "runs" / "base", 4)
+    assert base.at(str(tmp_path / "runs" / "base")).checkpoint == (
+        tmp_path / "runs" / "base",
+        4,
+    )
     config = Config(init_from="runs/base@4")
     config.save_yaml(tmp_path / "config.yaml")
     assert changed_fields(saved_config(tmp_path), Experiment(config).config) == []

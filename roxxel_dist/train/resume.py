@@ -1,11 +1,11 @@
 """How a run begins: anew, at its newest checkpoint, at an older one of its own, or at one of another run.
 
-Which plan a resumed run follows: the one it had, or the one it had and another from here on.
+A resumed run follows the plan that it had or, amended, another one from here on.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roxxel_dist.cluster.distributed import is_primary
@@ -13,13 +13,17 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import BadStep
 from roxxel_dist.train.checkpoint.manager import restore
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, Standing, write_cursor
+from roxxel_dist.train.checkpoint.metadata import (
+    BaseModelRef,
+    CheckpointMetadata,
+    CheckpointRef,
+    ResumeSpec,
+    write_cursor,
+)
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.init_from import (
-    BASE,
-    SCALES,
-    Base,
+    INITIALIZED_FROM,
     base_params_loader,
     find_checkpoint,
     fingerprint,
@@ -29,27 +33,26 @@ from roxxel_dist.train.init_from import (
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
 from roxxel_dist.train.train_state import Leaves, ModelParts, TrainState
 
+JOB_ENV = "ROXXEL_RUN_ID"
+
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a process takes a run up."""
+    """Where a process begins to train."""
 
     step: int
     """Steps done."""
     plan: Plan
-    identity: dict[str, Any]
-    """Of the corpus and the curriculum, and of what adapters stand on, for the next checkpoints."""
-    standing: Standing
+    metadata: CheckpointMetadata
+    """Of the checkpoint that the run goes on from; the next ones have this, their plan and their schedule."""
     notes: tuple[str, ...] = ()
     """What people should know; where there is anything, the plan is among it."""
     source: CheckpointRef | None = None
     """The checkpoint of another run to restore; its own where None."""
     load: Callable[[Leaves], Leaves] | None = None
-    """Gives a new run the parameters of another one; a run of adapters, new or not, those that they stand on."""
-    base: Base | None = None
-    """Where those come from."""
-    rewritten: dict[str, Any] | None = None
-    """What the checkpoint of `step` shall say from now on, as the newest: the run goes back to it."""
+    """Gives a new run the parameters of another one; a run of adapters, new or not, those of its base."""
+    goes_back: bool = False
+    """Whether later checkpoints of the run are to be deleted, and that of `step` to say `metadata` from now on."""
     record: dict[str, Any] = field(default_factory=dict)
     """Where it comes from, to be kept with the run's config."""
 
@@ -57,6 +60,36 @@ class ResumePoint:
     def whence(self) -> str:
         """Whose checkpoint is restored, in words."""
         return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
+
+
+def begin(
+    store: CheckpointStore,
+    curriculum: Curriculum,
+    optimizer: Optimizer,
+    options: LoopOptions,
+    *,
+    amend: bool,
+    origin: ResumeSpec,
+) -> ResumePoint:
+    """Where a process begins to train. Nothing on the disk changes.
+
+    A run that has checkpoints goes on from its own, wherever it came from.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is of another run.
+    """
+    if origin.from_step is not None:
+        start = _restart_from(store, curriculum, optimizer, options, origin, amend=amend)
+    elif store.latest_step() is None and origin.fork is not None:
+        start = _fork(curriculum, optimizer, options, origin.fork)
+    else:
+        start = resume_latest(store, curriculum, optimizer, options, amend=amend)
+    if start.step:
+        if start.metadata.base is None:
+            return start
+        base = start.metadata.base.at(options.init_from)
+        return replace(start, metadata=replace(start.metadata, base=base), load=base_params_loader(base))
+    return start if options.init_from is None else _with_weights(options.init_from, start)
 
 
 def resume_latest(
@@ -70,32 +103,32 @@ def resume_latest(
     step = store.latest_step()
     if step is None:
         plan = curriculum.plan(options.seed)
-        return ResumePoint(0, plan, run_fingerprint(curriculum, options.seed), Standing())
-    saved = store.meta(step)
-    before, standing = Plan.from_state(saved["plan"]), Standing.of(saved)
-    if not amend and (step >= last_step(before, options) or standing.gave_up(options.patience)):
+        return ResumePoint(0, plan, CheckpointMetadata(**run_fingerprint(curriculum, options.seed)))
+    saved = CheckpointMetadata.from_dict(store.meta(step))
+    before = Plan.from_state(saved.plan)
+    if not amend and (step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)):
         _check_finished(store, curriculum, optimizer, options, saved, before)
-        return ResumePoint(step, before, {}, standing)
+        return ResumePoint(step, before, saved)
     plan = plan_to_follow(curriculum, options.seed, saved, step, amend=amend, where=str(store.folder.parent))
     notes: tuple[str, ...] = ()
     if len(plan.amendments) > len(before.amendments):
-        notes = changes(saved, before, plan, optimizer, step)
-        standing.waited = 0  # else a run that ended by `patience` would end again at once
-    return ResumePoint(step, plan, run_fingerprint(curriculum, options.seed), standing, notes)
+        notes = _plan_notes(saved, before, plan, optimizer, step)
+        saved.early_stopping.evals_since_best = 0  # else a run that ended by `patience` would end again at once
+    return ResumePoint(step, plan, replace(saved, **run_fingerprint(curriculum, options.seed)), notes)
 
 
 def _check_finished(
     store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions,
-    saved: Mapping[str, Any], plan: Plan,
+    saved: CheckpointMetadata, plan: Plan,
 ) -> None:  # fmt: skip
     """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
-    was = {**{name: saved.get(name) for name in ("corpus", "curriculum", "schedule")}, "seed": plan.seed}
+    was = {"corpus": saved.corpus, "seed": plan.seed, "curriculum": saved.curriculum, "schedule": saved.schedule}
     now = {**run_fingerprint(curriculum, options.seed), "seed": options.seed}
-    now["schedule"] = schedule_of(optimizer, plan.total_steps)
-    for name in ("corpus", "seed", "curriculum", "schedule"):
-        if was[name] and now[name] and was[name] != now[name]:
+    now["schedule"] = _schedule_of(optimizer, plan.total_steps)
+    for name, old in was.items():
+        if old and now[name] and old != now[name]:
             raise ValueError(
-                f"the run in {store.folder.parent} is finished, and was made with another {name} ({was[name]}, now "
+                f"the run in {store.folder.parent} is finished, and was made with another {name} ({old}, now "
                 f"{now[name]}), so nothing would be done with it: put it back; or go on with more steps in its phases "
                 f"and amend=True, or a larger max_steps; or begin a new run"
             )
@@ -114,47 +147,48 @@ def max_steps_note(plan: Plan, options: LoopOptions) -> str:
     return f"max_steps is {wanted:,}, and the phases end after {steps:,}: give them more epochs, or steps, for more"
 
 
-def changes(saved: Mapping[str, Any], before: Plan, plan: Plan, optimizer: Optimizer, step: int) -> tuple[str, ...]:
+def _plan_notes(
+    saved: CheckpointMetadata, before: Plan, plan: Plan, optimizer: Optimizer, step: int
+) -> tuple[str, ...]:
     """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
-    other, told = plan.fingerprint != before.fingerprint, plan.describe()
-    if other:
-        told = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{told}"
-    old, new = saved.get("schedule"), schedule_of(optimizer, plan.total_steps)
+    note = plan.describe()
+    if plan.fingerprint != before.fingerprint:
+        note = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{note}"
+    old, new = saved.schedule, _schedule_of(optimizer, plan.total_steps)
     if old and new and old != new:
-        return told, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
-    return (told,)
+        return note, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
+    return (note,)
 
 
 def checkpoint_metadata(
-    step: int, plan: Plan, identity: Mapping[str, Any], standing: Standing, optimizer: Optimizer
-) -> dict[str, Any]:
-    """What a checkpoint after `step` steps says beside its arrays, for `resume_latest`."""
-    schedule = schedule_of(optimizer, plan.total_steps)
-    return {**identity, **asdict(standing), "plan": plan.state(step), "schedule": schedule}
+    step: int, plan: Plan, metadata: CheckpointMetadata, optimizer: Optimizer
+) -> CheckpointMetadata:
+    """What a checkpoint after `step` steps of a run says, whose checkpoints have `metadata` in common."""
+    return replace(metadata, plan=plan.state(step), schedule=_schedule_of(optimizer, plan.total_steps))
 
 
-def schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
+def _schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
     """{"kind", "settings"} of the learning rate of a run, for its checkpoints; empty where nobody knows it."""
     if not isinstance(optimizer, NamedOptimizer):
         return {}
     return {"kind": optimizer.config.lr_schedule, "settings": optimizer.settings(total_steps)}
 
 
-def run_fingerprint(curriculum: Curriculum, seed: int) -> dict[str, str]:
-    """What a checkpoint says its run was made with: another one is another run."""
+def run_fingerprint(curriculum: Curriculum, seed: int) -> dict[str, Any]:
+    """The fields of a checkpoint's metadata that say what its run was made with: with others it is another run."""
     corpus = "+".join(data.fingerprint for data in curriculum.datasets.values())
     return {"corpus": corpus, "curriculum": curriculum.plan(seed).fingerprint}
 
 
 def plan_to_follow(
-    curriculum: Curriculum, seed: int, saved: Mapping[str, Any], step: int, *, amend: bool, where: str
+    curriculum: Curriculum, seed: int, saved: CheckpointMetadata, step: int, *, amend: bool, where: str
 ) -> Plan:
     """The plan of a run that is resumed after `step` steps.
 
     Args:
         curriculum: what is asked for now.
         seed: of the data order.
-        saved: `run_fingerprint` and the plan's state as the checkpoint has them.
+        saved: what the checkpoint says.
         step: steps done.
         amend: whether the curriculum may be another one from here on.
         where: the run, for messages.
@@ -162,23 +196,26 @@ def plan_to_follow(
     Raises:
         ValueError: the curriculum or its data is another one, and `amend` was not asked for, or it cannot be so.
     """
-    before = Plan.from_state(saved["plan"])
-    now = run_fingerprint(curriculum, seed)
-    changed = [what for what, value in now.items() if saved[what] != value]
+    before = Plan.from_state(saved.plan)
+    changed = [
+        (what, old, now)
+        for what, now in run_fingerprint(curriculum, seed).items()
+        if (old := getattr(saved, what)) != now
+    ]
     if not changed:
         return before
     if not amend:
-        what = changed[0]
+        what, old, now = changed[0]
         raise ValueError(
-            f"the run in {where} was made with another {what} ({saved[what]}, now {now[what]}): put it back to resume, "
+            f"the run in {where} was made with another {what} ({old}, now {now}): put it back to resume, "
             f"change it from step {step + 1} on with amend=True, or start in a new run directory"
         )
     if before.seed != seed:
         raise ValueError(f"seed is {seed}, and the run in {where} has {before.seed}: an amendment cannot change it")
     ranges = {name: data.ranges for name, data in curriculum.datasets.items()}
     # What a rewind has amended behind this step was not read yet: it is found out again.
-    known = [amendment for amendment in saved["plan"]["amendments"] if amendment["from_step"] <= step]
-    before = Plan.from_state({**saved["plan"], "amendments": known})
+    known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
+    before = Plan.from_state({**saved.plan, "amendments": known})
     for name, mine in ranges.items():
         _check_ranges(name, before.amendments[-1].sources, mine)
     return before.amend(step, curriculum.shapes, datasets=ranges)
@@ -186,71 +223,35 @@ def plan_to_follow(
 
 def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
     """Shards may be added at the end or taken away from it: else nobody could say what was read already."""
-    if name not in sources:
-        return
-    before = [tuple(one) for one in sources[name].units.ranges]
-    for shard, (old, new) in enumerate(zip(before, map(tuple, now), strict=False)):
-        if old != new:
+    before = sources[name].units.ranges if name in sources else []
+    for shard, (old, new) in enumerate(zip(before, now, strict=False)):
+        if tuple(old) != tuple(new):
             raise ValueError(
                 f"the data {name!r} differs from what the run read, from shard {shard} on: amending and forking take "
                 f"shards that are added at the end or taken away from it, with the same val_fraction"
             )
 
 
-JOB_ENV = "ROXXEL_RUN_ID"
-FROM = "initialized_from"
-"""What a run's record calls the checkpoint that its weights come from."""
-
-
-def begin(
-    store: CheckpointStore,
-    curriculum: Curriculum,
-    optimizer: Optimizer,
-    options: LoopOptions,
-    *,
-    amend: bool,
-    origin: ResumeSpec,
-) -> ResumePoint:
-    """Where a process takes a run up. Nothing on the disk changes.
-
-    A run that has checkpoints goes on from its own, wherever it came from.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is of another run.
-    """
-    if origin.from_step is not None:
-        start = _restart_from(store, curriculum, optimizer, options, origin, amend=amend)
-    elif store.latest_step() is None and origin.fork is not None:
-        start = _fork(curriculum, optimizer, options, origin.fork)
-    else:
-        start = resume_latest(store, curriculum, optimizer, options, amend=amend)
-    if start.step:
-        return _on_base(store, start, options.init_from)
-    return start if options.init_from is None else _with_weights(options.init_from, start)
-
-
-def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, wanted: CheckpointRef) -> ResumePoint:
-    with open_checkpoint("fork", wanted) as (store, step):
-        saved = store.meta(step)
-    before = Plan.from_state(saved["plan"])
+def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, source: CheckpointRef) -> ResumePoint:
+    with open_checkpoint("fork", source) as (store, step):
+        saved = CheckpointMetadata.from_dict(store.meta(step))
+    before = Plan.from_state(saved.plan)
     if before.seed != options.seed:
-        raise ValueError(f"seed is {options.seed}, and {wanted} has {before.seed}: a fork keeps it, or reads twice")
-    plan = plan_to_follow(curriculum, options.seed, saved, step, amend=True, where=str(wanted.run))
+        raise ValueError(f"seed is {options.seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
+    plan = plan_to_follow(curriculum, options.seed, saved, step, amend=True, where=str(source.run))
     last = last_step(plan, options)
     if step >= last:
         raise ValueError(
-            f"fork is {wanted}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
+            f"fork is {source}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
         )
-    notes = changes(saved, before, plan, optimizer, step)
-    told = f"forked from {wanted}, with its parameters, moments, random streams and position in the data"
+    note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
     return ResumePoint(
         step,
         plan,
-        run_fingerprint(curriculum, options.seed),
-        Standing(),
-        (told, *notes),
-        source=wanted,
-        record={"forked_from": {"run": str(wanted.run.absolute()), "step": step}},
+        CheckpointMetadata(base=saved.base, **run_fingerprint(curriculum, options.seed)),
+        notes=(note, *_plan_notes(saved, before, plan, optimizer, step)),
+        source=source,
+        record={"forked_from": {"run": str(source.run.absolute()), "step": step}},
     )
 
 
@@ -267,32 +268,39 @@ def _restart_from(
     kept, folder = store.steps(), store.folder
     if not kept:
         raise ValueError(f"from_step is {origin.from_step}: {folder} has no checkpoint; leave it out to begin")
-    newest, job = store.meta(kept[-1]), os.environ.get(JOB_ENV, "")
-    if job and Standing.of(newest).went_back == job:  # started again by its launcher, with the same words
+    newest, job = CheckpointMetadata.from_dict(store.meta(kept[-1])), os.environ.get(JOB_ENV, "")
+    if job and newest.went_back == job:  # started again by its launcher, with the same words
         return resume_latest(store, curriculum, optimizer, options, amend=False)
     step: Any = origin.from_step
     if step not in kept:
-        raise ValueError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {_list(kept)}")
+        known = ", ".join(map(str, kept))
+        raise ValueError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {known}")
     if amend and origin.skip_steps:
         raise ValueError(
             "skip_steps counts the steps of the plan as it is, and amend changes it: do one, then the other"
         )
-    before = Plan.from_state(newest["plan"])
+    before = Plan.from_state(newest.plan)
     plan = plan_to_follow(curriculum, options.seed, newest, step, amend=amend, where=str(folder.parent))
+    record: dict[str, Any] = {"back_from": kept[-1]}
+    note = f"going back from step {kept[-1]} to step {step}"
     if origin.skip_steps:
         plan = _without(plan, *origin.skip_steps)
+        record["skipped"] = list(origin.skip_steps)
+        note += ", and leaving out what steps {} to {} read".format(*origin.skip_steps)
     if step >= (last := last_step(plan, options)):
         raise ValueError(f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer")
-    standing = replace(Standing.of(store.meta(step)), went_back=job)
+    metadata = CheckpointMetadata.from_dict(store.meta(step))
     if amend:
-        standing.waited = 0
-    left_out = ", and leaving out what steps {} to {} read".format(*origin.skip_steps) if origin.skip_steps else ""
-    told = f"going back from step {kept[-1]} to step {step}{left_out}"
-    notes = changes(newest, before, plan, optimizer, step)
-    named = run_fingerprint(curriculum, options.seed)
-    meta = checkpoint_metadata(step, plan, named, standing, optimizer)
-    record = {"back_from": kept[-1]} | ({"skipped": list(origin.skip_steps)} if origin.skip_steps else {})
-    return ResumePoint(step, plan, named, standing, (told, *notes), rewritten=meta, record=record)
+        metadata.early_stopping.evals_since_best = 0
+    metadata = replace(metadata, went_back=job, **run_fingerprint(curriculum, options.seed))
+    return ResumePoint(
+        step,
+        plan,
+        checkpoint_metadata(step, plan, metadata, optimizer),
+        notes=(note, *_plan_notes(newest, before, plan, optimizer, step)),
+        goes_back=True,
+        record=record,
+    )
 
 
 def _without(plan: Plan, first: int, last: int) -> Plan:
@@ -314,29 +322,28 @@ def delete_later_checkpoints(store: CheckpointStore, start: ResumePoint, last_st
     Raises:
         ValueError: the folder cannot be written.
     """
-    if start.rewritten is None:
-        return
     if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
         write_cursor(store.folder.parent, start.step, last_step, finished=False)
-    store.go_back(start.step, start.rewritten)
+    store.go_back(start.step, start.metadata.to_dict())
 
 
 def rewind(
-    store: CheckpointStore, bad: BadStep, plan: Plan, standing: Standing, options: LoopOptions
-) -> tuple[int, Plan, Standing]:
-    """(step of the last checkpoint, the plan without the rows of a bad step, how the run stands there).
+    store: CheckpointStore, bad: BadStep, plan: Plan, metadata: CheckpointMetadata, options: LoopOptions
+) -> tuple[int, Plan, CheckpointMetadata]:
+    """(step of the last checkpoint, the plan without the rows of a bad step, what checkpoints say from there on).
 
     Raises:
         BadStep: this one; the run shall not go back, or cannot.
     """
     good = store.latest_of_all()
-    if options.on_bad_step != "rewind" or good is None or standing.rewinds >= options.max_rewinds:
+    if options.on_bad_step != "rewind" or good is None or metadata.rewinds >= options.max_rewinds:
         raise bad
     try:
         plan = plan.amend(bad.step - 1, skip=1)
     except ValueError as error:  # steps that went well before: nothing is the same twice here
         raise bad from error
-    return good, plan, replace(Standing.of(store.meta(good)), rewinds=standing.rewinds + 1)
+    early_stopping = CheckpointMetadata.from_dict(store.meta(good)).early_stopping
+    return good, plan, replace(metadata, early_stopping=early_stopping, rewinds=metadata.rewinds + 1)
 
 
 def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) -> TrainState:
@@ -348,50 +355,30 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
 
 
 def _with_weights(init_from: str, start: ResumePoint) -> ResumePoint:
-    wanted = find_checkpoint(init_from)
-    base = Base(wanted.run, wanted.step or 0, init_from)
-    told = f"the weights are those of {wanted}; moments, random streams and the position in the data are new"
-    record = {FROM: {"run": str(wanted.run.absolute()), "step": wanted.step}}
-    return replace(start, load=params_loader(wanted), base=base, notes=(told, start.plan.describe()), record=record)
-
-
-def _on_base(store: CheckpointStore, start: ResumePoint, init_from: str | None) -> ResumePoint:
-    """The start of a run whose checkpoint may hold adapters alone: with the weights that they stand on."""
-    if start.source is None:
-        saved = store.meta(start.step)
-    else:
-        with open_checkpoint("fork", start.source) as (theirs, step):
-            saved = theirs.meta(step)
-    if BASE not in saved:
-        return start
-    base = Base.of(saved[BASE], init_from)
-    return replace(start, load=base_params_loader(base), base=base)
+    source = find_checkpoint(init_from)
+    base = BaseModelRef(source.run, source.step or 0, init_from)
+    note = f"the weights are those of {source}; moments, random streams and the position in the data are new"
+    return replace(
+        start,
+        metadata=replace(start.metadata, base=base),
+        load=params_loader(source),
+        notes=(note, start.plan.describe()),
+        record={INITIALIZED_FROM: {"run": str(source.run.absolute()), "step": source.step}},
+    )
 
 
 def with_adapters(start: ResumePoint, parts: ModelParts) -> ResumePoint:
-    """The start of a run, with what checkpoints and config of one that trains adapters shall know of their base."""
+    """The start of a run, with what its checkpoints and its config say of the base, if it trains adapters."""
+    base = start.metadata.base
     if not parts.frozen.names:
-        return start
-    base, more = start.base, {SCALES: dict(parts.scales)}
+        return replace(start, metadata=replace(start.metadata, base=None))
     if base is not None:
-        base = base if base.fingerprint else base._replace(fingerprint=fingerprint(base.place))
-        more[BASE] = base.state()
-    start = replace(
-        start,
-        base=base,
-        identity={**start.identity, **more},
-        rewritten=None if start.rewritten is None else {**start.rewritten, **more},
-    )
+        base = replace(base, fingerprint=fingerprint(base.checkpoint))
+    start = replace(start, metadata=replace(start.metadata, adapter_scales=dict(parts.scales), base=base))
     if base is None:
         return start
-    told = f"adapters are trained for the weights of {base.place}, which stay as they are"
+    note = f"adapters are trained for the weights of {base.checkpoint}, which stay as they are"
     known = {"run": str(base.run.absolute()), "step": base.step, "fingerprint": base.fingerprint}
     return replace(
-        start,
-        notes=(told, *start.notes) if start.notes else (),
-        record={**start.record, FROM: known},
+        start, notes=(note, *start.notes) if start.notes else (), record={**start.record, INITIALIZED_FROM: known}
     )
-
-
-def _list(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))

@@ -28,7 +28,7 @@ from roxxel_dist.stream import Stream
 from roxxel_dist.train.bad_steps import BadStep, Watch
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.manager import CheckpointManager, restore
-from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, ResumeSpec
+from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import Programs, abstract
 from roxxel_dist.train.config import LoopOptions
@@ -140,7 +140,7 @@ class Trainer:
             )  # fmt: skip
             self.start: ResumePoint = with_adapters(start, self._parts)
             self.plan: Plan = start.plan
-            self._standing = start.standing
+            self._metadata = self.start.metadata
             self.start_step: int = start.step
             self.step: int = start.step
             self.stopped: bool = False
@@ -196,7 +196,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether no step is left to do."""
-        return self.step >= self.last_step or self._standing.gave_up(self.options.patience)
+        return self.step >= self.last_step or self._metadata.early_stopping.should_stop(self.options.patience)
 
     def run(self, at_the_end: Callable[[], None] | None = None) -> ModelState:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
@@ -232,7 +232,7 @@ class Trainer:
         Raises:
             ValueError: the folder cannot be written.
         """
-        if self.start.rewritten is None or self._gone_back:
+        if not self.start.goes_back or self._gone_back:
             return
         self.try_loss()
         delete_later_checkpoints(self.store, self.start, self.last_step)
@@ -279,7 +279,7 @@ class Trainer:
             self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
             self._validate_log_save(step, metrics)
             self.step = step + 1
-            if self._standing.gave_up(self.options.patience):
+            if self._metadata.early_stopping.should_stop(self.options.patience):
                 self.logger.text(f"no lower val_loss in {self.options.patience} validations: the run ends here")
             if self.stopped or self.finished:
                 return
@@ -288,9 +288,9 @@ class Trainer:
         """Take up the last checkpoint, and leave the rows of the bad step out."""
         self._settle()
         self._progress.say("restore")
-        good, self.plan, self._standing = rewind(self.store, bad, self.plan, self._standing, self.options)
+        good, self.plan, self._metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
-        self.store.go_back(good, self._meta(good))
+        self.store.go_back(good, self._checkpoint_metadata(good).to_dict())
         # Of shapes alone: there may be no room for two states.
         like = self._state._replace(params=abstract(self._state.params), opt_state=abstract(self._state.opt_state))
         del self._state
@@ -386,17 +386,17 @@ class Trainer:
             extra |= ask(self._eval_fn, self.state, self.logger.text)
         if not self._reporter.log(self._check, extra) and save:
             self._check(self._reporter.fetch(metrics.health))
-        best = "val_loss" in extra and self._standing.judge(extra["val_loss"])
-        if save or best or self._standing.gave_up(self.options.patience):
+        best = "val_loss" in extra and self._metadata.early_stopping.update(extra["val_loss"])
+        if save or best or self._metadata.early_stopping.should_stop(self.options.patience):
             self._progress.say("save")
             self._save(done, extra.get("val_loss"))
         self._reporter.meter.resume()
 
     def _save(self, done: int, val_loss: float | None = None) -> None:
-        self._keeper.save(done, self._state, self._meta(done), val_loss)
+        self._keeper.save(done, self._state, self._checkpoint_metadata(done), val_loss)
 
-    def _meta(self, done: int) -> dict[str, Any]:
-        return checkpoint_metadata(done, self.plan, self.start.identity, self._standing, self._optimizer)
+    def _checkpoint_metadata(self, done: int) -> CheckpointMetadata:
+        return checkpoint_metadata(done, self.plan, self._metadata, self._optimizer)
 
 
 def hold_together(run: Path) -> Callable[[], None]:

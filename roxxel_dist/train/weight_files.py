@@ -1,21 +1,20 @@
-"""A model's parameters in one file, for programs that shall read no checkpoint.
+"""Files of weights for other programs: msgpack, and folders of safetensors.
+
+A model's parameters in one file:
 
     {"step": 300, "params": {"embedding.embedding": float32[512, 64], "blocks.0.attention.qkv.kernel": …}}
 
 in flax's msgpack format: `flax.serialization.msgpack_restore(path.read_bytes())` gives it back, as NumPy arrays of the
 type that the run trained in (bfloat16 stays bfloat16). The names are those of the checkpoint, and of
-`train.state.take_apart`.
+`train.train_state.take_apart`.
 
-Folders of safetensors: arrays by name in one file, or in several that an index tells of.
+Arrays by name in one file of safetensors, or in several that an index tells of, as Hugging Face has them:
 
     model.safetensors, or model-00001-of-00002.safetensors … and model.safetensors.index.json
-
-as Hugging Face has them. Arrays are read slice by slice, where they are wanted.
 """
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,15 @@ from flax import serialization
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from roxxel_dist.data.commit import sync_folder, write_file
+from roxxel_dist.data.commit import write_file
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-STEP = "step"
+STEP, PARAMS = "step", "params"
 """In what the files say about themselves."""
+LIMIT = 2_000_000_000
+"""Bytes that the parameters of one msgpack file stay below."""
+HEAD = 64
+"""Bytes at the beginning of a msgpack file that are enough to know the step."""
 
 
 class TensorFiles:
@@ -78,6 +81,20 @@ class TensorFiles:
         if not index:
             return self._of[name].get_tensor(name)
         return self._of[name].get_slice(name)[index]
+
+
+def describe_tensors(folder: Path) -> list[Any]:
+    """Of each file: its name, its size in bytes, and the names and shapes of its arrays.
+
+    Raises:
+        ValueError: there are no files, or one is damaged.
+    """
+    described = []
+    for path in _paths(folder):
+        with _opened(path) as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+        described.append([path.name, path.stat().st_size, shapes])
+    return described
 
 
 def has_tensors(folder: Path) -> bool:
@@ -141,18 +158,8 @@ def write_tensors(
     write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
-STEP, PARAMS = "step", "params"
-LIMIT = 2_000_000_000
-"""Bytes that the parameters of one file stay below; msgpack cannot hold an array of 2 GiB."""
-HEAD = 64
-"""Bytes at the beginning that are enough to know the step."""
-BIN_32, EXT_32, ARRAY_OF_3, NDARRAY = b"\xc6", b"\xc9", b"\x93", b"\x01"
-
-
 def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> None:
-    """Write parameters in one instant: under a temporary name, fsynced, renamed.
-
-    Array by array, straight from its memory: flax's own function holds the interpreter for as long as it copies.
+    """Write parameters in one instant, in memory twice while it lasts.
 
     Args:
         path: the file; what it holds is replaced.
@@ -162,33 +169,8 @@ def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> No
     Raises:
         OSError: the file is as it was.
     """
-    temporary = temporary_of(path)
-    try:
-        with temporary.open("wb") as file:
-            for piece in _pieces(step, params):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def link_weights(source: Path, path: Path) -> None:
-    """Have `path` hold what `source` holds, without a second copy. Either may be replaced later without the other.
-
-    Raises:
-        OSError: `path` is as it was; a file system without hard links, perhaps.
-    """
-    temporary = temporary_of(path)
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    # In place: a copy of the tree would have its names sorted, and `step_of` reads the first.
+    write_file(path, serialization.msgpack_serialize({STEP: step, PARAMS: dict(params)}, in_place=True))
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
@@ -199,8 +181,8 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
         ValueError: it is no such file.
     """
     try:
-        found: Any = serialization.msgpack_restore(path.read_bytes())
-        return found[PARAMS], found[STEP]
+        tree: Any = serialization.msgpack_restore(path.read_bytes())
+        return tree[PARAMS], tree[STEP]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
 
@@ -216,23 +198,3 @@ def step_of(path: Path) -> int | None:
     except (OSError, ValueError, msgpack.UnpackException):
         return None
     return step if name == STEP and isinstance(step, int) else None
-
-
-def temporary_of(path: Path) -> Path:
-    """What a file is called until it is complete."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def _pieces(step: int, params: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    packer = msgpack.Packer()
-    yield packer.pack_map_header(2) + packer.pack(STEP) + packer.pack(step)
-    yield packer.pack(PARAMS) + packer.pack_map_header(len(params))
-    for name, array in params.items():
-        # As flax has it: an extension that holds the shape, the type's name and the bytes.
-        about = ARRAY_OF_3 + packer.pack(array.shape) + packer.pack(array.dtype.name) + BIN_32 + _size(array.nbytes)
-        yield packer.pack(name) + EXT_32 + _size(len(about) + array.nbytes) + NDARRAY + about
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _size(number: int) -> bytes:
-    return number.to_bytes(4, "big")

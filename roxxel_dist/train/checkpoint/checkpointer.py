@@ -11,11 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.train.bad_steps import healthy
+from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.train_state import ModelState, TrainState, take_apart
-
-PLAN = "plan"
-"""What the checkpoints of a `Trainer` have in their meta, and those of a `Checkpointer` not."""
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ class Checkpointer:
             ValueError: there is a checkpoint of that step already, perhaps of an earlier training in this folder.
         """
         self.store.settle()
-        if (newest := self.store.latest_step()) is not None and PLAN in self.store.meta(newest):
+        if (newest := self.store.latest_step()) is not None and self._is_of_trainer(newest):
             raise ValueError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
         if step in self.store.steps():
             raise ValueError(
@@ -83,7 +81,7 @@ class Checkpointer:
         step = self.store.latest_step()
         if step is None:
             return 0
-        if PLAN in self.store.meta(step):
+        if self._is_of_trainer(step):
             self._restore_run(step)
             return step
         leaves = self.store.restore(step, self._leaves())
@@ -91,6 +89,9 @@ class Checkpointer:
             tree = jax.tree.structure(nnx.state(thing))
             nnx.update(thing, jax.tree.unflatten(tree, leaves[name].values()))
         return step
+
+    def _is_of_trainer(self, step: int) -> bool:
+        return bool(CheckpointMetadata.from_dict(self.store.meta(step)).plan)
 
     def _restore_run(self, step: int) -> None:
         """Load a checkpoint that a `Trainer` has saved."""

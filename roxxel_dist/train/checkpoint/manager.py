@@ -1,10 +1,4 @@
-"""What a run keeps on disk while it trains: checkpoints, the answers to those who asked for one, and the cursor.
-
-The weights of a run in files of their own: of the checkpoint with the lowest val_loss, and of the last one.
-
-They are read back from a finished checkpoint by one process alone, in the background: training waits for nothing, and
-nothing that goes wrong here is more than a line.
-"""
+"""What a run keeps on disk while it trains: checkpoints, weight files, the cursor, answers to requests to save."""
 
 import contextlib
 import json
@@ -12,7 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,28 +13,39 @@ import numpy as np
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.metadata import META, write_cursor
+from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
 from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.weight_files import LIMIT, link_weights, step_of, temporary_of, write_weights
+from roxxel_dist.train.weight_files import LIMIT, step_of, write_weights
 
 NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
+WEIGHTS_LIMIT_S = 600.0
+"""Seconds that the weights of a finished run may take to be written."""
+STOP_LIMIT_S = 10.0
+"""Of one that was asked to stop: whoever asked does not wait for long, and the run comes back to them."""
+LAST_WORDS_LIMIT_S = 3600.0
+"""Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
 
 
 class Exporter:
-    """Writes the files of one run; where it is not enabled, it only takes away what is not the run's any more.
+    """Writes the weights of a run's newest and best checkpoints into files of their own.
+
+    They are read back from a finished checkpoint by one process alone, in the background: training waits for nothing,
+    and nothing that goes wrong here is more than a line. Where it is not enabled, it only deletes files that are not
+    the run's any more.
 
     Args:
         run: the run directory.
         checkpoints: the folder of its checkpoints.
-        say: where lines for people go.
+        log: where lines for people go.
         enabled: whether to write anything.
     """
 
-    def __init__(self, run: Path, checkpoints: Path, say: Callable[[str], None], *, enabled: bool) -> None:
-        self._run, self._checkpoints, self._say, self._enabled = run, checkpoints, say, enabled
-        self._wanted: dict[str, int] = {}
+    def __init__(self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool) -> None:
+        self._run, self._checkpoints, self._log, self._enabled = run, checkpoints, log, enabled
+        self._steps: dict[str, int] = {}
+        """By file, the step that it shall hold and does not yet."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -57,9 +61,8 @@ class Exporter:
             # The run went back, and these steps never were; at once, for the same step may come again.
             void = (step_of(path) or 0) > newest or (name == BEST and best is None)
             with contextlib.suppress(OSError):
-                temporary_of(path).unlink(missing_ok=True)
-                if void:
-                    path.unlink(missing_ok=True)
+                for left in (*self._run.glob(f".{name}*.tmp"), *([path] if void else [])):
+                    left.unlink(missing_ok=True)
         if best is not None:
             self.want(BEST, best)
 
@@ -68,7 +71,7 @@ class Exporter:
         if not self._enabled:
             return
         with self._lock:
-            self._wanted[name] = step
+            self._steps[name] = step
             if self._thread is None:
                 # A daemon: a file system that hangs must not keep the process.
                 self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
@@ -82,65 +85,51 @@ class Exporter:
         thread.join(limit_s)
         if thread.is_alive():
             with self._lock:
-                self._wanted.clear()
-            self._say(f"weights are still being written after {limit_s:.0f} s: going on without them")
+                self._steps.clear()
+            self._log(f"weights are still being written after {limit_s:.0f} s: going on without them")
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._wanted:
+                if not self._steps:
                     self._thread = None
                     return
-                name = next(iter(self._wanted))
-                step = self._wanted.pop(name)
+                name, step = self._steps.popitem()
             checkpoint = self._checkpoints / str(step)
             try:
                 self._write(self._run / name, step, checkpoint)
             except Exception as error:
                 if checkpoint.exists():  # else it was deleted meanwhile, and a later one is wanted
                     why = files.cause(error)
-                    self._say(
+                    self._log(
                         f"{name} could not be written ({why}): the checkpoint of step {step} has the same weights"
                     )
 
     def _write(self, path: Path, step: int, checkpoint: Path) -> None:
         if step_of(path) == step:
             return
-        best = path.with_name(BEST)
-        if step_of(best) == step:
-            with contextlib.suppress(OSError):
-                return link_weights(best, path)
         shapes = files.parameter_shapes(json.loads((checkpoint / META).read_bytes())["shapes"])
         size = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
         if size >= LIMIT:
             self._enabled = False
-            self._say(
+            self._log(
                 f"the weights take {size / 1e9:.1f} GB: {NEWEST} and {BEST} are written below {LIMIT / 1e9:.0f} GB; "
                 f"the checkpoints have larger ones"
             )
-            return None
+            return
         params = files.read_params(checkpoint, shapes)
         if checkpoint.exists():  # it was there to the end, so all of it was read
             write_weights(path, step, params)
-        return None
-
-
-WEIGHTS_LIMIT_S = 600.0
-"""Seconds that the weights of a finished run may take to be written."""
-STOP_LIMIT_S = 10.0
-"""Of one that was asked to stop: whoever asked does not wait for long, and the run comes back to them."""
-LAST_WORDS_LIMIT_S = 3600.0
-"""Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
 
 
 class CheckpointManager:
-    """Saves, and tells how it went. All ranks make the same calls.
+    """Saves, and logs how it went. All ranks make the same calls.
 
     Args:
         folder: the run directory.
         store: its checkpoints.
         last_step: of the run.
-        say: where lines for people go.
+        log: where lines for people go.
         logged: whether a step is logged: what somebody asks for is saved at such a step.
         export: whether to write the weights into files of their own too.
     """
@@ -150,14 +139,14 @@ class CheckpointManager:
         folder: Path,
         store: CheckpointStore,
         last_step: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         logged: Callable[[int], bool],
         *,
         export: bool,
     ) -> None:
-        self._folder, self._store, self._last_step, self._say = folder, store, last_step, say
+        self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
-        self._exporter = Exporter(folder, store.folder, say, enabled=export and is_primary())
+        self._exporter = Exporter(folder, store.folder, log, enabled=export and is_primary())
 
     def __enter__(self) -> "CheckpointManager":
         if is_primary():
@@ -171,14 +160,14 @@ class CheckpointManager:
         """Whether somebody wants `step` saved; to be called once a step, on every rank."""
         return self._requests.should_save(step)
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any], val_loss: float | None) -> None:
+    def save(self, step: int, state: TrainState, metadata: CheckpointMetadata, val_loss: float | None) -> None:
         """Begin to save; of the first checkpoint, wait until it is there.
 
         Raises:
             SaveError: there is no checkpoint, and this one could not be saved: the run ends before more work is lost.
         """
         first = self._store.latest_step() is None
-        self._store.save(step, state, meta, val_loss=val_loss)
+        self._store.save(step, state, metadata.to_dict(), val_loss=val_loss)
         if first:  # on all ranks at the same step, which is what a wait costs once
             try:
                 self._store.wait()
@@ -186,14 +175,14 @@ class CheckpointManager:
                 raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
 
     def poll(self) -> None:
-        """Tell how the saves have gone that have ended since; costs nothing where none has."""
+        """Log how the saves have gone that have ended since; costs nothing where none has."""
         while (ended := self._store.poll()) is not None:
             if ended.problem:
-                self._say(f"{ended.problem}. Training goes on, and the next save is tried")
+                self._log(f"{ended.problem}. Training goes on, and the next save is tried")
                 self._requests.failed(ended.step, ended.problem)
             else:
                 self._requests.saved(ended.step)
-                self._point(ended.step, finished=False)
+                self._write_cursor(ended.step, finished=False)
                 if self._store.best_step() == ended.step:
                     self._exporter.want(BEST, ended.step)
 
@@ -222,9 +211,9 @@ class CheckpointManager:
         """
         self._exporter.wait(WEIGHTS_LIMIT_S)
         barrier("weights", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
-        self._point(step, finished=True)
+        self._write_cursor(step, finished=True)
 
-    def _point(self, step: int, *, finished: bool) -> None:
+    def _write_cursor(self, step: int, *, finished: bool) -> None:
         if is_primary():
             write_cursor(self._folder, step, self._last_step, finished=finished)
 

@@ -1,19 +1,22 @@
-"""What a run remembers besides its arrays and its plan; it is kept in every checkpoint.
+"""What a checkpoint says beside its arrays, and how people and runs name one. Standard library alone.
 
-Where a run begins, if neither with nothing nor at its newest checkpoint. Standard library alone.
-
-`training_cursor.json`: how far a run is, for people and for programs that shall not read a checkpoint.
+`training_cursor.json`: how far a run is, for people and for programs that read no checkpoint.
 """
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from roxxel_dist.data.commit import write_file
+
+META = "meta.json"
+"""The file of a checkpoint that holds its metadata, and all else that is no array."""
+CURSOR = "training_cursor.json"
 
 
 class CheckpointRef(NamedTuple):
@@ -61,56 +64,125 @@ class ResumeSpec:
 
 
 RESUME_LATEST = ResumeSpec()
-"""With nothing, or at the newest checkpoint."""
+"""A new run, or one that goes on from its newest checkpoint."""
 
 
-NAME = "training_cursor.json"
+@dataclass(kw_only=True)
+class EarlyStopping:
+    """The lowest val_loss of a run, and how long ago that was."""
+
+    best_loss: float | None = None
+    evals_since_best: int = 0
+
+    def update(self, val_loss: float) -> bool:
+        """Take in the loss of a validation; returns whether it is the lowest until now."""
+        best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
+        self.best_loss, self.evals_since_best = (val_loss, 0) if best else (self.best_loss, self.evals_since_best + 1)
+        return best
+
+    def should_stop(self, patience: int) -> bool:
+        """Whether so many validations have passed without a lower loss; never for 0."""
+        return 0 < patience <= self.evals_since_best
+
+
+@dataclass(frozen=True)
+class BaseModelRef:
+    """The base model of adapters: the weights of another run, or of a folder of Hugging Face."""
+
+    run: Path
+    step: int
+    """0 for a folder of Hugging Face, which has none."""
+    init_from: str
+    """The `init_from` that named it."""
+    fingerprint: str = ""
+    """See `train.init_from.fingerprint`; empty where it was not taken yet."""
+
+    @property
+    def checkpoint(self) -> CheckpointRef:
+        """The run and the step."""
+        return CheckpointRef(self.run, self.step or None)
+
+    def at(self, init_from: str | None) -> "BaseModelRef":
+        """Where it is now, if the config of the run of adapters says `init_from`.
+
+        Another text than before names its new place, as the same one does where the base is no longer at its old one.
+        """
+        same = init_from is None or os.path.abspath(init_from) == os.path.abspath(self.init_from)
+        if init_from is None or (same and self.run.exists()):
+            return self
+        moved = CheckpointRef.parse(init_from)
+        step = self.step if moved.step is None else moved.step
+        return replace(self, run=moved.run, step=step, init_from=init_from)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        run = str(self.run.absolute())
+        return {"run": run, "step": self.step, "asked": self.init_from, "fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":
+        """From what `to_dict` gave."""
+        return cls(Path(saved["run"]), saved["step"], saved["asked"], saved.get("fingerprint", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """What a checkpoint of a run says beside its arrays."""
+
+    corpus: str = ""
+    """The fingerprints of the data sets, with + between."""
+    curriculum: str = ""
+    """The fingerprint of the curriculum, amendments aside."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """`Plan.state` after the checkpoint's step; empty where no `Trainer` has saved it."""
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """{"kind", "settings"} of the learning rate; empty where nobody knows it."""
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    rewinds: int = 0
+    """How often the run went back to a checkpoint because of a bad step."""
+    went_back: str = ""
+    """The launched job that went back by hand: started again with the same words, it does not go back once more."""
+    adapter_scales: Mapping[str, float] | None = None
+    """Of each adapter by its name: what it counts; None where the checkpoint holds all weights."""
+    base: BaseModelRef | None = None
+    """What the adapters stand on, if that is in no checkpoint of the run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with the keys that checkpoints have had from the beginning."""
+        saved = {name: value for name, value in vars(self).items() if name in _SAME_KEY}
+        saved |= {"best_loss": self.early_stopping.best_loss, "waited": self.early_stopping.evals_since_best}
+        if self.adapter_scales is not None:
+            saved["scales"] = dict(self.adapter_scales)
+        if self.base is not None:
+            saved["base"] = self.base.to_dict()
+        return saved
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
+        """From what `to_dict` gave, now or in an earlier version; of a `Checkpointer`'s checkpoint, all is empty."""
+        return cls(
+            early_stopping=EarlyStopping(best_loss=saved.get("best_loss"), evals_since_best=saved.get("waited", 0)),
+            adapter_scales=saved.get("scales"),
+            base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
+            **{name: saved[name] for name in _SAME_KEY if name in saved},
+        )
+
+
+_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds", "went_back")
+"""Fields of `CheckpointMetadata` that have their own name on disk."""
 
 
 def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:
     """Say, in one move, which step is saved and whether it was the last one; a full disk is no reason to stop."""
     with contextlib.suppress(OSError):
         cursor = {"step": step, "last_step": last_step, "finished": finished}
-        write_file(run / NAME, json.dumps(cursor) + "\n")
+        write_file(run / CURSOR, json.dumps(cursor) + "\n")
 
 
 def read_cursor(run: Path) -> dict[str, Any]:
     """What was written last; empty where there is nothing that can be read."""
     try:
-        found = json.loads((run / NAME).read_text())
+        cursor = json.loads((run / CURSOR).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-META = "meta.json"
-"""The file of a checkpoint that holds it, and all else that is no array; named here, where no jax is imported."""
-
-
-@dataclass(kw_only=True)
-class Standing:
-    """How the run stands."""
-
-    best_loss: float | None = None
-    """The lowest val_loss until now."""
-    waited: int = 0
-    """Validations since then."""
-    rewinds: int = 0
-    """How often the run went back to a checkpoint because of a bad step."""
-    went_back: str = ""
-    """The launched job that went back by hand: started again with the same words, it does not go back once more."""
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> "Standing":
-        """From what a checkpoint keeps, among other things."""
-        return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
-
-    def judge(self, val_loss: float) -> bool:
-        """Take in the loss of a validation; returns whether it is the lowest until now."""
-        best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
-        self.best_loss, self.waited = (val_loss, 0) if best else (self.best_loss, self.waited + 1)
-        return best
-
-    def gave_up(self, patience: int) -> bool:
-        """Whether so many validations have passed without a lower loss; never for 0."""
-        return 0 < patience <= self.waited
+    return cursor if isinstance(cursor, dict) else {}

@@ -118,6 +118,10 @@ class CheckpointStore:
         """The one of `steps` with the lowest val_loss; None where none was saved with one."""
         return files.best_of(self._saved)
 
+    def val_loss(self, step: int) -> float | None:
+        """That a checkpoint was saved with; None without one, or where it is no number."""
+        return self._saved.get(step)
+
     def keeps_forever(self, step: int) -> bool:
         """Whether a checkpoint of `step` is never deleted."""
         return files.kept_forever(step, *self._forever)
