@@ -27,7 +27,6 @@ from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.lineage import check_tokenizer, tokenizer_of, with_shape_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
@@ -35,7 +34,7 @@ from roxxel_dist.model.user_code import find_function
 from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
-from roxxel_dist.train.init_from import check_weights, find_checkpoint
+from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.train_state import take_apart
 from roxxel_dist.train.train_step import LossFn

@@ -25,15 +25,15 @@ from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.lineage import data_of, saved_config, with_base
 from roxxel_dist.model.param_count import by_part
 from roxxel_dist.reading import absolute_paths, primary_path, saved_plan
 from roxxel_dist.report import duration, read_runs
 from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.run_metadata import data_of, saved_config
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import Layout, StepMemory, arrays, layout, look_ahead, memory_limit, memory_of
 from roxxel_dist.train.compile import Programs
-from roxxel_dist.train.init_from import check_weights, find_checkpoint
+from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
 from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops

@@ -26,9 +26,9 @@ from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.lineage import config_at, data_at, saved_config
 from roxxel_dist.reading import validation_sets
 from roxxel_dist.run_directory import METRICS, no_run
+from roxxel_dist.run_metadata import config_at, data_at, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import Programs

@@ -26,7 +26,6 @@ from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import check_local, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.lineage import changed_from, data_of, forked_from, saved_config, with_base, with_shape_of
 from roxxel_dist.model.generate import generate
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.report import draw_losses, read_runs
@@ -40,10 +39,18 @@ from roxxel_dist.run_directory import (
     check_still_there,
     default_run_dir,
 )
-from roxxel_dist.run_metadata import changed_fields, describe_environment, summarize
+from roxxel_dist.run_metadata import (
+    changed_fields,
+    changed_from,
+    data_of,
+    describe_environment,
+    forked_from,
+    saved_config,
+    summarize,
+)
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor, write_cursor
 from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.init_from import INITIALIZED_FROM, find_checkpoint, params_loader
+from roxxel_dist.train.init_from import INITIALIZED_FROM, find_checkpoint, params_loader, with_base, with_shape_of
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
 from roxxel_dist.train.resume import max_steps_note

@@ -15,9 +15,9 @@ from roxxel_dist import Config, Roxxel
 from roxxel_dist.builders import folder_for_now, open_corpus, recipe
 from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
-from roxxel_dist.lineage import with_base
 from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.train.ahead import look_ahead
+from roxxel_dist.train.init_from import with_base
 from roxxel_dist.train.phase_programs import check_batches
 
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]

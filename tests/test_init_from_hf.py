@@ -15,9 +15,8 @@ from made_runs import TEXT, make_run
 from roxxel_dist import Config, Experiment, Roxxel, Transformer
 from roxxel_dist.config import UsageError
 from roxxel_dist.export import export_run
-from roxxel_dist.lineage import with_shape_of
 from roxxel_dist.train.hf_folder import HfFolder
-from roxxel_dist.train.init_from import find_checkpoint
+from roxxel_dist.train.init_from import find_checkpoint, with_shape_of
 
 QUIET = {
     "n_devices": 1,

@@ -16,7 +16,7 @@ RANKS = [
     ["sweep"],
     # One run: from a Config to its directory, and what is read there.
     [
-        "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report", "lineage",
+        "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
         "reading", "save", "weights", "run_metadata", "run_directory", "config",
     ],
     ["train"],

@@ -16,10 +16,10 @@ from roxxel_dist import builders as assemble
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.lineage import saved_config, with_base
 from roxxel_dist.lora import merge_adapters
-from roxxel_dist.run_metadata import changed_fields
+from roxxel_dist.run_metadata import changed_fields, saved_config
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, read_cursor
+from roxxel_dist.train.init_from import with_base
 from roxxel_dist.train.train_state import take_apart
 from roxxel_dist.weights import load_run
 

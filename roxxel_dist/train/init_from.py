@@ -4,6 +4,7 @@ A checkpoint of adapters holds nothing of its base: it names the run and the ste
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import A, B, merged, target_of
 from roxxel_dist.train import scan_layers as restack
 from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.hf_folder import HfFolder, is_hf_folder
+from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.weight_files import describe_tensors, has_tensors
 
@@ -202,3 +205,92 @@ def fingerprint(source: CheckpointRef) -> str:
             shapes = {name: [*shape.shape, str(shape.dtype)] for name, shape in store.param_shapes(step).items()}
             about = [shapes, store.val_loss(step), saved.early_stopping.best_loss, saved.corpus, saved.curriculum]
     return FINGERPRINT_KIND + hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def with_base(config: Any) -> tuple[Any, str]:
+    """(the config with an `init_from` if it wants adapters, a line for people if that comes from a run's config).
+
+    Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant; with the config of
+    one that has some, their base.
+
+    Raises:
+        ValueError: there is no run whose weights the adapters could stand on.
+    """
+    if not config.use_lora or config.model is not None:
+        return config, ""
+    if config.of_run is not None and config.init_from == config.of_run[1]:
+        run, _, adapted = config.of_run
+        if adapted:
+            note = (
+                f"{run} has adapters itself: its base {config.init_from} is taken; adapters with init_from {run} stand "
+                f"on them"
+            )
+            return config, note
+        note = f"init_from is {run}: the config is that run's, with use_lora turned on"
+        return dataclasses.replace(config, init_from=run), note
+    if config.init_from is None:
+        raise ValueError(
+            "use_lora is True, and init_from names no run: adapters stand on weights that are trained already, so add "
+            "init_from=RUN, or begin with the config of a run (RUN/config.yaml)"
+        )
+    return config, ""
+
+
+def tokenizer_of(init_from: str) -> Path:
+    """The tokenizer of the run that a new one has its weights from.
+
+    Raises:
+        ValueError: it has none.
+    """
+    run = CheckpointRef.parse(init_from).run
+    if (path := _tokenizer_in(run)) is None:
+        raise ValueError(
+            f"init_from is {init_from}: {run} has no {TOKENIZER_FILE}, so text cannot become the tokens that it knows; "
+            f"name another run, or train on shards"
+        )
+    return path
+
+
+def _tokenizer_in(run: Path) -> Path | None:
+    """What `Tokenizer.load` reads; of a folder of Hugging Face, the folder: other files name end-of-text."""
+    if is_hf_folder(run):
+        return run if any((run / name).is_file() for name in TOKENIZER_NAMES) else None
+    return run / TOKENIZER_FILE if (run / TOKENIZER_FILE).exists() else None
+
+
+def check_tokenizer(init_from: str, data: Roxxel) -> None:
+    """Raises ValueError if the data was made with another tokenizer than the run that the weights come from."""
+    path = _tokenizer_in(CheckpointRef.parse(init_from).run)
+    if path is None or data.tokenizer_fingerprint is None:
+        return
+    known = Tokenizer.load(path).fingerprint
+    if data.tokenizer_fingerprint != known:
+        raise ValueError(
+            f"init_from is {init_from}, whose tokenizer is {known}, and the data was made with "
+            f"{data.tokenizer_fingerprint}: build the data with {path}"
+        )
+
+
+def with_shape_of(config: Any) -> Any:
+    """The config with the shape of the model of Hugging Face that `init_from` names; else as it is.
+
+    A field that has its default is taken from there. `max_context` may be set smaller: the weights do not depend on it.
+
+    Raises:
+        ValueError: a field that is set says otherwise, or the Transformer cannot be that model.
+    """
+    folder = None if config.init_from is None else CheckpointRef.parse(config.init_from).run
+    if folder is None or config.model is not None or not is_hf_folder(folder):
+        return config
+    try:
+        fields, usual = fields_of(folder), type(config)()
+    except ValueError as error:
+        raise ValueError(f"init_from is {config.init_from}: {error}") from error
+    changed = {}
+    for name, theirs in fields.items():
+        mine = getattr(config, name)
+        if mine == getattr(usual, name):
+            changed[name] = theirs
+        elif mine != theirs and not (name == "max_context" and mine < theirs):
+            raise ValueError(f"{name} is {mine!r}, and the model in {folder} has {theirs!r}: leave it out")
+    return dataclasses.replace(config, **changed)
