@@ -21,8 +21,9 @@ from flax import nnx
 from measure import Lines, Result, flags
 
 from roxxel_dist import Config, Plan, Roxxel
+from roxxel_dist.curriculum_builder import build_curriculum
+from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.reading import curriculum_of, saved_plan
 from roxxel_dist.weights import load_run
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
@@ -50,7 +51,7 @@ def of_demo(folder: Path) -> Iterable[Result]:
     corpus, plan = Roxxel(data), saved_plan(run)
     assert plan is not None, "the training has saved its plan"
     config = Config.from_yaml(run / "config.yaml")
-    rows = in_rows(curriculum_of(config, corpus)[1])
+    rows = in_rows(build_curriculum(config, corpus)[1])
     mine = of_model(run, rows)
     grams = of_grams(tokens_read(corpus, plan), rows, config.vocab_size)
     tokens = sum(plan.tokens(step) for step in range(plan.total_steps))

@@ -1,4 +1,4 @@
-"""From a Config and a corpus to all that a run is made of; every command that trains or looks at training uses it."""
+"""Builders: from a Config and a corpus to model, loss, optimizer, curriculum and validation sets."""
 
 import contextlib
 import copy
@@ -21,8 +21,9 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.mesh import make_mesh, row_shards
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.config import UsageError, is_raised_in, usage_errors
+from roxxel_dist.config import Config, UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.curriculum_builder import build_curriculum, check_named_sets, validation_sets
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
@@ -31,7 +32,6 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.model.user_code import find_function
-from roxxel_dist.reading import check_named_sets, curriculum_of, validation_sets
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
@@ -43,13 +43,14 @@ BUILD_LIMIT_S = 6 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The parts of a run, ready to be used; none is on a device yet."""
+class RunComponents:
+    """What a run is made of; nothing is on a device yet."""
 
-    config: Any
-    """The `Config`, its vocabulary known."""
+    config: Config
+    """With the size of the vocabulary."""
+    vocab_size: int
     build: Callable[[], nnx.Module]
-    """Makes the model, the same one each time; to be called under jit."""
+    """Makes the model, with the same weights each time; to be called under jit."""
     loss: LossFn
     optimizer: NamedOptimizer
     curriculum: Curriculum
@@ -67,11 +68,11 @@ class Recipe:
         """The devices of this run, of all processes.
 
         Args:
-            processes: how many shall share the devices that are here, in order; by default those that do.
+            processes: how many are to share the local devices, in order; by default those that run.
 
         Raises:
-            ValueError: there are not so many, they cannot be shared out as asked, a process has none of them, or a
-                phase's batch does not divide by them.
+            ValueError: too few devices, axes that do not divide them, a process without a device, or a phase whose
+                batch does not divide by them.
         """
         config, every = self.config, processes or process_count()
         mesh = make_mesh(config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices)
@@ -88,11 +89,11 @@ class Recipe:
         return mesh
 
 
-def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
-    """All that a run of `config` on `data` is made of. Touches no device and no run directory.
+def build_components(config: Config, data: Roxxel, *, trial: bool = False) -> RunComponents:
+    """The components of a run of `config` on `data`. Touches no device and no run directory.
 
     Args:
-        config: a `Config`; it is left as it is.
+        config: left as it is.
         data: the corpus, from `open_corpus`.
         trial: of a sweep: a warm-up longer than half of the run is cut to that, for one that is searched beside the
             number of epochs or the size of a batch fits some of the trials alone.
@@ -101,18 +102,20 @@ def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
         ValueError: a field breaks its rule, or does not fit the data.
     """
     config = with_shape_of(config)
-    config = dataclasses.replace(config, vocab_size=_vocabulary(config, data))
+    vocab_size = _vocab_size(config, data)
+    config = dataclasses.replace(config, vocab_size=vocab_size)
     config.validate()
-    curriculum, held_out = curriculum_of(config, data)
+    curriculum, held_out = build_curriculum(config, data)
     half = curriculum.total_steps // 2
     if trial and (config.warmup_steps or 0) > half:
         config = dataclasses.replace(config, warmup_steps=half)
     optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
     optimizer.config.check(curriculum.total_steps)
     validation = validation_sets(config, data)
-    check_vocabularies({**curriculum.mix_streamers, **validation}, config.vocab_size)
-    return Recipe(
+    check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
+    return RunComponents(
         config=config,
+        vocab_size=vocab_size,
         build=model_builder(config),
         loss=token_losses if config.loss is None else find_function("loss", config.loss),
         optimizer=optimizer,
@@ -124,8 +127,20 @@ def recipe(config: Any, data: Roxxel, *, trial: bool = False) -> Recipe:
     )
 
 
-def model_builder(config: Any) -> Callable[[], nnx.Module]:
-    """What makes the model of a config whose `vocab_size` is known: the same weights each time.
+def _vocab_size(config: Config, data: Roxxel) -> int:
+    size = config.vocab_size or data.vocab_size
+    if size is None:
+        raise ValueError("the shards do not say how large their vocabulary is: give vocab_size=N")
+    if data.vocab_size is not None and size < data.vocab_size:
+        raise ValueError(
+            f"vocab_size is {size}, but the data has {data.vocab_size} tokens: leave it out, or use at least "
+            f"{data.vocab_size}"
+        )
+    return size
+
+
+def model_builder(config: Config) -> Callable[[], nnx.Module]:
+    """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time.
 
     Raises:
         ValueError: `model` names no function.
@@ -137,7 +152,7 @@ def model_builder(config: Any) -> Callable[[], nnx.Module]:
     make = find_function("model", config.model)
 
     def build() -> nnx.Module:
-        own = copy.deepcopy(config)  # what it does to its config is its own affair
+        own = copy.deepcopy(config)  # the user's function may change it
         own.model_args = own.model_args or {}
         try:
             model = make(own, nnx.Rngs(config.seed + 2, **rngs))
@@ -156,7 +171,7 @@ def model_builder(config: Any) -> Callable[[], nnx.Module]:
     return build
 
 
-def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
+def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
     """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
 
     Args:
@@ -177,31 +192,30 @@ def open_corpus(config: Any, data_path: str | Path | None, into: Path, *, begins
         if config.init_from is not None:
             check_tokenizer(config.init_from, data)
         return data
-    kind, size = config.tokenizer_type, config.vocab_size
+    tokenizer, vocab_size = config.tokenizer_type, config.vocab_size
     if config.init_from is not None:
-        kind, size = str(tokenizer_of(config.init_from)), None
+        tokenizer, vocab_size = str(tokenizer_of(config.init_from)), None
     # What needs no corpus, before hours are spent on one.
-    for field in ("model", "loss"):
-        if (function := getattr(config, field)) is not None:
-            find_function(field, function)
+    for field, name in (("model", config.model), ("loss", config.loss)):
+        if name is not None:
+            find_function(field, name)
     check_named_sets(config)
     if config.init_from is not None and begins:
-        _check_base(config, kind)
+        _check_base(config, config.init_from, tokenizer)
     progress = Progress.from_env(process_index())
     progress.say("")  # a launcher's limit for the start is not meant for a large text
-    on_primary("corpus", lambda: build([data_path], into, tokenizer=kind, vocab_size=size).close())
+    on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
     progress.say("start")
     return Roxxel(into)
 
 
-def _check_base(config: Any, tokenizer: str) -> None:
+def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
     """Raises ValueError where `init_from` has no weights, or those of another model than the config's."""
-    wanted, config = find_checkpoint(config.init_from), with_shape_of(config)
-    if config.model is not None:
-        return
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
-    parts, params, _, settings = take_apart(nnx.eval_shape(model_builder(config)))
-    check_weights(wanted, parts.of_base(params, settings))
+    checkpoint, config = find_checkpoint(init_from), with_shape_of(config)
+    if config.model is None:
+        config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
+        parts, params, _, settings = take_apart(nnx.eval_shape(model_builder(config)))
+        check_weights(checkpoint, parts.of_base(params, settings))
 
 
 @contextlib.contextmanager
@@ -292,15 +306,3 @@ def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> Non
                 f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
                 f"({grad_accum}): use a multiple of {devices * grad_accum}"
             )
-
-
-def _vocabulary(config: Any, data: Roxxel) -> int:
-    known, wanted = data.vocab_size, config.vocab_size
-    size = wanted or known
-    if size is None:
-        raise ValueError("the shards do not say how large their vocabulary is: give vocab_size=N")
-    if known is not None and wanted is not None and wanted < known:
-        raise ValueError(
-            f"vocab_size is {wanted}, but the data has {known} tokens: leave it out, or use at least {known}"
-        )
-    return size

@@ -22,6 +22,7 @@ from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.component import component
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.config import DataConfig
+from roxxel_dist.data.locate import check_local
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import OwnConfig
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
@@ -192,6 +193,27 @@ class Config(Fields):
         config = dataclasses.replace(self, **others)
         config.given, config.of_run = self.given, self.of_run
         return config
+
+    def with_absolute_paths(self) -> Self:
+        """The same settings with absolute paths, so that a run may be resumed from another folder.
+
+        Raises:
+            ValueError: one is in a bucket.
+        """
+
+        def absolute(name: str, path: Any) -> Any:
+            check_local(name, path)
+            return os.path.abspath(path) if isinstance(path, str) else path
+
+        sets: dict[str, Any] = {"datasets": self.datasets, "validation": self.validation}
+        for field, paths in sets.items():
+            if isinstance(paths, dict):
+                sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
+        return dataclasses.replace(self, init_from=absolute("init_from", self.init_from), **sets)
+
+    def primary_path(self, data_path: str | Path | None) -> str | Path | None:
+        """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does."""
+        return data_path or (self.datasets or {}).get("self")
 
     def part(self, component: type[T]) -> T:
         """The fields of one component as its frozen dataclass.

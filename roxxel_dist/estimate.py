@@ -18,15 +18,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from roxxel_dist.builders import Recipe, folder_for_now, open_corpus, recipe
+from roxxel_dist.builders import RunComponents, build_components, folder_for_now, open_corpus
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.param_count import by_part
-from roxxel_dist.reading import absolute_paths, primary_path, saved_plan
 from roxxel_dist.report import duration, read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.run_metadata import data_of, saved_config
@@ -302,7 +302,7 @@ def outlook(config: Any, data_path: str | Path | None, asked: Asked) -> Outlook:
     with usage_errors():
         saved = _saved(asked.run)
         config, told = with_base(config)
-        config = dataclasses.replace(config, **absolute_paths(config))
+        config = config.with_absolute_paths()
         config.validate()
         if config.deterministic:
             make_deterministic()
@@ -313,11 +313,11 @@ def outlook(config: Any, data_path: str | Path | None, asked: Asked) -> Outlook:
     with contextlib.ExitStack() as held:
         with usage_errors():
             _check_shares(asked)
-            path = primary_path(config, data_path) or data_of(saved, asked.run)
+            path = config.primary_path(data_path) or data_of(saved, asked.run)
             if saved.get("init_from") == config.init_from:
                 config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
             folder = held.enter_context(folder_for_now(path, "plan"))
-            made = recipe(config, held.enter_context(open_corpus(config, path, folder)))
+            made = build_components(config, held.enter_context(open_corpus(config, path, folder)))
             if made.data.tokenizer is not None:
                 made.data.tokenizer.encode(config.sample_prompt)
         notes = (told,) if told and not saved else ()
@@ -348,7 +348,7 @@ def _check_shares(asked: Asked) -> None:
         )
 
 
-def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
+def _look(made: RunComponents, asked: Asked, notes: tuple[str, ...]) -> Outlook:
     """The outlook of a recipe. What cannot be is found in the order in which a `Trainer` finds it."""
     enable_compilation_cache()
     with usage_errors():
@@ -403,7 +403,7 @@ def _look(made: Recipe, asked: Asked, notes: tuple[str, ...]) -> Outlook:
     return _outlook(made, asked, plan, mesh, told, speed, model, bytes_of, notes)
 
 
-def _plan(made: Recipe, run: Path | None) -> Plan:
+def _plan(made: RunComponents, run: Path | None) -> Plan:
     """What the run follows: amendments and what was left out are in the plan that a run saved."""
     plan = made.curriculum.plan(made.config.seed)
     kept = None if run is None else saved_plan(run)
@@ -420,7 +420,7 @@ def _speed(asked: Asked, mesh: Mesh, *, bf16: bool) -> Speed:
 
 
 def _outlook(
-    made: Recipe,
+    made: RunComponents,
     asked: Asked,
     plan: Plan,
     mesh: Mesh,
@@ -444,7 +444,7 @@ def _outlook(
         notes=notes,
         datasets=_datasets(plan, last),
         validation={name: data.num_tokens for name, data in made.validation.items()},
-        vocab_size=made.config.vocab_size,
+        vocab_size=made.vocab_size,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in model.params.values()),
         parts=by_part(params),
@@ -639,13 +639,13 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
     """
     with usage_errors(), contextlib.ExitStack() as held:
         config, _ = with_base(config)
-        config = dataclasses.replace(config, **absolute_paths(config))
+        config = config.with_absolute_paths()
         config.validate()
         pin_threads()
         initialize()
-        path = primary_path(config, data_path)
+        path = config.primary_path(data_path)
         folder = held.enter_context(folder_for_now(path, "cost"))
-        made = recipe(config, held.enter_context(open_corpus(config, path, folder)), trial=True)
+        made = build_components(config, held.enter_context(open_corpus(config, path, folder)), trial=True)
         options, plan = made.options, made.curriculum.plan(made.config.seed)
         parts, state, settings = look_ahead(made.build, made.optimizer, made.mesh(), options, plan.total_steps)
         model = ModelState(parts, state, settings)

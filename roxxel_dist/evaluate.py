@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from roxxel_dist.builders import Recipe, check_vocabularies, recipe
+from roxxel_dist.builders import RunComponents, build_components, check_vocabularies
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.curriculum_builder import validation_sets
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.reading import validation_sets
 from roxxel_dist.run_directory import METRICS, no_run
 from roxxel_dist.run_metadata import config_at, data_at, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, CheckpointRef
@@ -238,7 +238,7 @@ class Evaluation:
 class _Question:
     """What is evaluated on what."""
 
-    made: Recipe
+    made: RunComponents
     sets: Mapping[str, Roxxel]
     eval_iters: int
     shape: Shape
@@ -299,7 +299,7 @@ def _different(record: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(determinism.changed(record["bits"], determinism.numerics_fingerprint()))
 
 
-def _mesh(made: Recipe) -> Mesh:
+def _mesh(made: RunComponents) -> Mesh:
     """The devices: as many as the run had, or all there are where those are fewer, or cannot be shared out so."""
     config, here = made.config, len(jax.devices())
     groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
@@ -376,11 +376,11 @@ def _question(
     config = dataclasses.replace(config, datasets=None, phases=phases)
     if other:
         config = dataclasses.replace(config, validation=None, val_fraction=fraction)
-    made = recipe(config, data)
+    made = build_components(config, data)
     sets = made.validation
     if other:
         sets = validation_sets(dataclasses.replace(config, validation=named), data)
-        check_vocabularies(sets, made.config.vocab_size)
+        check_vocabularies(sets, made.vocab_size)
     if not any(one.num_tokens for one in sets.values()):
         raise ValueError(
             f"{wanted.run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.builders import Recipe, folder_for_now, on_primary, open_corpus, recipe
+from roxxel_dist.builders import RunComponents, build_components, folder_for_now, on_primary, open_corpus
 from roxxel_dist.cluster import determinism, interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
@@ -27,7 +27,6 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import check_local, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.model.generate import generate
-from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.report import draw_losses, read_runs
 from roxxel_dist.run_directory import (
     CONFIG,
@@ -40,8 +39,8 @@ from roxxel_dist.run_directory import (
     default_run_dir,
 )
 from roxxel_dist.run_metadata import (
-    changed_fields,
     changed_from,
+    check_resumable,
     data_of,
     describe_environment,
     forked_from,
@@ -66,7 +65,7 @@ def find_lr(
         config, _ = with_base(config)
         config.validate()
         rates = sweep_rates(min_lr, max_lr, num_steps)
-        data_path = primary_path(config, data_path)
+        data_path = config.primary_path(data_path)
         if config.deterministic:
             make_deterministic()
     pin_threads()
@@ -74,7 +73,7 @@ def find_lr(
     with contextlib.ExitStack() as held:
         with usage_errors():
             folder = held.enter_context(folder_for_now(data_path, "find-lr"))
-            made = recipe(config, held.enter_context(open_corpus(config, data_path, folder)))
+            made = build_components(config, held.enter_context(open_corpus(config, data_path, folder)))
             options = made.options
             stream = sweep_stream(made.curriculum, num_steps, options.seed, made.mesh(), made.grad_accum)
             weights = None if options.init_from is None else _loader(options.init_from)
@@ -100,7 +99,13 @@ def _loader(init_from: str) -> Callable[[Leaves], Leaves]:
 
 
 def write_down(
-    trainer: Trainer, run: Path, data_path: Any, made: Recipe, saved: dict[str, Any], changed: list[str], told: str
+    trainer: Trainer,
+    run: Path,
+    data_path: Any,
+    made: RunComponents,
+    saved: dict[str, Any],
+    changed: list[str],
+    told: str,
 ) -> None:
     """What a person or a later command needs to know about a run.
 
@@ -146,7 +151,7 @@ def write_down(
         say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
 
 
-def _record(trainer: Trainer, made: Recipe, saved: dict[str, Any], place: str) -> dict[str, Any]:
+def _record(trainer: Trainer, made: RunComponents, saved: dict[str, Any], place: str) -> dict[str, Any]:
     """What a config keeps beside its fields: where and with what the run was made, and each time it was resumed."""
     now = {"data_path": place, "corpus": made.data.fingerprint}
     record = describe_environment() | now | trainer.start.record | {"bits": determinism.numerics_fingerprint()}
@@ -183,7 +188,7 @@ class Experiment:
     def __init__(self, config: Any) -> None:
         with usage_errors():
             based, self._told = with_base(config)
-            self.config: Any = dataclasses.replace(based, **absolute_paths(based))
+            self.config: Any = based.with_absolute_paths()
         # What was set by whoever made the config, or with the base of the adapters: the rest is a resumed run's own.
         self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
@@ -239,8 +244,8 @@ class Experiment:
                 trial = _is_trial()
                 if trial and saved:  # as it was cut when the trial began
                     self.config = dataclasses.replace(self.config, warmup_steps=saved["warmup_steps"])
-                changed = changed_fields(before, self.config, amend=amend or bool(whose), whose=whose)
-                path = primary_path(self.config, data_path) or data_of(
+                changed = check_resumable(before, self.config, amend=amend or bool(whose), whose=whose)
+                path = self.config.primary_path(data_path) or data_of(
                     before, parent.run if parent and not saved else None
                 )
                 if resume and not before and path is None:
@@ -255,7 +260,7 @@ class Experiment:
                         f"make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
                         f"the run with them (amend=True)"
                     )
-                made = recipe(self.config, self._open(path, run, resume, begins=not before), trial=trial)
+                made = build_components(self.config, self._open(path, run, resume, begins=not before), trial=trial)
                 self._say_cut(made)
                 self.config = made.config
                 prompt = self._prompt(made.data.tokenizer)
@@ -278,7 +283,7 @@ class Experiment:
                 trainer.close()
         return run
 
-    def _say_cut(self, made: Recipe) -> None:
+    def _say_cut(self, made: RunComponents) -> None:
         """Say that the warm-up of a trial was cut, where it was."""
         if made.config.warmup_steps != self.config.warmup_steps and is_primary():
             cut = f"warmup_steps {self.config.warmup_steps} -> {made.config.warmup_steps}"
@@ -338,7 +343,7 @@ class Experiment:
     def _is_other_data(self, data_path: str | Path | None, saved: dict[str, Any]) -> bool:
         """Whether a resumed run is given other data than it has read so far."""
         before = saved.get(RECORD, {})
-        path = primary_path(self.config, data_path)
+        path = self.config.primary_path(data_path)
         if path is None or "data_path" not in before or os.path.realpath(path) == os.path.realpath(before["data_path"]):
             return False
         if not is_tokens(path):
@@ -392,7 +397,7 @@ class Experiment:
             return []
         return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
-    def _trainer(self, run: Path, made: Recipe, amend: bool, origin: ResumeSpec) -> Trainer:
+    def _trainer(self, run: Path, made: RunComponents, amend: bool, origin: ResumeSpec) -> Trainer:
         config = self.config
         wandb = config.wandb if is_primary() and config.wandb != "off" else None
         return Trainer(

@@ -82,7 +82,7 @@ def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, ja
     }
 
 
-def changed_fields(saved: dict[str, Any], config: Any, *, amend: bool = False, whose: str = "") -> list[str]:
+def check_resumable(saved: dict[str, Any], config: Any, *, amend: bool = False, whose: str = "") -> list[str]:
     """What a run's config says otherwise than the saved one, a line each; `whose` names that, if it is another run's.
 
     Raises:

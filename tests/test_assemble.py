@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from roxxel_dist import Config
-from roxxel_dist.builders import open_corpus, recipe
+from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.train.evaluator import HELD_OUT
 
 SMALL = {"dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "grad_accum": 2, "epochs": 0.1}
@@ -14,7 +14,7 @@ SMALL = {"dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "grad_a
 
 def test_a_recipe_leaves_the_config_and_has_every_part(corpus):
     config = Config(**SMALL, eval_iters=3)
-    made = recipe(config, corpus)
+    made = build_components(config, corpus)
     assert (config.vocab_size, made.config.vocab_size) == (None, 500)
     assert made.curriculum.shapes[0].batch_size == 16
     assert made.grad_accum == 2
@@ -27,7 +27,7 @@ def test_a_recipe_leaves_the_config_and_has_every_part(corpus):
 
 
 def test_a_recipe_builds_the_same_model_each_time_and_its_loss_reads_a_batch(corpus):
-    made = recipe(Config(**SMALL), corpus)
+    made = build_components(Config(**SMALL), corpus)
     one, two = nnx.jit(made.build)(), nnx.jit(made.build)()
     for a, b in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(two)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -45,7 +45,7 @@ def test_a_recipe_builds_the_same_model_each_time_and_its_loss_reads_a_batch(cor
 )
 def test_what_does_not_fit_the_data_is_named(corpus, fields, message):
     with pytest.raises(ValueError, match=message):
-        recipe(Config(**{**SMALL, **fields}), corpus)
+        build_components(Config(**{**SMALL, **fields}), corpus)
 
 
 def test_text_becomes_shards_in_the_folder_that_is_named(tmp_path):

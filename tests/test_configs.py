@@ -1,6 +1,5 @@
 """configs/*.yaml as a person uses them: planned as they stand, and trained in a small form."""
 
-import dataclasses
 import json
 import shutil
 import sysconfig
@@ -12,10 +11,9 @@ from commands import rows, run
 from reader import ROOT
 
 from roxxel_dist import Config, Roxxel
-from roxxel_dist.builders import folder_for_now, open_corpus, recipe
+from roxxel_dist.builders import build_components, folder_for_now, open_corpus
 from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
-from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.train.ahead import look_ahead
 from roxxel_dist.train.init_from import with_base
 from roxxel_dist.train.phase_programs import check_batches
@@ -103,10 +101,10 @@ def test_it_is_a_config(name):
 def test_it_fits_together_as_it_stands(here, name):
     """All that `plan` looks at before it compiles a step, which for the large ones takes a minute."""
     config, _ = with_base(Config.from_yaml(f"configs/{name}.yaml"))
-    config = dataclasses.replace(config, **absolute_paths(config))
-    path = primary_path(config, "data/corpus" if name == "demo" else None)
+    config = config.with_absolute_paths()
+    path = config.primary_path("data/corpus" if name == "demo" else None)
     with folder_for_now(path, "plan") as folder, open_corpus(config, path, folder) as data:
-        made = recipe(config, data)
+        made = build_components(config, data)
         plan = made.curriculum.plan(config.seed)
         check_batches(made.curriculum.shapes, made.grad_accum)
         _, state, _ = look_ahead(made.build, made.optimizer, made.mesh(), made.options, plan.total_steps)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.builders import recipe
+from roxxel_dist.builders import build_components
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.reading import describe_batch, primary_path
+from roxxel_dist.inspect_batch import describe_batch
 
 PHASES = [
     {"steps": 4, "batch_size": 8, "seq_len": 17},
@@ -47,7 +47,7 @@ def ids(recipe, step):
 
 def test_weights_take_their_rows_from_the_data_set_of_that_name(work):
     with Roxxel("text") as data:
-        made = recipe(Config(**SMALL, datasets={"code": "code", "self": "text"}), data)
+        made = build_components(Config(**SMALL, datasets={"code": "code", "self": "text"}), data)
         assert list(made.curriculum.datasets) == ["self", "code"]
         assert ids(made, 0).max() < 100
         code = [(ids(made, step).min(1) >= 100).sum() for step in range(4, 8)]
@@ -101,11 +101,11 @@ def test_ids_beyond_the_vocabulary_are_told(work):
         Roxxel("text") as data,
         pytest.raises(ValueError, match="the data 'code' has 200 tokens, and vocab_size is 150"),
     ):
-        recipe(Config(**SMALL | {"vocab_size": 150}, datasets={"code": "code"}), data)
+        build_components(Config(**SMALL | {"vocab_size": 150}, datasets={"code": "code"}), data)
 
 
 def test_self_is_what_the_data_path_names_otherwise():
-    assert primary_path(Config(datasets={"self": "a"}), None) == "a"
-    assert primary_path(Config(datasets={"code": "a"}), "b") == "b"
-    assert primary_path(Config(), None) is None
-    assert primary_path(Config(datasets={"self": "a"}), "b") == "b"
+    assert Config(datasets={"self": "a"}).primary_path(None) == "a"
+    assert Config(datasets={"code": "a"}).primary_path("b") == "b"
+    assert Config().primary_path(None) is None
+    assert Config(datasets={"self": "a"}).primary_path("b") == "b"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist import Config, Experiment, Trainer
-from roxxel_dist.builders import open_corpus, recipe
+from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.curriculum.describe import describe
 from roxxel_dist.data.build import build
@@ -208,7 +208,7 @@ def test_two_phases_that_are_one_pass_read_each_token_once(text, tmp_path):
     phases = [{"epochs": 0.8, "batch_size": 8, "seq_len": 9}, {"epochs": 0.19, "batch_size": 8, "seq_len": 17}]
     wanted = config(phases=phases)
     with open_corpus(wanted, text, tmp_path / "data") as data:
-        plan = recipe(wanted, data).curriculum.plan(1)
+        plan = build_components(wanted, data).curriculum.plan(1)
     assert "used up" not in describe(plan)
     assert plan.total_steps > 100
 
@@ -253,7 +253,7 @@ def test_default_folders_are_unique(tmp_path, monkeypatch):
 
 def test_on_some_of_the_devices(corpus, tmp_path):
     some = config(n_devices=4, batch_size=12, tokenizer_type="byte")
-    assert recipe(some, corpus).mesh().size == 4
+    assert build_components(some, corpus).mesh().size == 4
     with pytest.raises(UsageError, match="batch_size is 12, which does not divide by 8 devices x grad_accum"):
         Experiment(config(n_devices=0, batch_size=12)).fit(corpus.filepath, tmp_path / "other")
     with pytest.raises(UsageError, match=r"n_devices is 9, but 8 device.s. are here"):

@@ -17,7 +17,7 @@ RANKS = [
     # One run: from a Config to its directory, and what is read there.
     [
         "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
-        "reading", "save", "weights", "run_metadata", "run_directory", "config",
+        "curriculum_builder", "inspect_batch", "save", "weights", "run_metadata", "run_directory", "config",
     ],
     ["train"],
     ["stream"],
@@ -40,7 +40,7 @@ IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distribute
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
-NO_JAX = ["roxxel_dist.reading", "roxxel_dist.report", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
+NO_JAX = ["roxxel_dist.inspect_batch", "roxxel_dist.report", "roxxel_dist.curriculum.phases", "roxxel_dist.stream"]
 LIGHT = [
     "roxxel_dist",
     "roxxel_dist.cli",

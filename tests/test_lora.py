@@ -17,7 +17,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.lora import merge_adapters
-from roxxel_dist.run_metadata import changed_fields, saved_config
+from roxxel_dist.run_metadata import check_resumable, saved_config
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, read_cursor
 from roxxel_dist.train.init_from import with_base
 from roxxel_dist.train.train_state import take_apart
@@ -189,7 +189,7 @@ def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
     )
     config = Config(init_from="runs/base@4")
     config.save_yaml(tmp_path / "config.yaml")
-    assert changed_fields(saved_config(tmp_path), Experiment(config).config) == []
+    assert check_resumable(saved_config(tmp_path), Experiment(config).config) == []
 
 
 @pytest.mark.long
@@ -264,14 +264,14 @@ def test_text_is_not_read_for_a_base_that_does_not_fit(work, tmp_path, monkeypat
 def test_dropout_neither_begins_nor_ends_in_a_run(field, use_lora):
     def resumed(before, now, **more):
         saved = Config(use_lora=use_lora, **{field: before, **more}).to_dict()
-        return changed_fields(saved, Config(use_lora=use_lora, **{field: now, **more}))
+        return check_resumable(saved, Config(use_lora=use_lora, **{field: now, **more}))
 
     assert resumed(0.1, 0.2) == [f"{field} 0.1 -> 0.2"]
     for before, now in ((0.0, 0.1), (0.1, 0.0)):
         with pytest.raises(ValueError, match=rf"{field} is {now}, and the run .* has {before}: its checkpoints hold"):
             resumed(before, now)
         assert resumed(before, now, model="mine:Model") == [f"{field} {before} -> {now}"]
-    assert changed_fields(Config().to_dict(), Config(lora_dropout=0.1)) == ["lora_dropout 0.0 -> 0.1"]
+    assert check_resumable(Config().to_dict(), Config(lora_dropout=0.1)) == ["lora_dropout 0.0 -> 0.1"]
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from runs import rows
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
-from roxxel_dist.builders import recipe
+from roxxel_dist.builders import build_components
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
 from roxxel_dist.estimate import Asked, Cost, Speed, cost, cures, look_at, outlook, size, spans, table
@@ -53,7 +53,7 @@ def on_first_device(tree):
 
 def real_state(config, data):
     """(the state before the first step, settings) as training makes them."""
-    made = recipe(config, data)
+    made = build_components(config, data)
     dtype = jnp.bfloat16 if config.use_bf16 else None
     return init_state(made.build, first_state(made.optimizer), made.mesh(), fsdp=config.fsdp, dtype=dtype)[1:]
 
@@ -174,7 +174,7 @@ def test_passes_are_what_the_rows_read(corpus, tmp_path):
     phases = [{"epochs": 1.5, "batch_size": 8, "seq_len": 17, "weights": {"self": 3, "more": 1}, "blend": "row"}]
     config = Config(**{**SMALL, "phases": phases, "datasets": {"more": corpus_path(corpus)}, "val_fraction": 0.0})
     found = outlook(config, corpus_path(corpus), SIMULATED)
-    plan = recipe(config, corpus).curriculum.plan(config.seed)
+    plan = build_components(config, corpus).curriculum.plan(config.seed)
     read = np.bincount(np.concatenate([plan.rows(step).dataset for step in range(plan.total_steps)])) * 17
     for name, tokens in zip(plan.datasets, read, strict=True):
         assert found.datasets[name]["passes"] == pytest.approx(tokens / found.datasets[name]["tokens"], abs=0.05)
@@ -196,7 +196,7 @@ def test_max_steps_makes_no_run_longer(corpus):
 def test_a_model_of_ones_own(corpus):
     config = Config(**ONE, model="own_model:build", loss="own_model:loss", model_args={"depth": 1})
     found = outlook(config, corpus_path(corpus), SIMULATED)
-    params = take_apart(nnx.eval_shape(recipe(config, corpus).build))[1]
+    params = take_apart(nnx.eval_shape(build_components(config, corpus).build))[1]
     assert found.parameters == sum(leaf.size for leaf in params.values())
     assert list(found.parts) == ["embedding", "layers", "out"]
     assert found.phases[0].flops_per_token == 6 * found.parameters

@@ -11,7 +11,7 @@ from commands import TINY, losses, make_corpus, rows, run
 from flax import nnx
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.builders import model_builder, recipe
+from roxxel_dist.builders import build_components, model_builder
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.config import UsageError, load_yaml
@@ -100,7 +100,7 @@ def test_it_generates(here, capsys):
 
 def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
     fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}
-    made = recipe(Config(**fields, batch_size=8), corpus)
+    made = build_components(Config(**fields, batch_size=8), corpus)
     model = nnx.jit(made.build)()
     assert nnx.jit(made.loss)(model, corpus.read(np.arange(2) * 17, 17)).shape == ()
     with pytest.raises(

@@ -55,7 +55,7 @@ def batch(words: list[str]) -> int:
     """Print what one step reads: data set, shard, document, text."""
     args = parse(BatchArgs, words, "batch")
     with usage_errors():
-        from roxxel_dist.reading import describe_batch
+        from roxxel_dist.inspect_batch import describe_batch
 
         print(describe_batch(args.source, args.step, args.data_path, text=args.text))
     return 0

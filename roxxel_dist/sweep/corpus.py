@@ -11,7 +11,6 @@ from typing import Any
 from roxxel_dist.config import Config, UsageError
 from roxxel_dist.data.file_lock import wait_for_lock
 from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.reading import primary_path
 from roxxel_dist.sweep.child import POLL_S, Child, environment
 
 SILENT_S = 2.0
@@ -27,7 +26,7 @@ def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
         data_path: what the study was given.
         folder: where the shards of a study that was given text lie.
     """
-    path = primary_path(config, data_path)
+    path = config.primary_path(data_path)
     if path is None or is_tokens(path):
         return None if path is None else Path(path)
     if config.init_from is not None:  # the tokenizer is that of the weights
@@ -44,7 +43,7 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
     """
     from roxxel_dist.data.build import build
 
-    into, path = shards_of(config, data_path, folder), primary_path(config, data_path)
+    into, path = shards_of(config, data_path, folder), config.primary_path(data_path)
     if into is None or path is None or is_tokens(path):
         return data_path
     folder.mkdir(parents=True, exist_ok=True)

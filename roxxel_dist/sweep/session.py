@@ -1,6 +1,5 @@
 """A sweep from its command line: study, engine, trials, and what a person sees of them."""
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -9,7 +8,6 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, load_yaml, unknown, usage_errors
-from roxxel_dist.reading import absolute_paths, primary_path
 from roxxel_dist.sweep.begin import DATA_PATH, DIRECTORY, SERVER, leader, look, recorded, take_back, write_down
 from roxxel_dist.sweep.corpus import shards_of
 from roxxel_dist.sweep.engine import Engine, UsedUp, make
@@ -55,7 +53,7 @@ class Session:
         self._wanted = wanted
         if config.wandb != "off" and find_spec("wandb") is None:
             raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
-        config = dataclasses.replace(config, **absolute_paths(config))
+        config = config.with_absolute_paths()
         self._server = leader(wanted.study, wanted.wandb_sweep)
         self._sweep, self._data = look(wanted.study, sweep_config, extras, config, data_path)
         self._share = wanted.share(self._sweep.rules.resources)
@@ -68,7 +66,7 @@ class Session:
         began = recorded(wanted.study, DIRECTORY)
         self._directory = began if began and os.path.isdir(began) else os.getcwd()
         self._program = command_of(self._sweep.program, self._sweep.command, self._directory)
-        self._check_data(primary_path(config, self._data))
+        self._check_data(config.primary_path(self._data))
         self._names = [one.name for one in self._sweep.space.free]
         self._swept = {one.path[0] for one in self._sweep.space.parameters} | set(self._sweep.rules.derived)
         self._count = min(

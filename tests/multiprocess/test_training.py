@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import gone, launched, losses, make_corpus, rows, run, start, wait_for
 
-from roxxel_dist.builders import recipe
+from roxxel_dist.builders import build_components
 from roxxel_dist.config import Config
 from roxxel_dist.data.dataset import Roxxel
 
@@ -223,7 +223,7 @@ def test_damage_that_one_rank_reads_ends_the_job_by_name(tmp_path):
     config.val_fraction = 0.0
     with Roxxel(tmp_path / "data") as source, Roxxel(tmp_path / "small" / "a_*.rox") as data:
         data.write(source, block_size=128, separator=source.shards[0].metadata.separator, vocab_size=source.vocab_size)
-        plan, seen = recipe(config, data).curriculum.plan(config.seed), set()
+        plan, seen = build_components(config, data).curriculum.plan(config.seed), set()
         for step in range(2, 12):
             seen |= {int(token) // 64 + more for token in plan.rows(step - 1).offset for more in (0, 1)}
             first, second = np.split(plan.rows(step).offset, 2)  # what the ranks read

@@ -1,0 +1,69 @@
+"""The batch of one step of a run: where each row comes from, and how it begins. No jax."""
+
+import json
+from pathlib import Path
+
+from roxxel_dist.config import RECORD, Config, load_yaml
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum_builder import blended_sets, build_curriculum
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.place import place_of
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
+from roxxel_dist.train.checkpoint.metadata import META
+
+SHOWN = 60
+
+
+def saved_plan(run: Path) -> Plan | None:
+    """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
+    files = [path for path in run.glob(f"{CHECKPOINTS}/*/{META}") if path.parent.name.isdigit()]
+    if not files:
+        return None
+    newest = max(files, key=lambda path: int(path.parent.name))
+    return Plan.from_state(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
+
+
+def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
+    """What one step reads, a line a row: data set, token, shard, document, and how the row begins.
+
+    Args:
+        source: a run directory, or a config file.
+        step: counted from 1, as in the log.
+        data_path: the shards; a run remembers its own.
+        text: the whole rows, decoded.
+
+    Raises:
+        ValueError: there is no such run, step or data.
+    """
+    source = Path(source)
+    path = source / CONFIG if source.is_dir() else source
+    recorded = load_yaml(path).get(RECORD, {})
+    config = Config.from_yaml(path)
+    config.validate()
+    if data_path is None and is_tokens(source / DATA):
+        data_path = source / DATA
+    elif data_path is None:
+        data_path = config.primary_path(None) or recorded.get("data_path")
+    if data_path is None or not is_tokens(data_path):
+        raise ValueError(f"{source} does not say which shards it reads: name them with data_path=PATH")
+    with Roxxel(data_path) as data:
+        plan = saved_plan(source) or build_curriculum(config, data)[0].plan(config.seed)
+        if not 1 <= step <= plan.total_steps:
+            raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
+        rows = plan.rows(step - 1)
+        sets = {"self": data, **blended_sets(config, data)}
+        lines = [
+            f"step {step} of {plan.total_steps}, phase {plan.phase(step - 1) + 1} of {len(plan.shapes)}: "
+            f"{len(rows.offset)} rows x {rows.seq_len} tokens"
+        ]
+        for row, offset in enumerate(rows.offset.tolist()):
+            name = plan.datasets[rows.dataset[row]]
+            if name not in sets:
+                raise ValueError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
+            place = place_of(sets[name], offset)
+            ids = sets[name].read(rows.offset[row : row + 1], rows.seq_len)[0].tolist()
+            said = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))
+            where = f"{name} token {offset:,} ({place.path.name}, document {place.document}, +{place.position:,})"
+            lines.append(f"row {row}: {where}" + (f"\n{said}" if text else f": {said[:SHOWN]!r}"))
+    return "\n".join(lines)
