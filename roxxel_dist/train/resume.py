@@ -6,6 +6,7 @@ A resumed run follows the plan that it had or, amended, another one from here on
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.distributed import is_primary
@@ -73,64 +74,179 @@ def begin(
 ) -> ResumePoint:
     """Where a process begins to train. Nothing on the disk changes.
 
-    A run that has checkpoints goes on from its own, wherever it came from.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is of another run.
+    A run that has checkpoints goes on from its own, wherever it came from. Raises ValueError where there is no such
+    checkpoint, or it is of another run.
     """
+    run = _Run(store, curriculum, optimizer, options, amend=amend)
     if origin.from_step is not None:
-        start = _restart_from(store, curriculum, optimizer, options, origin, amend=amend)
+        start = run.restart_from(origin.from_step, origin.skip_steps)
     elif store.latest_step() is None and origin.fork is not None:
-        start = _fork(curriculum, optimizer, options, origin.fork)
+        start = run.fork(origin.fork)
     else:
-        start = resume_latest(store, curriculum, optimizer, options, amend=amend)
-    if start.step:
-        if start.metadata.base is None:
-            return start
+        start = run.resume_latest()
+    if start.step and start.metadata.base is not None:
         base = start.metadata.base.at(options.init_from)
         return replace(start, metadata=replace(start.metadata, base=base), load=base_params_loader(base))
-    return start if options.init_from is None else _with_weights(options.init_from, start)
+    if start.step or options.init_from is None:
+        return start
+    source = find_checkpoint(options.init_from)
+    note = f"the weights are those of {source}; moments, random streams and the position in the data are new"
+    return replace(
+        start,
+        metadata=replace(start.metadata, base=BaseModelRef(source.run, source.step or 0, options.init_from)),
+        load=params_loader(source),
+        notes=(note, start.plan.describe()),
+        record={INITIALIZED_FROM: {"run": str(source.run.absolute()), "step": source.step}},
+    )
 
 
-def resume_latest(
-    store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, *, amend: bool
-) -> ResumePoint:
-    """The newest checkpoint of a run, or its beginning.
+class _Run:
+    """A run as it is asked for now, and its checkpoints."""
 
-    Raises:
-        ValueError: the checkpoint is of another run.
-    """
-    step = store.latest_step()
-    if step is None:
-        plan = curriculum.plan(options.seed)
-        return ResumePoint(0, plan, CheckpointMetadata(**run_fingerprint(curriculum, options.seed)))
-    saved = CheckpointMetadata.from_dict(store.meta(step))
-    before = Plan.from_state(saved.plan)
-    if not amend and (step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)):
-        _check_finished(store, curriculum, optimizer, options, saved, before)
-        return ResumePoint(step, before, saved)
-    plan = plan_to_follow(curriculum, options.seed, saved, step, amend=amend, where=str(store.folder.parent))
-    notes: tuple[str, ...] = ()
-    if len(plan.amendments) > len(before.amendments):
-        notes = _plan_notes(saved, before, plan, optimizer, step)
-        saved.early_stopping.evals_since_best = 0  # else a run that ended by `patience` would end again at once
-    return ResumePoint(step, plan, replace(saved, **run_fingerprint(curriculum, options.seed)), notes)
+    def __init__(
+        self, store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, *, amend: bool
+    ) -> None:
+        self.store, self.folder = store, store.folder.parent
+        self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
+        self.fingerprint = run_fingerprint(curriculum, options.seed)
 
+    def resume_latest(self) -> ResumePoint:
+        """The newest checkpoint of the run, or its beginning."""
+        step, options = self.store.latest_step(), self.options
+        if step is None:
+            return ResumePoint(0, self.curriculum.plan(options.seed), CheckpointMetadata(**self.fingerprint))
+        saved = CheckpointMetadata.from_dict(self.store.meta(step))
+        before = Plan.from_state(saved.plan)
+        finished = step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)
+        if finished and not self.amend:
+            self._check_unchanged(saved, before)
+            return ResumePoint(step, before, saved)
+        plan = self._plan_to_follow(saved, step, self.folder, amend=self.amend)
+        notes: tuple[str, ...] = ()
+        if len(plan.amendments) > len(before.amendments):
+            notes = self._plan_notes(saved, before, plan, step)
+            saved.early_stopping.evals_since_best = 0  # else a run that ended by `patience` would end again at once
+        return ResumePoint(step, plan, replace(saved, **self.fingerprint), notes)
 
-def _check_finished(
-    store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions,
-    saved: CheckpointMetadata, plan: Plan,
-) -> None:  # fmt: skip
-    """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
-    was = {"corpus": saved.corpus, "seed": plan.seed, "curriculum": saved.curriculum, "schedule": saved.schedule}
-    now = {**run_fingerprint(curriculum, options.seed), "seed": options.seed}
-    now["schedule"] = _schedule_of(optimizer, plan.total_steps)
-    for name, old in was.items():
-        if old and now[name] and old != now[name]:
+    def _check_unchanged(self, saved: CheckpointMetadata, plan: Plan) -> None:
+        """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
+        was = {"corpus": saved.corpus, "seed": plan.seed, "curriculum": saved.curriculum, "schedule": saved.schedule}
+        schedule = _schedule_of(self.optimizer, plan.total_steps)
+        now = {**self.fingerprint, "seed": self.options.seed, "schedule": schedule}
+        for name, old in was.items():
+            if old and now[name] and old != now[name]:
+                raise ValueError(
+                    f"the run in {self.folder} is finished, and was made with another {name} ({old}, now {now[name]}), "
+                    f"so nothing would be done with it: put it back; or go on with more steps in its phases and "
+                    f"amend=True, or a larger max_steps; or begin a new run"
+                )
+
+    def fork(self, source: CheckpointRef) -> ResumePoint:
+        """A checkpoint of another run."""
+        with open_checkpoint("fork", source) as (store, step):
+            saved = CheckpointMetadata.from_dict(store.meta(step))
+        before, seed = Plan.from_state(saved.plan), self.options.seed
+        if before.seed != seed:
+            raise ValueError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
+        plan = self._plan_to_follow(saved, step, source.run, amend=True)
+        if step >= (last := last_step(plan, self.options)):
             raise ValueError(
-                f"the run in {store.folder.parent} is finished, and was made with another {name} ({old}, now "
-                f"{now[name]}), so nothing would be done with it: put it back; or go on with more steps in its phases "
-                f"and amend=True, or a larger max_steps; or begin a new run"
+                f"fork is {source}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
+            )
+        note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
+        return ResumePoint(
+            step,
+            plan,
+            CheckpointMetadata(base=saved.base, **self.fingerprint),
+            notes=(note, *self._plan_notes(saved, before, plan, step)),
+            source=source,
+            record={"forked_from": {"run": str(source.run.absolute()), "step": step}},
+        )
+
+    def restart_from(self, step: int, skip_steps: tuple[int, int] | None) -> ResumePoint:
+        """An older checkpoint, on the plan of the newest: what was amended since holds, at the step it was."""
+        kept, folder = self.store.steps(), self.store.folder
+        if not kept:
+            raise ValueError(f"from_step is {step}: {folder} has no checkpoint; leave it out to begin")
+        newest, job = CheckpointMetadata.from_dict(self.store.meta(kept[-1])), os.environ.get(JOB_ENV, "")
+        if job and newest.went_back == job:  # started again by its launcher, with the same words
+            self.amend = False
+            return self.resume_latest()
+        if step not in kept:
+            known = ", ".join(map(str, kept))
+            raise ValueError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {known}")
+        if self.amend and skip_steps:
+            raise ValueError(
+                "skip_steps counts the steps of the plan as it is, and amend changes it: do one, then the other"
+            )
+        before, record = Plan.from_state(newest.plan), {"back_from": kept[-1]}
+        plan = self._plan_to_follow(newest, step, self.folder, amend=self.amend)
+        note = f"going back from step {kept[-1]} to step {step}"
+        if skip_steps:
+            plan, record = _without(plan, *skip_steps), {**record, "skipped": list(skip_steps)}
+            note += ", and leaving out what steps {} to {} read".format(*skip_steps)
+        if step >= (last := last_step(plan, self.options)):
+            raise ValueError(
+                f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer"
+            )
+        metadata = CheckpointMetadata.from_dict(self.store.meta(step))
+        if self.amend:
+            metadata.early_stopping.evals_since_best = 0
+        metadata = replace(metadata, went_back=job, **self.fingerprint)
+        return ResumePoint(
+            step,
+            plan,
+            checkpoint_metadata(step, plan, metadata, self.optimizer),
+            notes=(note, *self._plan_notes(newest, before, plan, step)),
+            goes_back=True,
+            record=record,
+        )
+
+    def _plan_to_follow(self, saved: CheckpointMetadata, step: int, folder: Path, *, amend: bool) -> Plan:
+        """The plan after a checkpoint of the run in `folder`: its own, or that and the curriculum from there on."""
+        before = Plan.from_state(saved.plan)
+        fields = [name for name, now in self.fingerprint.items() if getattr(saved, name) != now]
+        if not fields:
+            return before
+        if not amend:
+            name = fields[0]
+            raise ValueError(
+                f"the run in {folder} was made with another {name} ({getattr(saved, name)}, now "
+                f"{self.fingerprint[name]}): put it back to resume, change it from step {step + 1} on with amend=True, "
+                f"or start in a new run directory"
+            )
+        seed = self.options.seed
+        if before.seed != seed:
+            raise ValueError(
+                f"seed is {seed}, and the run in {folder} has {before.seed}: an amendment cannot change it"
+            )
+        ranges = {name: data.ranges for name, data in self.curriculum.datasets.items()}
+        # What a rewind has amended behind this step was not read yet: it is found out again.
+        known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
+        before = Plan.from_state({**saved.plan, "amendments": known})
+        for name, mine in ranges.items():
+            _check_ranges(name, before.amendments[-1].sources, mine)
+        return before.amend(step, self.curriculum.shapes, datasets=ranges)
+
+    def _plan_notes(self, saved: CheckpointMetadata, before: Plan, plan: Plan, step: int) -> tuple[str, ...]:
+        """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
+        note = plan.describe()
+        if plan.fingerprint != before.fingerprint:
+            note = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{note}"
+        old, new = saved.schedule, _schedule_of(self.optimizer, plan.total_steps)
+        if old and new and old != new:
+            return note, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
+        return (note,)
+
+
+def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
+    """Shards may be added at the end or taken away from it: else nobody could say what was read already."""
+    before = sources[name].units.ranges if name in sources else []
+    for shard, (old, new) in enumerate(zip(before, now, strict=False)):
+        if tuple(old) != tuple(new):
+            raise ValueError(
+                f"the data {name!r} differs from what the run read, from shard {shard} on: amending and forking take "
+                f"shards that are added at the end or taken away from it, with the same val_fraction"
             )
 
 
@@ -145,19 +261,6 @@ def max_steps_note(plan: Plan, options: LoopOptions) -> str:
     if wanted <= steps:
         return ""
     return f"max_steps is {wanted:,}, and the phases end after {steps:,}: give them more epochs, or steps, for more"
-
-
-def _plan_notes(
-    saved: CheckpointMetadata, before: Plan, plan: Plan, optimizer: Optimizer, step: int
-) -> tuple[str, ...]:
-    """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
-    note = plan.describe()
-    if plan.fingerprint != before.fingerprint:
-        note = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{note}"
-    old, new = saved.schedule, _schedule_of(optimizer, plan.total_steps)
-    if old and new and old != new:
-        return note, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
-    return (note,)
 
 
 def checkpoint_metadata(
@@ -180,129 +283,6 @@ def run_fingerprint(curriculum: Curriculum, seed: int) -> dict[str, Any]:
     return {"corpus": corpus, "curriculum": curriculum.plan(seed).fingerprint}
 
 
-def plan_to_follow(
-    curriculum: Curriculum, seed: int, saved: CheckpointMetadata, step: int, *, amend: bool, where: str
-) -> Plan:
-    """The plan of a run that is resumed after `step` steps.
-
-    Args:
-        curriculum: what is asked for now.
-        seed: of the data order.
-        saved: what the checkpoint says.
-        step: steps done.
-        amend: whether the curriculum may be another one from here on.
-        where: the run, for messages.
-
-    Raises:
-        ValueError: the curriculum or its data is another one, and `amend` was not asked for, or it cannot be so.
-    """
-    before = Plan.from_state(saved.plan)
-    changed = [
-        (what, old, now)
-        for what, now in run_fingerprint(curriculum, seed).items()
-        if (old := getattr(saved, what)) != now
-    ]
-    if not changed:
-        return before
-    if not amend:
-        what, old, now = changed[0]
-        raise ValueError(
-            f"the run in {where} was made with another {what} ({old}, now {now}): put it back to resume, "
-            f"change it from step {step + 1} on with amend=True, or start in a new run directory"
-        )
-    if before.seed != seed:
-        raise ValueError(f"seed is {seed}, and the run in {where} has {before.seed}: an amendment cannot change it")
-    ranges = {name: data.ranges for name, data in curriculum.datasets.items()}
-    # What a rewind has amended behind this step was not read yet: it is found out again.
-    known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
-    before = Plan.from_state({**saved.plan, "amendments": known})
-    for name, mine in ranges.items():
-        _check_ranges(name, before.amendments[-1].sources, mine)
-    return before.amend(step, curriculum.shapes, datasets=ranges)
-
-
-def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
-    """Shards may be added at the end or taken away from it: else nobody could say what was read already."""
-    before = sources[name].units.ranges if name in sources else []
-    for shard, (old, new) in enumerate(zip(before, now, strict=False)):
-        if tuple(old) != tuple(new):
-            raise ValueError(
-                f"the data {name!r} differs from what the run read, from shard {shard} on: amending and forking take "
-                f"shards that are added at the end or taken away from it, with the same val_fraction"
-            )
-
-
-def _fork(curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, source: CheckpointRef) -> ResumePoint:
-    with open_checkpoint("fork", source) as (store, step):
-        saved = CheckpointMetadata.from_dict(store.meta(step))
-    before = Plan.from_state(saved.plan)
-    if before.seed != options.seed:
-        raise ValueError(f"seed is {options.seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
-    plan = plan_to_follow(curriculum, options.seed, saved, step, amend=True, where=str(source.run))
-    last = last_step(plan, options)
-    if step >= last:
-        raise ValueError(
-            f"fork is {source}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
-        )
-    note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
-    return ResumePoint(
-        step,
-        plan,
-        CheckpointMetadata(base=saved.base, **run_fingerprint(curriculum, options.seed)),
-        notes=(note, *_plan_notes(saved, before, plan, optimizer, step)),
-        source=source,
-        record={"forked_from": {"run": str(source.run.absolute()), "step": step}},
-    )
-
-
-def _restart_from(
-    store: CheckpointStore,
-    curriculum: Curriculum,
-    optimizer: Optimizer,
-    options: LoopOptions,
-    origin: ResumeSpec,
-    *,
-    amend: bool,
-) -> ResumePoint:
-    """Back to an older checkpoint, on the plan of the newest: what was amended since holds, at the step it was."""
-    kept, folder = store.steps(), store.folder
-    if not kept:
-        raise ValueError(f"from_step is {origin.from_step}: {folder} has no checkpoint; leave it out to begin")
-    newest, job = CheckpointMetadata.from_dict(store.meta(kept[-1])), os.environ.get(JOB_ENV, "")
-    if job and newest.went_back == job:  # started again by its launcher, with the same words
-        return resume_latest(store, curriculum, optimizer, options, amend=False)
-    step: Any = origin.from_step
-    if step not in kept:
-        known = ", ".join(map(str, kept))
-        raise ValueError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {known}")
-    if amend and origin.skip_steps:
-        raise ValueError(
-            "skip_steps counts the steps of the plan as it is, and amend changes it: do one, then the other"
-        )
-    before = Plan.from_state(newest.plan)
-    plan = plan_to_follow(curriculum, options.seed, newest, step, amend=amend, where=str(folder.parent))
-    record: dict[str, Any] = {"back_from": kept[-1]}
-    note = f"going back from step {kept[-1]} to step {step}"
-    if origin.skip_steps:
-        plan = _without(plan, *origin.skip_steps)
-        record["skipped"] = list(origin.skip_steps)
-        note += ", and leaving out what steps {} to {} read".format(*origin.skip_steps)
-    if step >= (last := last_step(plan, options)):
-        raise ValueError(f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer")
-    metadata = CheckpointMetadata.from_dict(store.meta(step))
-    if amend:
-        metadata.early_stopping.evals_since_best = 0
-    metadata = replace(metadata, went_back=job, **run_fingerprint(curriculum, options.seed))
-    return ResumePoint(
-        step,
-        plan,
-        checkpoint_metadata(step, plan, metadata, optimizer),
-        notes=(note, *_plan_notes(newest, before, plan, optimizer, step)),
-        goes_back=True,
-        record=record,
-    )
-
-
 def _without(plan: Plan, first: int, last: int) -> Plan:
     """The plan without what the steps from `first` to `last`, counted from 1, read."""
     if last > plan.total_steps:
@@ -317,11 +297,7 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
 
 
 def delete_later_checkpoints(store: CheckpointStore, start: ResumePoint, last_step: int) -> None:
-    """Do on the disk what `begin` has found: the checkpoint that the run goes back to is the newest, with its new plan.
-
-    Raises:
-        ValueError: the folder cannot be written.
-    """
+    """Make the checkpoint that the run goes back to the newest one, with its new plan, on the disk."""
     if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
         write_cursor(store.folder.parent, start.step, last_step, finished=False)
     store.go_back(start.step, start.metadata.to_dict())
@@ -332,8 +308,7 @@ def rewind(
 ) -> tuple[int, Plan, CheckpointMetadata]:
     """(step of the last checkpoint, the plan without the rows of a bad step, what checkpoints say from there on).
 
-    Raises:
-        BadStep: this one; the run shall not go back, or cannot.
+    Raises `bad` where the run shall not go back, or cannot.
     """
     good = store.latest_of_all()
     if options.on_bad_step != "rewind" or good is None or metadata.rewinds >= options.max_rewinds:
@@ -352,19 +327,6 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
         return restore(store, start.step, like)
     with open_checkpoint("fork", start.source) as (theirs, step):
         return restore(theirs, step, like)
-
-
-def _with_weights(init_from: str, start: ResumePoint) -> ResumePoint:
-    source = find_checkpoint(init_from)
-    base = BaseModelRef(source.run, source.step or 0, init_from)
-    note = f"the weights are those of {source}; moments, random streams and the position in the data are new"
-    return replace(
-        start,
-        metadata=replace(start.metadata, base=base),
-        load=params_loader(source),
-        notes=(note, start.plan.describe()),
-        record={INITIALIZED_FROM: {"run": str(source.run.absolute()), "step": source.step}},
-    )
 
 
 def with_adapters(start: ResumePoint, parts: ModelParts) -> ResumePoint:
