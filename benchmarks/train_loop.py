@@ -76,7 +76,7 @@ def wall_time(given: Setting) -> Iterable[Result]:
     yield Result(what="the bare step", against="ms", measured=1000 * bare)
     yield Result(
         what="host fetches, by the trainer's count", against="a log interval",
-        measured=trainer._reporter.fetches / intervals, target=1, at_most=True,
+        measured=trainer.fetches / intervals, target=1, at_most=True,
     )  # fmt: skip
     yield Result(
         what="steps in which jax.Array became numpy", against="a log interval", measured=len(converted) / intervals,
@@ -92,12 +92,12 @@ def phase_boundary(given: Setting) -> Iterable[Result]:
     trainer = make_trainer(given.data, phases, tiny(), given.folder / "phases", **options)
 
     def wait(step: int) -> None:
-        while step == first // 2 and len(trainer._programs.seconds) < 2:  # ahead of the boundary on a busy machine too
+        while step == first // 2 and len(trainer._compiler.seconds) < 2:  # ahead of the boundary on a busy machine too
             time.sleep(0.1)
 
     times = step_times(trainer, wait)
     trainer.close()
-    *_, compiling = trainer._programs.seconds.values()
+    *_, compiling = trainer._compiler.seconds.values()
     yield Result(
         what="first step of a phase compiled ahead, over the median", against="x its compilation",
         measured=stall(times, first) / compiling, target=0.05, at_most=True,

@@ -25,7 +25,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.throughput import InFlight
+from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.trainer import Trainer
 
 
@@ -34,9 +34,15 @@ class Observed(Trainer):
 
     before: Callable[[int], None] = staticmethod(lambda step: None)
 
-    def _enter(self, step: int) -> bool:
-        self.before(step)
-        return super()._enter(step)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        enter = self._progress.enter
+
+        def observed(step: int, phase: int) -> None:
+            self.before(step - 1)
+            enter(step, phase)
+
+        self._progress.enter = observed
 
 
 def random_tokens(path: Path, count: int, vocabulary: int) -> Roxxel:
@@ -57,19 +63,19 @@ class Bare:
     """The compiled step of a trainer's first phase in a loop of its own, with a state and a batch of its own."""
 
     def __init__(self, trainer: Observed) -> None:
-        self._program = trainer._program_of(0)
+        self._program = trainer._enter_phase(0)
         self._state = jax.tree.map(jnp.copy, trainer._state)
-        self._settings = trainer._settings
+        self._hparams = trainer._hparams
         self._batch = next(trainer._stream_from(0))
-        self._in_flight = InFlight(trainer.mesh)
+        self._throttler = InflightThrottler(trainer.mesh)
 
     def run(self, steps: int) -> None:
         """So many steps, to the end of the last."""
         for _ in range(steps):
-            self._in_flight.make_room()
-            self._state, metrics = self._program(self._state, self._settings, self._batch)
-            self._in_flight.add(metrics.scalars["loss"])
-        self._in_flight.settle()
+            self._throttler.wait_for_next()
+            self._state, metrics = self._program(self._state, self._hparams, self._batch)
+            self._throttler.add(metrics.scalars["loss"])
+        self._throttler.wait_for_all()
 
 
 def take_turns(trainer: Observed, block: int, offset: int, clocks: Sequence[Callable[[], float]]) -> list[list[float]]:
@@ -97,7 +103,7 @@ def take_turns(trainer: Observed, block: int, offset: int, clocks: Sequence[Call
         nonlocal began
         if step < offset or (step - offset) % block:
             return
-        trainer._in_flight.settle()
+        trainer._throttler.wait_for_all()
         if began:
             mine.append([(now - then) / block for now, then in zip(read(), began, strict=True)])
             then = read()

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import roxxel_dist
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.distributed import barrier, is_primary
-from roxxel_dist.train.train_state import ModelState
+from roxxel_dist.train.train_state import TrainView
 
 SEED = 42
 LR = 3e-4
@@ -62,7 +62,7 @@ def loss_fn(model: nnx.Module, batch: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
-def sample_now(state: ModelState) -> str:
+def sample_now(state: TrainView) -> str:
     """A real program would let the model write here."""
     return f"[sample after step {int(state.step[...])}] Once upon a time, on a mesh of devices"
 

@@ -36,7 +36,7 @@ from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.train.optimizer import NamedOptimizer
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 from roxxel_dist.train.train_step import LossFn
 
 BUILD_LIMIT_S = 6 * 3600.0
@@ -214,7 +214,7 @@ def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
     checkpoint, config = find_checkpoint(init_from), with_shape_of(config)
     if config.model is None:
         config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
-        parts, params, _, settings = take_apart(nnx.eval_shape(model_builder(config)))
+        parts, params, _, settings = split_module(nnx.eval_shape(model_builder(config)))
         check_weights(checkpoint, parts.of_base(params, settings))
 
 

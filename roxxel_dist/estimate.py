@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.builders import RunComponents, build_components, folder_for_now, open_corpus
@@ -32,12 +33,13 @@ from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.run_metadata import data_of, saved_config
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.ahead import Layout, StepMemory, arrays, layout, look_ahead, memory_limit, memory_of
-from roxxel_dist.train.compile import Programs
+from roxxel_dist.train.compile import AotCompiler, batch_key
+from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
-from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops
-from roxxel_dist.train.train_state import ModelState
+from roxxel_dist.train.train_state import TrainView
+from roxxel_dist.train.train_step import check_batches, check_vocabulary, make_eval_step, make_step
 
 USUAL_MFU = 0.4
 """The share of the peak that the time is told for where nobody has measured: of a dense model on a few accelerators."""
@@ -111,10 +113,14 @@ def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
     return found
 
 
-def step_memory(programs: Programs, phases: PhasePrograms, stream: Stream) -> StepMemory | None:
+def step_memory(
+    compiler: AotCompiler, step: Callable[..., Any], state: Any, settings: Any, stream: Stream
+) -> StepMemory | None:
     """What the stream's next step needs of each device: compiled, not run. None where it does not fit."""
+    batch = stream.abstract()
+    compiler.prepare(batch_key(batch), step, state, settings, batch)
     try:
-        return memory_of(programs.get(phases.prepare_step(stream)))
+        return memory_of(compiler.get(batch_key(batch)))
     except jax.errors.JaxRuntimeError as error:
         if NO_ROOM not in str(error):
             raise
@@ -362,23 +368,29 @@ def _look(made: RunComponents, asked: Asked, notes: tuple[str, ...]) -> Outlook:
             check_weights(weights, parts.of_base(state.params, settings))
             notes = (*notes, f"the weights are those of {weights}")
         sharding = batch_sharding(mesh)
-        programs = Programs(mesh, SIMULATED if asked.devices else None)
-        phases = PhasePrograms(
-            programs, parts, state, settings, loss_fn=made.loss, optimizer=made.optimizer,
-            train=curriculum.primary_streamer, sets=made.validation, sharding=sharding, grad_accum=made.grad_accum,
-            options=options,
+        compiler = AotCompiler(mesh, SIMULATED if asked.devices else None)
+        dtype = jnp.bfloat16 if options.bf16_compute else None
+        validation = Validation(
+            made.validation, curriculum.primary_streamer, make_eval_step(parts, made.loss, dtype), compiler, sharding,
+            options.eval_iters,
         )  # fmt: skip
-        phases.check(plan.shapes)
-        phases.check_vocabulary(plan.shapes[0], {**curriculum.datasets, **made.validation})
+        validation.check(*plan.shapes)
+        datasets = {**curriculum.datasets, **made.validation}
+        check_vocabulary(parts, made.loss, state, settings, mesh, plan.shapes[0], datasets)
+        step = make_step(
+            parts, made.loss, made.optimizer, state, sharding,
+            grad_accum=made.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+        )  # fmt: skip
     last = last_step(plan, options)
     steps = spans(plan, last)
     try:
         # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
         memory = [
-            step_memory(programs, phases, Stream(plan, curriculum.datasets, sharding, stop - 1)) for _, stop in steps
+            step_memory(compiler, step, state, settings, Stream(plan, curriculum.datasets, sharding, stop - 1))
+            for _, stop in steps
         ]
     finally:
-        programs.close()
+        compiler.close()
     if last < plan.total_steps:
         notes = (*notes, f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
     if note := max_steps_note(plan, options):
@@ -389,11 +401,11 @@ def _look(made: RunComponents, asked: Asked, notes: tuple[str, ...]) -> Outlook:
         look_at(
             plan, span, one, sharding=sharding, grad_accum=made.grad_accum,
             processes=asked.processes or jax.process_count(),
-            flops=ModelState(parts, state, settings).flops_per_token(), speed=speed,
+            flops=TrainView(parts, state, settings).flops_per_token(), speed=speed,
         )
         for span, one in zip(steps, memory, strict=True)
     ]  # fmt: skip
-    model = ModelState(parts, state, settings)
+    model = TrainView(parts, state, settings)
     other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
     bytes_of = {
         "parameters": device_bytes((state.params, model.frozen)),
@@ -426,7 +438,7 @@ def _outlook(
     mesh: Mesh,
     phases: Sequence[PhaseOutlook],
     speed: Speed,
-    model: ModelState,
+    model: TrainView,
     state: Mapping[str, int],
     notes: tuple[str, ...],
 ) -> Outlook:
@@ -648,7 +660,7 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
         made = build_components(config, held.enter_context(open_corpus(config, path, folder)), trial=True)
         options, plan = made.options, made.curriculum.plan(made.config.seed)
         parts, state, settings = look_ahead(made.build, made.optimizer, made.mesh(), options, plan.total_steps)
-        model = ModelState(parts, state, settings)
+        model = TrainView(parts, state, settings)
         flops_of, last = model.flops_per_token(), last_step(plan, options)
         pieces = [
             (plan.tokens(stop) - plan.tokens(first), flops_of(plan.segment(stop - 1).shape.seq_len))

@@ -31,12 +31,12 @@ from roxxel_dist.run_directory import METRICS, no_run
 from roxxel_dist.run_metadata import config_at, data_at, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.compile import Programs
+from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import base_params_loader, open_checkpoint
 from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
-from roxxel_dist.train.throughput import InFlight
+from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import init_state
 from roxxel_dist.train.train_step import LossFn, fetch, make_eval_step
 
@@ -80,8 +80,8 @@ class Replay:
             build, lambda params: {}, mesh, fsdp=options.fsdp, dtype=dtype, restored=True,
             load=None if base is None else base_params_loader(base.at(options.init_from)),
         )  # fmt: skip
-        self._shape, self._one_in_flight = shape, InFlight(mesh).limit == 1
-        self._programs = Programs(mesh)
+        self._shape, self._one_in_flight = shape, InflightThrottler(mesh).limit == 1
+        self._programs = AotCompiler(mesh)
         try:
             self._validation = Validation(
                 sets,

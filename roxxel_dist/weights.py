@@ -27,7 +27,7 @@ from roxxel_dist.train.checkpoint.metadata import META, BaseModelRef, Checkpoint
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.train.scan_layers import scales_by_form
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 from roxxel_dist.train.weight_files import WHOLE, TensorFiles, has_tensors, read_weights, step_of
 
 
@@ -205,7 +205,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
         ValueError: they are of another model than the config says.
     """
     build = model_builder(weights.config)
-    parts, like, _, inputs = take_apart(nnx.eval_shape(build))
+    parts, like, _, inputs = split_module(nnx.eval_shape(build))
     # What adapters of the user's own model stand on is not in a run: the model makes it.
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
     like |= {name: inputs[name] for name in frozen}
@@ -214,7 +214,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
 
     def others() -> Any:
         """Only what is asked for is computed: none of the weights that the model would begin with."""
-        _, _, rest, inputs = take_apart(build())
+        _, _, rest, inputs = split_module(build())
         return rest, {name: one for name, one in inputs.items() if name not in frozen}
 
     rest, inputs = jax.jit(others)()

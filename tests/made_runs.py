@@ -8,7 +8,7 @@ from roxxel_dist import Config, Transformer
 from roxxel_dist.data.tokenizer import train_tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.checkpoint.manager import NEWEST
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 from roxxel_dist.train.weight_files import write_weights
 
 TEXT = "def f(x):\n    return x + 1  # żółć, 漢字, 🙂\n"
@@ -23,7 +23,7 @@ def make_run(folder, **fields):
     config.vocab_size = tokenizer.vocab_size
     model = Transformer(config.part(ModelConfig), nnx.Rngs(0))
     params = {
-        name: np.asarray(leaf) * (1 if name.endswith("scale") else 5) for name, leaf in take_apart(model)[1].items()
+        name: np.asarray(leaf) * (1 if name.endswith("scale") else 5) for name, leaf in split_module(model)[1].items()
     }
     key = jax.random.key(1)
     for name in [name for name in params if name.endswith("scale")]:

@@ -16,7 +16,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
 from roxxel_dist.train.ahead import look_ahead
 from roxxel_dist.train.init_from import with_base
-from roxxel_dist.train.phase_programs import check_batches
+from roxxel_dist.train.train_step import check_batches
 
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if "parameters" not in load_yaml(path))

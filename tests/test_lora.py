@@ -20,7 +20,7 @@ from roxxel_dist.lora import merge_adapters
 from roxxel_dist.run_metadata import check_resumable, saved_config
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, read_cursor
 from roxxel_dist.train.init_from import with_base
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 from roxxel_dist.weights import load_run
 
 pytestmark = pytest.mark.xdist_group("lora")  # one base for all
@@ -89,8 +89,8 @@ def test_it_is_evaluated_loaded_and_merged(work, capsys):
     model, *_, step = load_run(work / "tuned")
     plain, *_ = load_run(work / "base")
     assert step == 16
-    parts, params, _, frozen = take_apart(model)
-    base, weights, rest, settings = take_apart(plain)
+    parts, params, _, frozen = split_module(model)
+    base, weights, rest, settings = split_module(plain)
     for name, array in weights.items():
         np.testing.assert_array_equal(frozen[name], array)
     merged = base.merge(merge_adapters(frozen | params, parts.scales), rest, settings, training=False)
@@ -204,7 +204,7 @@ def test_adapters_on_adapters_stand_on_the_merged_weights(work, tmp_path):
     whole = Experiment(config).fit(work / "second.txt", tmp_path / "whole")
     assert rows(whole)[1]["train_loss"] == pytest.approx(rows(again)[1]["train_loss"], abs=1e-4)
     model, *_ = load_run(again)
-    _, params, _, _ = take_apart(model)
+    _, params, _, _ = split_module(model)
     assert len(params) == 8
 
 

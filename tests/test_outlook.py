@@ -19,7 +19,7 @@ from roxxel_dist.config import UsageError
 from roxxel_dist.estimate import Asked, Cost, Speed, cost, cures, look_at, outlook, size, spans, table
 from roxxel_dist.train.ahead import layout
 from roxxel_dist.train.optimizer import first_state
-from roxxel_dist.train.train_state import init_state, take_apart
+from roxxel_dist.train.train_state import init_state, split_module
 
 SIMULATED = Asked(devices=8)
 """As many as the tests have anyway; what is compiled for them is compiled in half the time."""
@@ -196,7 +196,7 @@ def test_max_steps_makes_no_run_longer(corpus):
 def test_a_model_of_ones_own(corpus):
     config = Config(**ONE, model="own_model:build", loss="own_model:loss", model_args={"depth": 1})
     found = outlook(config, corpus_path(corpus), SIMULATED)
-    params = take_apart(nnx.eval_shape(build_components(config, corpus).build))[1]
+    params = split_module(nnx.eval_shape(build_components(config, corpus).build))[1]
     assert found.parameters == sum(leaf.size for leaf in params.values())
     assert list(found.parts) == ["embedding", "layers", "out"]
     assert found.phases[0].flops_per_token == 6 * found.parameters

@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import TENSOR, fit_sharding
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import Optimizer, first_state
 from roxxel_dist.train.throughput import device_bytes
-from roxxel_dist.train.train_state import Leaves, ModelParts, TrainState, abstract_state
+from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, abstract_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, micro_batches
 
 
@@ -73,7 +73,7 @@ def layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> 
 
 def look_ahead(
     model: Callable[[], nnx.Module], optimizer: Optimizer, mesh: Mesh, options: LoopOptions, total_steps: int
-) -> tuple[ModelParts, TrainState, Leaves]:
+) -> tuple[ModuleSplit, TrainState, Leaves]:
     """What does not change, the state before the first step and the settings of all steps: shapes and shardings.
 
     Raises:

@@ -1,9 +1,7 @@
-"""What is done and said when a step went wrong.
+"""Bad steps: a loss or gradient that is not finite, or a loss far above its running mean; found on the device.
 
-Steps that went wrong, found on the device: a loss or gradient that is no number, or a loss far above its mean.
-
-A few scalars in the train state are brought up to date by every step and read with the metrics of the next logged one,
-so looking costs nothing and no step is missed.
+Each step updates a few scalars in the train state, which are fetched with the metrics of the next logged step: looking
+costs nothing, and no bad step is missed. The host then ends the run, reports skipped updates, or rewinds.
 """
 
 from collections.abc import Callable
@@ -18,10 +16,13 @@ MEMORY = 100
 """Steps over which the running mean looks back."""
 WARM = 20
 """Good steps before a loss can be called a spike: the first ones fall too fast to compare."""
+NAMED_ROWS = 3
+MOST_SKIPPED = 20
+"""Bad steps in a row that are skipped before the run ends: nothing is learned any more."""
 
 
-class Health(NamedTuple):
-    """What is remembered of the steps so far."""
+class LossMonitorState(NamedTuple):
+    """What the monitor remembers of the steps so far. The fields' names are in every checkpoint."""
 
     mean: jax.Array
     """float32[]: running mean of the loss, nats, over good steps."""
@@ -38,20 +39,26 @@ class Health(NamedTuple):
     in_a_row: jax.Array
     """int32[]: bad steps without a good one between, up to now."""
 
+    @classmethod
+    def initial(cls) -> "LossMonitorState":
+        """Before the first step."""
+        zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        return cls(mean=zero, good=none, bad_step=none, bad_loss=zero, bad_norm=zero, skipped=none, in_a_row=none)
 
-def healthy() -> Health:
-    """Before the first step."""
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    return Health(mean=zero, good=none, bad_step=none, bad_loss=zero, bad_norm=zero, skipped=none, in_a_row=none)
 
-
-def observe(
-    health: Health, step: jax.Array, loss: jax.Array, grad_norm: jax.Array, spike_factor: jax.Array, *, skip: bool
-) -> tuple[Health, jax.Array]:
-    """(health after a step, bool[] whether the step is bad).
+def update_monitor(
+    health: LossMonitorState,
+    step: jax.Array,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    spike_factor: jax.Array,
+    *,
+    skip: bool,
+) -> tuple[LossMonitorState, jax.Array]:
+    """(monitor state after a step, bool[] whether the step is bad).
 
     Args:
-        health: until now.
+        health: the monitor state until now.
         step: int32[], counted from 1.
         loss: float32[].
         grad_norm: float32[].
@@ -63,7 +70,7 @@ def observe(
     good = health.good + jnp.where(bad, 0, 1)
     towards = (loss - health.mean) / jnp.minimum(good, MEMORY)
     note = bad & (skip | (health.bad_step == 0))
-    after = Health(
+    after = LossMonitorState(
         mean=jnp.where(bad, health.mean, health.mean + towards),
         good=good,
         bad_step=jnp.where(note, step, health.bad_step),
@@ -73,11 +80,6 @@ def observe(
         in_a_row=jnp.where(bad, health.in_a_row + 1, 0),
     )
     return after, bad
-
-
-NAMED_ROWS = 3
-MOST_SKIPPED = 20
-"""Bad steps in a row that are skipped before the run ends: nothing is learned any more."""
 
 
 class BadStep(FloatingPointError):
@@ -92,50 +94,47 @@ class BadStep(FloatingPointError):
         self.step = step
 
 
-class Watch:
-    """Looks at the health that comes with each logged step.
+class BadStepMonitor:
+    """Looks at the monitor state that is fetched with each logged step.
 
     Args:
-        say: where lines for people go.
+        log: where lines for people go.
         skip: whether bad steps were left out.
     """
 
-    def __init__(self, say: Callable[[str], None], *, skip: bool) -> None:
-        self._say, self._skip, self._skipped = say, skip, 0
+    def __init__(self, log: Callable[[str], None], *, skip: bool) -> None:
+        self._log, self._skip, self._skipped = log, skip, 0
 
-    def check(self, health: Any, plan: Plan, last_good: Callable[[], int | None]) -> None:
-        """Take in the (fetched) health after a step.
+    def check(self, health: Any, plan: Plan, latest_good: Callable[[], int | None]) -> None:
+        """Check the (fetched) monitor state after a step; `latest_good` gives the step of the newest checkpoint.
 
         Raises:
-            BadStep: a step went wrong and was not skipped, or too many were.
+            BadStep: a step was bad and not skipped, or too many were.
         """
-        new, self._skipped = health.skipped - self._skipped, health.skipped
+        skipped, self._skipped = health.skipped - self._skipped, health.skipped
         ends = health.bad_step and (not self._skip or health.in_a_row >= MOST_SKIPPED)
-        if not (ends or new):  # a skipped step stays noted: `last_good` would wait for the save under way at each row
+        if not (ends or skipped):  # a skipped step stays noted: `latest_good` would wait for the save at each row
             return
-        bad = BadStep(health.bad_step, describe(health, plan, last_good()))
+        bad = BadStep(health.bad_step, describe(health, plan, latest_good()))
         if ends:
             raise bad
-        self._say(f"{new} step(s) were left out. {bad}")
+        self._log(f"{skipped} step(s) were left out. {bad}")
 
 
-def describe(health: Health, plan: Plan, last_good: int | None) -> str:
-    """The bad step that the (fetched) health of a run names, its rows, and the way back."""
+def describe(health: LossMonitorState, plan: Plan, latest_good: int | None) -> str:
+    """The bad step of a (fetched) monitor state, its rows, and the way back."""
     step: Any = health.bad_step
-    return (
-        f"step {step} went wrong: its loss is {health.bad_loss:g}, its gradient norm {health.bad_norm:g}, "
-        f"the mean loss before {health.mean:g}. {_rows(plan, step)}. "
-        f"The last good checkpoint is of step {last_good or 'none'}: go on from it with a smaller lr, "
-        f"or let on_bad_step skip or rewind deal with such steps; if the data may be damaged, "
-        f"`roxxel-dist data verify` looks at every token"
-    )
-
-
-def _rows(plan: Plan, step: int) -> str:
     rows = plan.rows(step - 1)
     named = [
         f"{plan.datasets[which]} token {offset:,}"
         for which, offset in zip(rows.dataset.tolist()[:NAMED_ROWS], rows.offset.tolist(), strict=False)
     ]
     more = len(rows.offset) - len(named)
-    return f"Its rows begin at {', '.join(named)}" + (f" and {more} more" if more > 0 else "")
+    return (
+        f"step {step} went wrong: its loss is {health.bad_loss:g}, its gradient norm {health.bad_norm:g}, "
+        f"the mean loss before {health.mean:g}. "
+        f"Its rows begin at {', '.join(named)}{f' and {more} more' if more > 0 else ''}. "
+        f"The last good checkpoint is of step {latest_good or 'none'}: go on from it with a smaller lr, "
+        f"or let on_bad_step skip or rewind deal with such steps; if the data may be damaged, "
+        f"`roxxel-dist data verify` looks at every token"
+    )

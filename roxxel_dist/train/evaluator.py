@@ -15,9 +15,9 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import Units, unit_size
 from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.compile import Programs, batch_key
+from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.train_step import BALANCE
+from roxxel_dist.train.train_step import BALANCE, Hparams
 
 SHORTEST = 2
 HELD_OUT, TRAIN = "", "(training data)"
@@ -42,8 +42,8 @@ def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:
                 f"use a larger val_fraction, a smaller batch_size or more text, or val_fraction 0 for no validation"
             )
         length = max(SHORTEST, length // 2)
-    one = replace(shape, steps=min(iters, fit), seq_len=length, weights=(("self", 1.0),), blend="step")
-    return Plan([one], {"self": data.ranges}, seed=0)
+    shape = replace(shape, steps=min(iters, fit), seq_len=length, weights=(("self", 1.0),), blend="step")
+    return Plan([shape], {"self": data.ranges}, seed=0)
 
 
 def _windows(data: Roxxel, length: int) -> int:
@@ -58,10 +58,10 @@ class Validation:
         sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
         train: the training data, on which the loss is measured in the same way where there are sets.
         evaluate: jitted (params, rest, settings, batch) -> losses, as `make_eval_step` makes it.
-        programs: what compiles it.
+        compiler: of it.
         sharding: of a batch.
         iters: batches to read of each.
-        blocks: what is known of the files; None: nothing is verified.
+        blocks: the verified blocks of the files; None: nothing is verified.
     """
 
     def __init__(
@@ -69,21 +69,22 @@ class Validation:
         sets: Mapping[str, Roxxel],
         train: Roxxel,
         evaluate: Callable[..., dict[str, jax.Array]],
-        programs: Programs,
+        compiler: AotCompiler,
         sharding: NamedSharding,
         iters: int,
         blocks: VerifiedBlocks | None = None,
     ) -> None:
         filled = {name: data for name, data in sets.items() if data.num_tokens}
         self._sets = {**filled, TRAIN: train} if filled else {}
-        self._evaluate, self._programs = evaluate, programs
+        self._evaluate, self._compiler = evaluate, compiler
         self._sharding, self._iters, self._blocks = sharding, iters, blocks
         self._streams: dict[tuple[str, Any], Stream] = {}
 
-    def check(self, shape: Shape) -> None:
-        """Raises ValueError where a data set is too small for batches of a phase."""
-        for name in self._sets:
-            self._stream(name, shape)
+    def check(self, *shapes: Shape) -> None:
+        """Raises ValueError where a data set is too small for the batches of a phase."""
+        for shape in shapes:
+            for name in self._sets:
+                self._stream(name, shape)
 
     def _stream(self, name: str, shape: Shape) -> Stream:
         key = name, replace(shape, steps=0)
@@ -96,29 +97,27 @@ class Validation:
             self._streams[key] = Stream(plan, {"self": data}, self._sharding)
         return self._streams[key]
 
-    def prepare(self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape) -> list[Hashable]:
+    def prepare(self, state: TrainState, hparams: Hparams, shape: Shape) -> list[Hashable]:
         """Begin to compile what a phase of this shape needs, and return the keys of these programs."""
         keys: list[Hashable] = []
         for name in self._sets:
             batch = self._stream(name, shape).abstract()
             keys.append(("evaluate", batch_key(batch)))
-            self._programs.prepare(keys[-1], self._evaluate, state.params, state.rest, dict(settings), batch)
+            self._compiler.prepare(keys[-1], self._evaluate, state.params, state.rest, hparams, batch)
         return keys
 
     def run(
-        self, state: TrainState, settings: Mapping[str, jax.Array], shape: Shape, *, one_in_flight: bool
+        self, state: TrainState, hparams: Hparams, shape: Shape, *, one_in_flight: bool
     ) -> dict[str, list[dict[str, jax.Array]]]:
-        """The losses of every batch by data set, on the device."""
+        """The losses of every batch by data set, on the device; `one_in_flight` waits for each before the next."""
         losses: dict[str, list[dict[str, jax.Array]]] = {}
-        self.prepare(state, settings, shape)
-        for name in self._sets:
-            stream = self._stream(name, shape)
-            program = self._programs.get(("evaluate", batch_key(stream.abstract())))
-            losses[name] = []
+        for name, key in zip(self._sets, self.prepare(state, hparams, shape), strict=True):
+            stream, program = self._stream(name, shape), self._compiler.get(key)
             if self._blocks is not None:
                 stream.verify(0, stream.plan.total_steps, self._blocks)
+            losses[name] = []
             for step in range(stream.plan.total_steps):
-                losses[name].append(program(state.params, state.rest, dict(settings), stream.batch(step)))
+                losses[name].append(program(state.params, state.rest, hparams, stream.batch(step)))
                 if one_in_flight:
                     jax.block_until_ready(losses[name][-1])
         return losses
@@ -134,29 +133,29 @@ class Validation:
         "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets, weighted by the tokens read.
         """
         result, total, balance, weight = {}, 0.0, 0.0, 0
-        for name, found in losses.items():
-            mean = sum(batch["loss"] for batch in found) / len(found)
+        for name, batches in losses.items():
+            mean = sum(batch["loss"] for batch in batches) / len(batches)
             if name == TRAIN:
                 result["train_eval_loss"] = mean
                 continue
             if name != HELD_OUT:
                 result[f"val_loss/{name}"] = mean
             rows, length = self._stream(name, shape).plan.shape(0)
-            total, weight = total + mean * rows * length * len(found), weight + rows * length * len(found)
-            balance += sum(batch.get(BALANCE, 0.0) for batch in found) * rows * length
+            total, weight = total + mean * rows * length * len(batches), weight + rows * length * len(batches)
+            balance += sum(batch.get(BALANCE, 0.0) for batch in batches) * rows * length
         return {"val_loss": total / weight, "val_bal": balance / weight, **result} if weight else {}
 
 
-def ask(eval_fn: Callable[[Any], Any] | None, state: Any, say: Callable[[str], None]) -> dict[str, float]:
-    """Let the user's function see the state: the numbers that it gives on rank 0 are returned, a text is said.
+def run_eval_fn(eval_fn: Callable[[Any], Any] | None, state: Any, log: Callable[[str], None]) -> dict[str, float]:
+    """Call the user's function with the state: the numbers that it gives on rank 0 are returned, a text is logged.
 
     A "val_loss" decides what is saved and when the run ends, so all ranks must have the same.
     """
     if eval_fn is None:
         return {}
-    said, numbers = eval_fn(state), {}
-    if isinstance(said, Mapping):
-        numbers = {str(name): float(value) for name, value in said.items()}
-    elif said is not None and is_primary():
-        say(str(said))
+    result, numbers = eval_fn(state), {}
+    if isinstance(result, Mapping):
+        numbers = {str(name): float(value) for name, value in result.items()}
+    elif result is not None and is_primary():
+        log(str(result))
     return json.loads(broadcast_from_primary("evaluation", json.dumps(numbers), EVAL_LIMIT_S))

@@ -20,13 +20,12 @@ from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.display import figure
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.compile import Programs
+from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import LONG, NamedOptimizer, first_state
-from roxxel_dist.train.phase_programs import check_batches
-from roxxel_dist.train.throughput import InFlight
+from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import Leaves, init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, fetch, make_step
+from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, check_batches, fetch, make_step
 
 AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LONG), "decay_steps": 1.0}
 """What makes every schedule stay at `lr`: no warm-up, and a decay that does not come."""
@@ -80,7 +79,7 @@ def sweep(
         parts, loss_fn, optimizer, state, sharding,
         grad_accum=grad_accum, compute_dtype=jnp.bfloat16 if options.bf16_compute else None,
     )  # fmt: skip
-    programs, in_flight = Programs(mesh), InFlight(mesh)
+    programs, in_flight = AotCompiler(mesh), InflightThrottler(mesh)
     try:
         programs.prepare("step", step, state, settings, stream.abstract())
         program = programs.get("step")
@@ -90,13 +89,13 @@ def sweep(
     waiting = None
     for rate in rates:
         batch = next(stream)  # read while the devices work on the step before
-        in_flight.make_room()
+        in_flight.wait_for_next()
         state, metrics = program(state, {**settings, **scalars_on(mesh, {"lr": rate})}, batch)
         in_flight.add(metrics.scalars["loss"])
         if waiting is not None:  # the step before: every rank has the same number, so all stop at the same step
             losses.append(fetch(waiting))
             if diverged(losses, len(rates)):
-                in_flight.settle()
+                in_flight.wait_for_all()
                 return losses
         waiting = metrics.scalars["loss"]
     return [*losses, fetch(waiting)]

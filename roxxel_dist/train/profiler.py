@@ -14,11 +14,11 @@ class Profiler:
         folder: where the trace goes, into `plugins/profile/<time>/`.
         first: the first step; a run that resumes after it begins at once.
         last: the last step.
-        say: told where the trace is, or why there is none.
+        log: where the line goes that says where the trace is, or why there is none.
     """
 
-    def __init__(self, folder: str | Path, first: int, last: int, say: Callable[[str], None] = print) -> None:
-        self._folder, self._first, self._last, self._say = Path(folder), first, last, say
+    def __init__(self, folder: str | Path, first: int, last: int, log: Callable[[str], None] = print) -> None:
+        self._folder, self._first, self._last, self._log = Path(folder), first, last, log
         self._running = self._done = False
         self._traced = (0, 0)
 
@@ -43,7 +43,7 @@ class Profiler:
         self._running = False
         self._guarded(lambda: (jax.block_until_ready(pending), jax.profiler.stop_trace()))
         if not self._done:
-            self._say(f"profile of steps {self._traced[0]} to {self._traced[1]}: {self._folder}")
+            self._log(f"profile of steps {self._traced[0]} to {self._traced[1]}: {self._folder}")
         self._done = True
 
     def _start(self, pending: Any) -> None:
@@ -56,4 +56,4 @@ class Profiler:
             act()
         except Exception as error:
             self._done = True
-            self._say(f"no profile of steps {self._first} to {self._last}: {error}")
+            self._log(f"no profile of steps {self._first} to {self._last}: {error}")

@@ -32,7 +32,7 @@ from roxxel_dist.train.init_from import (
     params_loader,
 )
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
-from roxxel_dist.train.train_state import Leaves, ModelParts, TrainState
+from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 
 JOB_ENV = "ROXXEL_RUN_ID"
 
@@ -329,7 +329,7 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
         return restore(theirs, step, like)
 
 
-def with_adapters(start: ResumePoint, parts: ModelParts) -> ResumePoint:
+def with_adapters(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:
     """The start of a run, with what its checkpoints and its config say of the base, if it trains adapters."""
     base = start.metadata.base
     if not parts.frozen.names:

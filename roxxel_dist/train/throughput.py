@@ -1,9 +1,4 @@
-"""What the machine could do, and what of it training uses: peak FLOP/s, model FLOPs utilisation, memory.
-
-How far the host may run ahead of the devices.
-
-How fast training is: time and tokens since the last report, with what is not training left out.
-"""
+"""Throughput: the time of a step, tokens/s, model FLOPs utilisation (MFU), memory; and how far the host runs ahead."""
 
 import math
 import re
@@ -20,12 +15,12 @@ ON_ACCELERATORS = 3
 """Steps that may wait: enough to keep the devices busy, few enough to stop soon."""
 
 
-class InFlight:
-    """The steps that were handed to the devices and are not known to be done.
+class InflightThrottler:
+    """Keeps the host at most `limit` steps ahead of the devices.
 
     Args:
-        mesh: their devices. On a CPU one step at a time: XLA's in-process collectives starve where several programs
-            wait for them.
+        mesh: the devices. On a CPU one step at a time: XLA's in-process collectives starve where several programs wait
+            for them.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -33,31 +28,31 @@ class InFlight:
         self._waiting: deque[jax.Array] = deque()
 
     def add(self, result: jax.Array) -> None:
-        """A step was handed over; `result` is one of its results, which no later step takes for its own."""
+        """A step was dispatched; `result` is one of its outputs that no later step is given (and so is not donated)."""
         self._waiting.append(result)
 
-    def make_room(self) -> bool:
-        """Wait until another step may be handed over; returns whether none is left to wait for."""
+    def wait_for_next(self) -> bool:
+        """Wait until another step may be dispatched; returns whether all steps before it are done."""
         while len(self._waiting) >= self.limit:
             jax.block_until_ready(self._waiting.popleft())
         return not self._waiting
 
-    def settle(self) -> None:
-        """Wait for all of them."""
+    def wait_for_all(self) -> None:
+        """Wait until the devices have done all steps."""
         jax.block_until_ready(list(self._waiting))
         self._waiting.clear()
 
 
-class Meter:
-    """Starts when made; `pause` and `resume` leave out validations, saves and compilations."""
+class StepTimer:
+    """Times the steps between two reports; `pause` and `resume` leave out validations, saves and compilations."""
 
     def __init__(self) -> None:
         self.tokens_per_s: float | None = None
         """As of the last report."""
-        self.forget()
+        self.restart()
 
-    def forget(self) -> None:
-        """Start afresh, after a step that compiled."""
+    def restart(self) -> None:
+        """Start afresh, after a compilation."""
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         self._finished_at: float | None = None
@@ -67,10 +62,10 @@ class Meter:
         """One step of `tokens` tokens was begun."""
         self._steps += 1
         self._tokens += tokens
-        self._finished_at = None  # it was said of the steps before
+        self._finished_at = None
 
     def finished(self) -> None:
-        """All steps begun until now are known to be done: the next report ends here, not when it is made."""
+        """All steps begun until now are done: the next report ends here, not when it is made."""
         self._finished_at = time.perf_counter()
 
     def pause(self) -> None:

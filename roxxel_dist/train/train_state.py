@@ -31,7 +31,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.cluster.parameter_sharding import Axes, parameter_sharding
 from roxxel_dist.model.layers import FULL_PRECISION, Setting
 from roxxel_dist.model.lora import LoRAParam, scales_of
-from roxxel_dist.train.bad_steps import Health, healthy
+from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.throughput import device_bytes, free_device_bytes
 
 Leaves = dict[str, jax.Array]
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class ModelParts:
+class ModuleSplit:
     """A module taken apart: what does not change while training, in its two modes."""
 
     training: Any
@@ -112,7 +112,7 @@ class ModelParts:
         return {name: leaves[name] for name in self.rest.names}
 
 
-def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves, Leaves]:
+def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves]:
     """(what does not change, parameters, the rest, settings) of a module, each by name; the module is left alone.
 
     Of a module with adapters they are the parameters, and what is frozen is among the settings.
@@ -129,7 +129,7 @@ def take_apart(model: nnx.Module) -> tuple[ModelParts, Leaves, Leaves, Leaves]:
     params, frozen, settings, rest = (part for part, _ in found)
     param_leaves, frozen_leaves, setting_leaves, rest_leaves = (leaves for _, leaves in found)
     axes = getattr(type(model), "parameter_axes", None)
-    parts = ModelParts(training, evaluating, params, frozen, rest, settings, scales_of(twin), axes)
+    parts = ModuleSplit(training, evaluating, params, frozen, rest, settings, scales_of(twin), axes)
     return parts, param_leaves, rest_leaves, frozen_leaves | setting_leaves
 
 
@@ -192,7 +192,7 @@ class TrainState(NamedTuple):
     rest: Leaves
     """What is neither parameter nor setting: random streams, running statistics."""
     opt_state: Any
-    health: Health
+    health: LossMonitorState
     """What is known of bad steps."""
 
 
@@ -205,7 +205,7 @@ def init_state(
     dtype: Any = None,
     restored: bool = False,
     load: Callable[[Leaves], Leaves] | None = None,
-) -> tuple[ModelParts, TrainState, Leaves]:
+) -> tuple[ModuleSplit, TrainState, Leaves]:
     """The state before the first step, on the mesh.
 
     Args:
@@ -231,7 +231,7 @@ def init_state(
         TypeError: the callable returns no module.
     """
     if isinstance(model, nnx.Module):
-        parts, params, rest, settings = take_apart(model)
+        parts, params, rest, settings = split_module(model)
         places = _places(parts, params | settings | rest, mesh, fsdp)
         weights = _weights(parts)
         leaves = {
@@ -256,13 +256,14 @@ def init_state(
     program = _optimizer_program(init_optimizer, params, mesh)
     opt_state = program.eval_shape(params) if restored else program(params)
     everywhere = NamedSharding(mesh, P())
-    step, health = jax.tree.map(lambda leaf: _spread(leaf, everywhere), (jnp.zeros((), jnp.int32), healthy()))
+    scalars = jnp.zeros((), jnp.int32), LossMonitorState.initial()
+    step, health = jax.tree.map(lambda leaf: _spread(leaf, everywhere), scalars)
     return parts, TrainState(step, params, rest, opt_state, health), settings
 
 
 def abstract_state(
     model: Callable[[], nnx.Module], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, fsdp: bool, dtype: Any
-) -> tuple[ModelParts, TrainState, Leaves]:
+) -> tuple[ModuleSplit, TrainState, Leaves]:
     """What `init_state` gives, as `jax.ShapeDtypeStruct`s with shardings: nothing is computed. It raises the same."""
     parts, shapes, _ = _trace(model, mesh, dtype)
     places = _places(parts, shapes, mesh, fsdp)
@@ -271,12 +272,13 @@ def abstract_state(
     params, rest, settings = _sorted(parts, leaves)
     opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
     everywhere = NamedSharding(mesh, P())
-    step, health = jax.tree.map(lambda x: _described(x, everywhere), (jnp.zeros((), jnp.int32), healthy()))
+    scalars = jnp.zeros((), jnp.int32), LossMonitorState.initial()
+    step, health = jax.tree.map(lambda leaf: _described(leaf, everywhere), scalars)
     return parts, TrainState(step, params, rest, opt_state, health), settings
 
 
 def _check_room(
-    parts: ModelParts, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding], init_optimizer: Any, mesh: Mesh,
+    parts: ModuleSplit, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding], init_optimizer: Any, mesh: Mesh,
     dtype: Any,
 ) -> None:  # fmt: skip
     """Raises ValueError where the state and the gradients of a model are larger than what a device has free."""
@@ -318,17 +320,17 @@ def _said_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _weights(parts: ModelParts) -> frozenset[str]:
+def _weights(parts: ModuleSplit) -> frozenset[str]:
     """The names of all parameters."""
     return frozenset(parts.params.names + parts.frozen.names)
 
 
-def _loaded(parts: ModelParts) -> tuple[str, ...]:
+def _loaded(parts: ModuleSplit) -> tuple[str, ...]:
     """The names of what another run's weights stand in for."""
     return parts.frozen.names or parts.params.names
 
 
-def _sorted(parts: ModelParts, leaves: Mapping[str, Any]) -> tuple[Leaves, Leaves, Leaves]:
+def _sorted(parts: ModuleSplit, leaves: Mapping[str, Any]) -> tuple[Leaves, Leaves, Leaves]:
     """(parameters, the rest, inputs of every step) of all leaves."""
     names = parts.params.names, parts.rest.names, parts.frozen.names + parts.settings.names
     params, rest, settings = ({name: leaves[name] for name in some} for some in names)
@@ -342,7 +344,7 @@ def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
 
 def _trace(
     build: Callable[[], nnx.Module], mesh: Mesh, dtype: Any
-) -> tuple[ModelParts, dict[str, Any], Callable[..., list[Callable[[], Leaves]]]]:
+) -> tuple[ModuleSplit, dict[str, Any], Callable[..., list[Callable[[], Leaves]]]]:
     """(what does not change, shapes by name, places to the programs that fill them) of a module yet to be made.
 
     The module is traced once, and nothing of it is computed. The programs leave out what is given.
@@ -361,7 +363,7 @@ def _trace(
     # NNX would place each variable as it is made, and fail at logical axes. The mesh is there for the module's own use.
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         closed, (graphdef, state) = jax.make_jaxpr(split, return_shape=True)()
-    parts = take_apart(nnx.merge(graphdef, state))[0]
+    parts = split_module(nnx.merge(graphdef, state))[0]
     weights = _weights(parts)
     shapes = named_leaves(state)[1]
 
@@ -395,7 +397,7 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
     return jnp.asarray(leaf, dtype if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
 
 
-def _places(parts: ModelParts, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
+def _places(parts: ModuleSplit, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
     """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
     weights = _weights(parts)
     return {
@@ -438,14 +440,14 @@ ROOM = 0.9
 """Share of a device's free memory that one more copy of the model may take; programs need some beside it."""
 
 
-class ModelState:
+class TrainView:
     """The model, the optimizer's state and the step.
 
     It shows the arrays of the step that it was taken after: the next step takes their memory, so use it at once and
     copy what shall be kept.
     """
 
-    def __init__(self, parts: ModelParts, state: TrainState, settings: dict[str, jax.Array]) -> None:
+    def __init__(self, parts: ModuleSplit, state: TrainState, settings: dict[str, jax.Array]) -> None:
         self._parts, self._state, self._settings = parts, state, settings
 
     @property

@@ -1,44 +1,45 @@
 """The training step: one jitted program a batch shape.
 
-The model's leaves travel as dictionaries from a parameter's name to its array (see `state.py`), and are merged into a
-module again while tracing. Numbers that a sweep may change are inputs of the program (`settings`), not constants in it.
+The model's leaves travel as dictionaries from a parameter's name to its array (see `train_state.py`), and are merged
+into a module again while tracing. Numbers that a sweep may change are inputs of the program (`hparams`), not constants.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import fit_sharding
-from roxxel_dist.train.bad_steps import Health, observe
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.train.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.optimizer import Optimizer, global_norm
-from roxxel_dist.train.train_state import Leaves, ModelParts, TrainState
+from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 
 LossFn = Callable[[Any, Any], Any]
-Settings = dict[str, jax.Array]
+Hparams = dict[str, jax.Array]
 SPIKE_FACTOR = "spike_factor"
 BALANCE = "balance_loss"
 """What a loss function calls a loss that the gradient is of too, and that is logged apart: that of a model with
 experts, which keeps them equally busy."""
-
-
 WEIGHT = "loss_weight"
 """What a loss function calls the number of tokens that its loss is the mean of, where that differs between batches."""
 
 
 class Metrics(NamedTuple):
-    """What a step tells, on the device until it is fetched."""
+    """The numbers of a step, on the device until they are fetched."""
 
     scalars: dict[str, jax.Array]
     """float32[]: "loss" and what else the loss function returned, "grad_norm", "update_norm", "lr" if it is known."""
     row_loss: jax.Array | None
     """float32[B]: the loss of each row, where the loss function returned "row_loss"."""
-    health: Health
+    health: LossMonitorState
 
 
 class Loss(NamedTuple):
@@ -89,7 +90,7 @@ def unpack_loss(result: Any) -> Loss:
 
 
 def make_step(
-    parts: ModelParts,
+    split: ModuleSplit,
     loss_fn: LossFn,
     optimizer: Optimizer,
     like: TrainState,
@@ -98,12 +99,12 @@ def make_step(
     grad_accum: int = 1,
     compute_dtype: Any = None,
     skip_bad: bool = False,
-) -> Callable[[TrainState, Settings, Any], tuple[TrainState, Metrics]]:
-    """A jitted (state, settings, batch) -> (state, metrics); the state passed in is donated, and keeps its shardings.
+) -> Callable[[TrainState, Hparams, Any], tuple[TrainState, Metrics]]:
+    """A jitted (state, hparams, batch) -> (state, metrics); the state passed in is donated, and keeps its shardings.
 
     Args:
-        parts: the model.
-        loss_fn: (model, batch) to what `unpack_loss` takes. Minimised is the loss and, where it tells one, the
+        split: the model.
+        loss_fn: (model, batch) to what `unpack_loss` takes. Minimised is the loss and, where it returns one, the
             "balance_loss" with it.
         optimizer: see `optimizer.py`.
         like: the state, or its shapes and shardings.
@@ -111,40 +112,38 @@ def make_step(
         grad_accum: micro-batches, see `micro_batches`; divides a B that is larger.
         compute_dtype: the type that parameters are cast to for the forward and backward pass, while the optimizer
             keeps them in their own; None for their own.
-        skip_bad: leave a bad step's update out (see `health.py`).
+        skip_bad: leave a bad step's update out (see `bad_steps.py`).
     """
 
-    def loss_of(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> tuple[jax.Array, Any]:
-        model = parts.merge(params, rest, settings, training=True, dtype=compute_dtype)
-        found = unpack_loss(loss_fn(model, batch))
-        return found.minimized, (parts.rest_of(model), found)
+    def loss_of(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> tuple[jax.Array, Any]:
+        model = split.merge(params, rest, hparams, training=True, dtype=compute_dtype)
+        loss = unpack_loss(loss_fn(model, batch))
+        return loss.minimized, (split.rest_of(model), loss)
 
     gradient = jax.grad(loss_of, has_aux=True)
 
-    def step(state: TrainState, settings: Settings, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, hparams: Hparams, batch: Any) -> tuple[TrainState, Metrics]:
         count = micro_batches(grad_accum, jax.tree.leaves(batch)[0].shape[0])
         if count == 1:
-            grads, (rest, found) = gradient(state.params, state.rest, settings, batch)
+            grads, (rest, loss) = gradient(state.params, state.rest, hparams, batch)
         else:
-            grads, rest, found = accumulate(gradient, state, settings, batch, count, sharding)
-        transformation = optimizer.build(settings, state.step)
+            grads, rest, loss = accumulate(gradient, state, hparams, batch, count, sharding)
+        transformation = optimizer.build(hparams, state.step)
         updates, opt_state = transformation.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        grad_norm = global_norm(grads)
-        scalars = {**found.scalars, "loss": found.loss, "grad_norm": grad_norm, "update_norm": global_norm(updates)}
-        rate = optimizer.rate(settings, state.step)
-        scalars |= {} if rate is None else {"lr": rate}
-        health, bad = observe(
-            state.health, state.step + 1, jnp.float32(found.loss), jnp.float32(grad_norm), settings[SPIKE_FACTOR],
-            skip=skip_bad,
-        )  # fmt: skip
+        scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
+        scalars["update_norm"] = global_norm(updates)
+        if (rate := optimizer.rate(hparams, state.step)) is not None:
+            scalars["lr"] = rate
+        scalars = jax.tree.map(jnp.float32, scalars)
+        health, bad = update_monitor(
+            state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
+        )
         if skip_bad:
             old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
             params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
-        row_loss = None if found.row_loss is None else jnp.float32(found.row_loss)
-        return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(
-            jax.tree.map(jnp.float32, scalars), row_loss, health
-        )
+        row_loss = None if loss.row_loss is None else jnp.float32(loss.row_loss)
+        return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(scalars, row_loss, health)
 
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(step, donate_argnums=0, out_shardings=(kept, NamedSharding(sharding.mesh, P())))
@@ -155,8 +154,21 @@ def micro_batches(grad_accum: int, rows: int) -> int:
     return min(grad_accum, rows)
 
 
+def check_batches(shapes: Sequence[Shape], grad_accum: int) -> None:
+    """Raises ValueError for a phase whose batch gradient accumulation does not divide.
+
+    A batch of fewer rows than micro-batches has one row in each: a curriculum may end in one long row.
+    """
+    for i, shape in enumerate(shapes):
+        if shape.batch_size % micro_batches(grad_accum, shape.batch_size):
+            raise ValueError(
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum "
+                f"({grad_accum}): use a multiple of {grad_accum}"
+            )
+
+
 def accumulate(
-    gradient: Callable[..., Any], state: TrainState, settings: Settings, batch: Any, count: int, sharding: NamedSharding
+    gradient: Callable[..., Any], state: TrainState, hparams: Hparams, batch: Any, count: int, sharding: NamedSharding
 ) -> tuple[Leaves, Leaves, Loss]:
     """Mean gradients and metrics over `count` micro-batches, one after another in a scan.
 
@@ -174,39 +186,79 @@ def accumulate(
 
     def add(carry: Any, piece: Any) -> tuple[Any, Any]:
         total, rest = carry
-        grads, (rest, found) = gradient(state.params, rest, settings, piece)
-        if found.weight is None:
-            return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), found
-        return (jax.tree.map(lambda t, g: t + g * found.weight, total, grads), rest), found
+        grads, (rest, loss) = gradient(state.params, rest, hparams, piece)
+        if loss.weight is None:
+            return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), loss
+        return (jax.tree.map(lambda t, g: t + g * loss.weight, total, grads), rest), loss
 
     # Sums of bfloat16 lose what is small: they are kept in float32.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-    (total, rest), found = jax.lax.scan(add, (zeros, state.rest), jax.tree.map(pieces, batch))
-    loss, row_loss = found.loss.mean(), found.row_loss
-    if found.weight is not None:
-        counted = jnp.maximum(found.weight.sum(), 1)
-        loss = (found.loss * found.weight).sum() / counted
+    (total, rest), losses = jax.lax.scan(add, (zeros, state.rest), jax.tree.map(pieces, batch))
+    loss, row_loss = losses.loss.mean(), losses.row_loss
+    if losses.weight is not None:
+        counted = jnp.maximum(losses.weight.sum(), 1)
+        loss = (losses.loss * losses.weight).sum() / counted
         total = jax.tree.map(lambda t: t / counted, total)
     grads = jax.tree.map(lambda t, p: t.astype(p.dtype), total, state.params)
     row_loss = None if row_loss is None else row_loss.swapaxes(0, 1).reshape(-1)
-    return grads, rest, Loss(loss, {k: v.mean(0) for k, v in found.scalars.items()}, row_loss)
+    return grads, rest, Loss(loss, {k: v.mean(0) for k, v in losses.scalars.items()}, row_loss)
 
 
 def make_eval_step(
-    parts: ModelParts, loss_fn: LossFn, compute_dtype: Any = None
-) -> Callable[[Leaves, Leaves, Settings, Any], dict[str, jax.Array]]:
-    """A jitted (params, rest, settings, batch) -> float32[] "loss", and "balance_loss" where there is one.
+    split: ModuleSplit, loss_fn: LossFn, compute_dtype: Any = None
+) -> Callable[[Leaves, Leaves, Hparams, Any], dict[str, jax.Array]]:
+    """A jitted (params, rest, hparams, batch) -> float32[] "loss", and "balance_loss" where there is one.
 
     Dropout is off, and nothing is donated.
     """
 
-    def evaluate(params: Leaves, rest: Leaves, settings: Settings, batch: Any) -> dict[str, jax.Array]:
-        model = parts.merge(params, rest, settings, training=False, dtype=compute_dtype)
-        found = unpack_loss(loss_fn(model, batch))
-        told = {"loss": found.loss, **{name: v for name, v in found.scalars.items() if name == BALANCE}}
-        return jax.tree.map(jnp.float32, told)
+    def evaluate(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
+        model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
+        loss = unpack_loss(loss_fn(model, batch))
+        losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name == BALANCE}
+        return jax.tree.map(jnp.float32, losses)
 
     return jax.jit(evaluate)
+
+
+def check_vocabulary(
+    split: ModuleSplit,
+    loss_fn: LossFn,
+    like: TrainState,
+    hparams: Hparams,
+    mesh: Mesh,
+    shape: Shape,
+    datasets: Mapping[str, Roxxel],
+) -> None:
+    """Compare the logits of the model with the vocabulary of the data; nothing is computed.
+
+    A model that is not called with tokens alone, or gives something else than an array for each of them, is left to its
+    loss.
+
+    Raises:
+        ValueError: the data has tokens that the model has no logits for.
+    """
+    name, size = max(((name, data.vocab_size or 0) for name, data in datasets.items()), key=lambda item: item[1])
+
+    def logits_of(state: TrainState, hparams: Hparams, tokens: Any) -> Any:
+        return split.merge(state.params, state.rest, hparams, training=False)(tokens)
+
+    tokens = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len - 1), jnp.int32)
+    try:
+        with jax.set_mesh(mesh):
+            logits = jax.eval_shape(logits_of, like, hparams, tokens)
+    except Exception:  # of whatever kind: the loss may know how to call this model
+        return
+    if getattr(logits, "shape", ())[:-1] != tokens.shape or logits.shape[-1] >= size:
+        return
+    # What an own loss makes of its model may be no logits yet: then the weights of those are a parameter.
+    weights = (axis for leaf in jax.tree.leaves(like.params) for axis in leaf.shape)
+    if loss_fn not in (token_losses, next_token_loss) and any(size <= n <= 1.1 * size + 64 for n in weights):
+        return
+    raise ValueError(
+        f"the model gives {logits.shape[-1]} logits a token, and the data {name!r} has {size} tokens: make it with "
+        f"vocab_size={size}, or train on data that was made with the model's tokenizer"
+    )
 
 
 def fetch(values: Any) -> Any:

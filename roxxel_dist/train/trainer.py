@@ -1,16 +1,15 @@
-"""The training loop.
-
-After a step that is due, in this order: validate, log, save. The first and the last step are always due. The row is on
-disk before the save begins, so no checkpoint is ahead of its log, and a step whose loss is no number is never saved.
-"""
+"""The training loop. One step, in order, is `Trainer._train`; `train/README.md` has the files that it crosses."""
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -25,20 +24,19 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verified import VerifiedBlocks
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.bad_steps import BadStep, Watch
+from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.manager import CheckpointManager, restore
 from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.compile import Programs, abstract
+from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.evaluator import HELD_OUT, ask
+from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.logger import Logger
-from roxxel_dist.train.loggers.metrics import Reporter
+from roxxel_dist.train.loggers.metrics import MetricsLogger
 from roxxel_dist.train.optimizer import as_optimizer, first_state
-from roxxel_dist.train.phase_programs import PhasePrograms, check_batches
 from roxxel_dist.train.profiler import Profiler
 from roxxel_dist.train.resume import (
     ResumePoint,
@@ -51,10 +49,19 @@ from roxxel_dist.train.resume import (
     with_adapters,
 )
 from roxxel_dist.train.run_lock import hold
-from roxxel_dist.train.throughput import InFlight
+from roxxel_dist.train.throughput import InflightThrottler, StepTimer
 from roxxel_dist.train.timeline import Timeline
-from roxxel_dist.train.train_state import ModelState, init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, Metrics
+from roxxel_dist.train.train_state import TrainState, TrainView, init_state
+from roxxel_dist.train.train_step import (
+    SPIKE_FACTOR,
+    LossFn,
+    Metrics,
+    check_batches,
+    check_vocabulary,
+    fetch,
+    make_eval_step,
+    make_step,
+)
 from roxxel_dist.train.verification import Verification
 
 
@@ -84,7 +91,8 @@ class Trainer:
 
     Attributes:
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.
-        start: where the run was taken up, and what `run` says of that.
+        start: where the run was taken up, and what `run` logs of that.
+        fetches: how often numbers were fetched from the devices.
         checkpointer: the one that was given; else the run's `CheckpointStore`.
 
     Raises:
@@ -99,7 +107,7 @@ class Trainer:
         loss_fn: LossFn,
         save_path: str | Path,
         *,
-        eval_fn: Callable[[ModelState], Any] | None = None,
+        eval_fn: Callable[[TrainView], Any] | None = None,
         validation: Mapping[str, Roxxel] | None = None,
         mesh: Mesh | None = None,
         data_sharding: NamedSharding | None = None,
@@ -113,92 +121,113 @@ class Trainer:
     ) -> None:
         self.options: LoopOptions = LoopOptions(**options)
         enable_compilation_cache()
-        mesh = mesh or make_mesh()
-        self.mesh: Mesh = mesh
-        self._sharding = data_sharding or batch_sharding(mesh)
-        curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
-        check_batches(curriculum.shapes, grad_accum_steps)
-        self._folder, self._curriculum, self._eval_fn = Path(save_path), curriculum, eval_fn
+        self.mesh: Mesh = mesh or make_mesh()
+        self._sharding = data_sharding or batch_sharding(self.mesh)
+        self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
+        check_batches(self._curriculum.shapes, grad_accum_steps)
+        self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
+        self._trackers, self._user_logger = trackers, logger
         self._model = model if isinstance(model, nnx.Module) else None
         self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
         self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
         self._progress = Progress.from_env(process_index())
         self._timeline = Timeline(None if process_index() else self._folder, self._progress)
+        self.logger: LogQueue = LogQueue()
+        self.stopped: bool = False
+        self.fetches: int = 0
+        self._failed = self._gone_back = False
+        self._deferred: tuple[int, Metrics] | None = None
         self._let_go = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
-            self.store: CheckpointStore = _store(self._folder, checkpointer, self.options)
             if checkpointer is None:
+                self.store: CheckpointStore = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
                 undo.callback(self.store.close)
+            elif self.options.keep_every or self.options.keep_steps:
+                raise ValueError(
+                    "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
+                )
+            else:
+                self.store = checkpointer.store
             self.checkpointer: Checkpointer | CheckpointStore = checkpointer or self.store
-            self._programs, self._in_flight = Programs(mesh), InFlight(mesh)
-            undo.callback(self._programs.close)
-            start = begin(self.store, curriculum, self._optimizer, self.options, amend=amend, origin=origin)
-            self._parts, self._state, model_settings = init_state(
-                model, first_state(self._optimizer), mesh, fsdp=self.options.fsdp,
-                dtype=jnp.bfloat16 if self.options.use_bf16 else None, restored=start.step > 0, load=start.load,
-            )  # fmt: skip
-            self.start: ResumePoint = with_adapters(start, self._parts)
-            self.plan: Plan = start.plan
-            self._metadata = self.start.metadata
-            self.start_step: int = start.step
-            self.step: int = start.step
-            self.stopped: bool = False
-            self._failed = self._gone_back = False
-            self.last_step: int = last_step(self.plan, self.options)
-            numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: self.options.spike_factor}
-            self._settings = {**model_settings, **scalars_on(mesh, numbers)}
-            size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
-            blocks = VerifiedBlocks(size) if self.options.verify_data == "on" else None
-            self._verification = Verification(blocks, every_step=process_count() > 1)
-            self._prepare(loss_fn, validation or {HELD_OUT: held_out}, grad_accum_steps)
-            self.logger: LogQueue = LogQueue()
-            self._trackers, self._logger = trackers, logger
-            self._prepare_log()
+            self._compiler = AotCompiler(self.mesh)
+            undo.callback(self._compiler.close)
+            self._init_state(model, amend=amend, origin=origin)
+            self._init_programs(validation or {HELD_OUT: held_out})
+            self._init_reporting()
             undo.pop_all()
 
-    def _prepare_log(self) -> None:
-        """What tells of the run, and keeps it; nothing is written yet."""
-        flops = self.state.flops_per_token()
-        self._reporter = Reporter(self.logger, self.plan, self.last_step, self.step, flops, self.mesh.devices.flat)
-        self._reporter.before_row = self._verification.wait
-        say = self.logger.text
-        watch = Watch(say, skip=self.options.on_bad_step == "skip")
-        self._check = lambda health: watch.check(health, self.plan, self._keeper.latest_good)
-        logged = partial(self.options.is_due, "log", last_step=self.last_step)
-        export = self.options.export_weights
-        self._keeper = CheckpointManager(self._folder, self.store, self.last_step, say, logged, export=export)
-        self._profiler = Profiler(self._folder / "profile", *(self.options.profile_steps or (0, 0)), say=say)
-
-    def _prepare(self, loss_fn: LossFn, sets: Mapping[str, Roxxel], grad_accum: int) -> None:
-        """Begin to compile the first phase, and load the checkpoint meanwhile."""
-        self._phases = PhasePrograms(
-            self._programs, self._parts, self._state, self._settings, loss_fn=loss_fn, optimizer=self._optimizer,
-            train=self._curriculum.primary_streamer, sets=sets, sharding=self._sharding, grad_accum=grad_accum,
-            options=self.options, blocks=self._verification.blocks,
+    def _init_state(self, model: nnx.Module | Callable[[], nnx.Module], *, amend: bool, origin: ResumeSpec) -> None:
+        """Find where the run begins, and make the first state; of a run that goes on it has shapes alone."""
+        options = self.options
+        start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin)
+        self._split, self._state, hparams = init_state(
+            model, first_state(self._optimizer), self.mesh, fsdp=options.fsdp,
+            dtype=jnp.bfloat16 if options.use_bf16 else None, restored=start.step > 0, load=start.load,
         )  # fmt: skip
+        self.start: ResumePoint = with_adapters(start, self._split)
+        self.plan: Plan = start.plan
+        self._metadata = self.start.metadata
+        self.start_step: int = start.step
+        self.step: int = start.step
+        self.last_step: int = last_step(self.plan, options)
+        numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: options.spike_factor}
+        self._hparams = {**hparams, **scalars_on(self.mesh, numbers)}
+
+    def _init_programs(self, validation: Mapping[str, Roxxel]) -> None:
+        """Begin to compile the first phase, and load the checkpoint meanwhile."""
+        options = self.options
+        # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
+        self._like: TrainState = abstract(self._state)
+        dtype = jnp.bfloat16 if options.bf16_compute else None
+        self._train_step = make_step(
+            self._split, self._loss_fn, self._optimizer, self._like, self._sharding,
+            grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+        )  # fmt: skip
+        self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
+        size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
+        blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
+        self._verification = Verification(blocks, every_step=process_count() > 1)
+        primary = self._curriculum.primary_streamer
+        self._validation = Validation(
+            validation, primary, self._eval_step, self._compiler, self._sharding, options.eval_iters, blocks
+        )
         if not self.finished:
-            self._phases.check(self.plan.shapes)
-            self._phases.check_vocabulary(self.plan.shapes[0], {**self._curriculum.datasets, **sets})
-            self._phases.prepare(self._stream_from(self.step))
+            self._validation.check(*self.plan.shapes)
+            datasets = {**self._curriculum.datasets, **validation}
+            check_vocabulary(
+                self._split, self._loss_fn, self._like, self._hparams, self.mesh, self.plan.shapes[0], datasets
+            )
+            self._compile_phase(self.step)
         if self.step:
             with self._progress.doing("restore"):
                 self._state = restore_start(self.store, self.start, self._state)
 
-    def _stream_from(self, step: int) -> Stream:
-        return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
+    def _init_reporting(self) -> None:
+        """What logs and keeps the run; nothing is written yet."""
+        options, log = self.options, self.logger.text
+        self._throttler, self._timer = InflightThrottler(self.mesh), StepTimer()
+        self._metrics = MetricsLogger(
+            self.logger, self._timer, self.last_step, self.step, self.state.flops_per_token(), self.mesh.devices.flat
+        )
+        self._monitor = BadStepMonitor(log, skip=options.on_bad_step == "skip")
+        logged = partial(options.is_due, "log", last_step=self.last_step)
+        self._checkpoints = CheckpointManager(
+            self._folder, self.store, self.last_step, log, logged, export=options.export_weights
+        )
+        self._profiler = Profiler(self._folder / "profile", *(options.profile_steps or (0, 0)), log=log)
 
     @property
-    def state(self) -> ModelState:
+    def state(self) -> TrainView:
         """The model, the optimizer's state and the step, as they are now."""
-        return ModelState(self._parts, self._state, self._settings)
+        return TrainView(self._split, self._state, self._hparams)
 
     @property
     def finished(self) -> bool:
         """Whether no step is left to do."""
         return self.step >= self.last_step or self._metadata.early_stopping.should_stop(self.options.patience)
 
-    def run(self, at_the_end: Callable[[], None] | None = None) -> ModelState:
+    def run(self, at_the_end: Callable[[], None] | None = None) -> TrainView:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
         The module, and the `nnx.Optimizer`, that the trainer was given have the arrays of that state then.
@@ -214,15 +243,197 @@ class Trainer:
         """
         try:
             self.go_back()
-            own = trackers_for(self._folder, self.last_step, self.step, self._logger)
+            own = trackers_for(self._folder, self.last_step, self.step, self._user_logger)
             self.logger.open([*own, self._timeline, *self._trackers])
-            state = self._run(at_the_end)
+            with self.logger, watching_for_stop(), self._checkpoints, self._verification:
+                self._timeline.open()
+                self._progress.say("start")
+                self._metrics.log_startup(self._sharding, self.start, finished=self.finished)
+                if self.start.source is not None:  # from here on the run needs no other one
+                    self._save(self.step)
+                while not (self.finished or self.stopped):
+                    try:
+                        self._train()
+                    except BadStep as bad:
+                        self._rewind(bad)
+                self._end(at_the_end)
         except BaseException:
             self._failed = True
             raise
         if self._model is not None:
-            state.copy_to(self._model, self._nnx_optimizer)
-        return state
+            self.state.copy_to(self._model, self._nnx_optimizer)
+        return self.state
+
+    def _train(self) -> None:
+        """Steps, until the end, a request to stop, or a bad one.
+
+        DO NOT CHANGE THE ORDER. The metrics of a step are fetched after the next one is dispatched, so that the devices
+        never wait for the host. After a step that is due: evaluate, log, save. The row is on disk before the save
+        begins, so no checkpoint is ahead of its log; and the loss is looked at before, so no bad state is ever saved.
+        """
+        due = partial(self.options.is_due, last_step=self.last_step)
+        phase, stream = -1, self._stream_from(self.step)
+        train_step: Any = None
+        self._verification.follow(stream, self.last_step)
+        self._timer.restart()
+        for step in range(self.step, self.last_step):
+            done = step + 1  # the plan counts steps from 0; logs, checkpoints and people count those that are done
+            self._progress.enter(done, self.plan.phase(step) + 1)
+            self._verification.enter(step)
+            self._profiler.before(done, self._state.step)
+            if begins := self.plan.phase(step) != phase:
+                self._flush_metrics()  # before the line that announces the phase
+                phase, train_step = self.plan.phase(step), self._enter_phase(step)
+            batch = next(stream)  # read while the devices work on the steps before
+            if self._throttler.wait_for_next():
+                self._timer.finished()
+            self._state, metrics = train_step(self._state, self._hparams, batch)  # donates the state
+            self._flush_metrics()  # of the step before: they are there, and the devices are busy with this one
+
+            self._throttler.add(metrics.scalars["loss"])
+            self._timer.step(math.prod(self.plan.shape(step)))
+            self._progress.finish(done)
+            self._checkpoints.poll()
+            if due("log", done) or due("eval", done):
+                self._deferred = done, metrics
+            if begins:
+                self._compile_next_phase(phase)
+            self._metrics.update_progress(self.plan, done)
+            self._profiler.after(done, metrics.scalars["loss"])
+
+            self.stopped = stop_requested(done) and done < self.last_step
+            save = self._checkpoints.save_requested(done) or self.stopped or due("checkpoint", done)
+            save = save or self.store.keeps_forever(done)
+            if save or due("eval", done):
+                self._wait_for_devices()
+                self._verification.wait(done)
+                self._timer.pause()
+                losses = self._evaluate(step) if due("eval", done) else {}
+                if not self._flush_metrics(losses):
+                    self._check_health(self._fetch(metrics.health))
+                best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
+                if save or best or self._metadata.early_stopping.should_stop(self.options.patience):
+                    self._progress.say("save")
+                    self._save(done, losses.get("val_loss"))
+                self._timer.resume()
+            self.step = done
+            if self._metadata.early_stopping.should_stop(self.options.patience):
+                self.logger.text(f"no lower val_loss in {self.options.patience} validations: the run ends here")
+            if self.stopped or self.finished:
+                return
+
+    def _flush_metrics(self, losses: Mapping[str, float] = MappingProxyType({})) -> bool:
+        """Fetch, check and log the deferred step, with the `losses` of a validation; returns whether there was one.
+
+        Raises:
+            BadStep: it, or one before it, was bad.
+        """
+        if self._deferred is None:
+            return False
+        (done, metrics), self._deferred = self._deferred, None
+        self._verification.wait(done)
+        if self.plan.segment(done - 1).shape.blend != "row" or len(self.plan.datasets) == 1:
+            metrics = metrics._replace(row_loss=None)  # all rows are of one data set
+        metrics = self._fetch(metrics)
+        self._check_health(metrics.health)
+        self._metrics.log_row(self.plan, done, metrics, losses)
+        return True
+
+    def _check_health(self, health: Any) -> None:
+        self._monitor.check(health, self.plan, self._checkpoints.latest_good)
+
+    def _fetch(self, values: Any) -> Any:
+        self.fetches += 1
+        return fetch(values)
+
+    def _wait_for_devices(self) -> None:
+        self._throttler.wait_for_all()
+        self._timer.finished()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The losses of a validation after `step`, and the numbers that `eval_fn` gives."""
+        shape = self.plan.segment(step).shape
+        keys = self._validation.prepare(self._like, self._hparams, shape)
+        if not all(map(self._compiler.shared, keys)):
+            self._progress.say("compile")  # not back to "step" afterwards: this step is done
+        for key in keys:
+            self._get_together(key)
+        self._progress.say("eval")
+        losses = self._validation.run(self._state, self._hparams, shape, one_in_flight=self._throttler.limit == 1)
+        means = self._validation.summarize(self._fetch(losses), shape) if losses else {}
+        return means | run_eval_fn(self._eval_fn, self.state, self.logger.text)
+
+    def _save(self, done: int, val_loss: float | None = None) -> None:
+        self._checkpoints.save(done, self._state, self._checkpoint_metadata(done), val_loss)
+
+    def _checkpoint_metadata(self, done: int) -> CheckpointMetadata:
+        return checkpoint_metadata(done, self.plan, self._metadata, self._optimizer)
+
+    def _stream_from(self, step: int) -> Stream:
+        return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
+
+    def _compile_phase(self, step: int) -> Hashable:
+        """Begin to compile what the phase of `step` needs, and return the key of its training step."""
+        batch = self._stream_from(step).abstract()
+        key = batch_key(batch)
+        self._compiler.prepare(key, self._train_step, self._like, self._hparams, batch)
+        self._validation.prepare(self._like, self._hparams, self.plan.segment(step).shape)
+        return key
+
+    def _compile_next_phase(self, phase: int) -> None:
+        end = sum(shape.steps for shape in self.plan.shapes[: phase + 1])
+        if end < self.last_step:
+            self._compile_phase(end)
+
+    def _enter_phase(self, step: int) -> Any:
+        """The compiled step of the phase that begins with `step`, once every rank has it."""
+        self._metrics.log_phase(self.plan, step, self._sharding, self._grad_accum)
+        key, begun = self._compile_phase(step), time.perf_counter()
+        if waits := not self._compiler.ready(key):  # it was not compiled ahead
+            self._wait_for_devices()
+        program = self._get_together(key)
+        if waits:
+            self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
+            self._timer.restart()
+        return program
+
+    def _get_together(self, key: Hashable) -> Any:
+        """The compiled program, once every rank has it."""
+        if self._compiler.shared(key):
+            return self._compiler.get(key)
+        with self._progress.doing("compile"):
+            return self._compiler.get_together(key)
+
+    def _rewind(self, bad: BadStep) -> None:
+        """Restore the last checkpoint, and leave the rows of the bad step out."""
+        self._wait_for_devices()
+        self._progress.say("restore")
+        step, self.plan, self._metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
+        # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
+        self.store.go_back(step, self._checkpoint_metadata(step).to_dict())
+        # Of shapes alone: there may be no room for two states.
+        like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
+        del self._state
+        self._state, self.step = restore(self.store, step, like), step
+        self._deferred = None
+        self.logger.text(f"{bad}\ngoing back to step {step}; the rows of step {bad.step} are left out")
+        self.logger.rewind(step)
+
+    def _end(self, at_the_end: Callable[[], None] | None) -> None:
+        """Wait for the last save, and mark a run that has no step left as finished."""
+        self._profiler.close(self._state.step)
+        self._checkpoints.finish(self.step)
+        self._progress.say("")  # what comes now is not training: no limit of the launcher is meant for it
+        if self.stopped:
+            self.logger.text(f"asked to stop: step {self.step} is saved")
+            return
+        self._checkpoints.mark_finished(self.step)
+        self._timeline.finished()
+        if at_the_end is not None:
+            try:
+                at_the_end()
+            except Exception as error:
+                self.logger.text(f"the run is finished; what comes after its last step failed: {error!r}")
 
     def go_back(self) -> None:
         """Delete the checkpoints behind that of `from_step`, for a run that goes back; once, and `run` does it too.
@@ -238,70 +449,12 @@ class Trainer:
         delete_later_checkpoints(self.store, self.start, self.last_step)
         self._gone_back = True
 
-    def _run(self, at_the_end: Callable[[], None] | None) -> ModelState:
-        with self.logger, watching_for_stop(), self._keeper, self._verification:
-            self._timeline.open()
-            self._progress.say("start")
-            self._reporter.introduce(self._sharding, self.start, finished=self.finished)
-            if self.start.source is not None:  # from here on the run needs no other one
-                self._save(self.step)
-            while not (self.finished or self.stopped):
-                try:
-                    self._train()
-                except BadStep as bad:
-                    self._rewind(bad)
-            self._profiler.close(self._state.step)
-            self._keeper.finish(self.step)
-            self._progress.say("")  # what comes now is not training: no limit of the launcher is meant for it
-            if self.stopped:
-                self.logger.text(f"asked to stop: step {self.step} is saved")
-                return self.state
-            self._keeper.mark_finished(self.step)
-            self._timeline.finished()
-            if at_the_end is not None:
-                try:
-                    at_the_end()
-                except Exception as error:
-                    self.logger.text(f"the run is finished; what comes after its last step failed: {error!r}")
-        return self.state
-
-    def _train(self) -> None:
-        """Steps, until the end, a request to stop, or a bad one."""
-        self._phase, stream = -1, self._stream_from(self.step)  # whichever comes first begins
-        self._verification.follow(stream, self.last_step)
-        for step in range(self.step, self.last_step):
-            begins, batch = self._enter(step), next(stream)  # read while the device works on the steps before
-            if self._in_flight.make_room():
-                self._reporter.meter.finished()
-            self._state, metrics = self._program(self._state, self._settings, batch)
-            self._reporter.log(self._check)  # the step before: its numbers are there, the device is busy with this one
-            self._account(step, metrics, begins)
-            self.stopped = stop_requested(step + 1) and step + 1 < self.last_step
-            self._validate_log_save(step, metrics)
-            self.step = step + 1
-            if self._metadata.early_stopping.should_stop(self.options.patience):
-                self.logger.text(f"no lower val_loss in {self.options.patience} validations: the run ends here")
-            if self.stopped or self.finished:
-                return
-
-    def _rewind(self, bad: BadStep) -> None:
-        """Take up the last checkpoint, and leave the rows of the bad step out."""
-        self._settle()
-        self._progress.say("restore")
-        good, self.plan, self._metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
-        # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
-        self.store.go_back(good, self._checkpoint_metadata(good).to_dict())
-        # Of shapes alone: there may be no room for two states.
-        like = self._state._replace(params=abstract(self._state.params), opt_state=abstract(self._state.opt_state))
-        del self._state
-        self._state, self.step = restore(self.store, good, like), good
-        self.logger.text(f"{bad}\ngoing back to step {good}; the rows of step {bad.step} are left out")
-        self._reporter.rewind(good, self.plan)
-
     def try_loss(self) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
         if not self.finished:
-            self._phases.try_loss(self._stream_from(self.step))
+            batch = self._stream_from(self.step).abstract()
+            with jax.set_mesh(self.mesh):
+                jax.eval_shape(self._eval_step, self._like.params, self._like.rest, self._hparams, batch)
 
     def close(self) -> None:
         """Let go of threads and files; for a trainer that was made and not run too.
@@ -310,93 +463,8 @@ class Trainer:
         """
         self.logger.close()
         self.store.close(CRASH_LIMIT_S if self._failed else None)
-        self._programs.close()
+        self._compiler.close()
         self._let_go()
-
-    def _enter(self, step: int) -> bool:
-        """Say which step this rank is about to do and, where one begins, which phase; returns whether one begins."""
-        phase = self.plan.phase(step)
-        self._progress.enter(step + 1, phase + 1)
-        self._verification.enter(step)
-        self._profiler.before(step + 1, self._state.step)
-        if begins := phase != self._phase:
-            self._reporter.log(self._check)  # before the line that announces the next phase
-            self._reporter.phase(step, self._sharding, self._grad_accum)
-            self._program = self._program_of(step)
-            self._phase, self._tokens = phase, self.plan.tokens(step + 1) - self.plan.tokens(step)
-        return begins
-
-    def _program_of(self, step: int) -> Any:
-        """The compiled step of the phase of `step`, once every rank has it; waits where it was not made ahead."""
-        key, begun = self._phases.prepare(self._stream_from(step)), time.perf_counter()
-        if waits := not self._programs.ready(key):
-            self._settle()
-        program = self._get_together(key)
-        if waits:
-            self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
-            self._reporter.meter.forget()
-        return program
-
-    def _get_together(self, key: Any) -> Any:
-        """The compiled program, once every rank has it."""
-        if self._programs.shared(key):
-            return self._programs.get(key)
-        with self._progress.doing("compile"):
-            return self._programs.get_together(key)
-
-    def _settle(self) -> None:
-        """Until the devices have done all that they were given."""
-        self._in_flight.settle()
-        self._reporter.meter.finished()
-
-    def _account(self, step: int, metrics: Metrics, begins: bool) -> None:
-        """Count the step, remember its numbers if they are due, and compile ahead when a phase has begun."""
-        done = step + 1
-        self._in_flight.add(metrics.scalars["loss"])
-        self._reporter.meter.step(self._tokens)
-        self._progress.finish(done)
-        self._keeper.poll()
-        if self.options.is_due("log", done, self.last_step) or self.options.is_due("eval", done, self.last_step):
-            self._reporter.put_aside(done, metrics)
-        if begins and (end := sum(shape.steps for shape in self.plan.shapes[: self._phase + 1])) < self.last_step:
-            self._phases.prepare(self._stream_from(end))
-        self._reporter.show(done)
-        self._profiler.after(done, metrics.scalars["loss"])
-
-    def _validate_log_save(self, step: int, metrics: Metrics) -> None:
-        done = step + 1
-        evaluate = self.options.is_due("eval", done, self.last_step)
-        due = self.options.is_due("checkpoint", done, self.last_step) or self.store.keeps_forever(done)
-        save = self._keeper.save_requested(done) or self.stopped or due
-        if not (evaluate or save or done == self.last_step):
-            return
-        self._settle()
-        self._verification.wait(done)
-        self._reporter.meter.pause()
-        keys = self._phases.prepare_validation(self.plan, step) if evaluate else []
-        if not all(map(self._programs.shared, keys)):
-            self._progress.say("compile")  # not back to "step" afterwards: this step is done
-        for key in keys:
-            self._get_together(key)
-        self._progress.say("eval" if evaluate else "save")
-        extra: dict[str, float] = {}
-        if evaluate:
-            one = self._in_flight.limit == 1
-            extra = self._phases.validate(self._state, self.plan, step, self._reporter.fetch, one_in_flight=one)
-            extra |= ask(self._eval_fn, self.state, self.logger.text)
-        if not self._reporter.log(self._check, extra) and save:
-            self._check(self._reporter.fetch(metrics.health))
-        best = "val_loss" in extra and self._metadata.early_stopping.update(extra["val_loss"])
-        if save or best or self._metadata.early_stopping.should_stop(self.options.patience):
-            self._progress.say("save")
-            self._save(done, extra.get("val_loss"))
-        self._reporter.meter.resume()
-
-    def _save(self, done: int, val_loss: float | None = None) -> None:
-        self._keeper.save(done, self._state, self._checkpoint_metadata(done), val_loss)
-
-    def _checkpoint_metadata(self, done: int) -> CheckpointMetadata:
-        return checkpoint_metadata(done, self.plan, self._metadata, self._optimizer)
 
 
 def hold_together(run: Path) -> Callable[[], None]:
@@ -414,12 +482,3 @@ def hold_together(run: Path) -> Callable[[], None]:
     if problem := broadcast_from_primary("run directory is free", problem):
         raise ValueError(problem)
     return let_go
-
-
-def _store(run: Path, checkpointer: Checkpointer | None, options: LoopOptions) -> CheckpointStore:
-    """The checkpoints of a run, in its folder or where a checkpointer of the user's own keeps them."""
-    if checkpointer is None:
-        return CheckpointStore(run / "checkpoints", **options.kept())
-    if options.keep_every or options.keep_steps:
-        raise ValueError("keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer")
-    return checkpointer.store

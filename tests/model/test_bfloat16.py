@@ -10,7 +10,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import Embedding
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 
 HALF, FULL = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}
@@ -115,7 +115,7 @@ def test_logits_are_not_rounded(tied):
 
 def test_a_router_is_not_cast_for_a_step():
     model = build(use_moe=True, n_experts=N_EXPERTS)
-    parts, params, rest, settings = take_apart(model)
+    parts, params, rest, settings = split_module(model)
     half = parts.merge(params, rest, settings, training=True, dtype=HALF)
     feedforward, plain = half.blocks[0].feedforward, model.blocks[0].feedforward
     assert feedforward.first[...].dtype == HALF

@@ -9,7 +9,7 @@ from flax import nnx
 from roxxel_dist.lora import LoRALinear, merge_adapters
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 
 SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "vocab_size": 50, "max_context": 24}
 MLA = {"mla": True, "kv_heads": None, "down_dim_q": 16, "down_dim_kv": 12, "rope_dim": 8}
@@ -40,7 +40,7 @@ def adapted(**fields):
 
 def with_weights(model, params):
     """The same model with other arrays of these names."""
-    parts, _, rest, settings = take_apart(model)
+    parts, _, rest, settings = split_module(model)
     return parts.merge(params, rest, settings, training=False)
 
 
@@ -72,8 +72,8 @@ def test_a_layer_is_what_the_paper_says():
 def test_merged_it_is_a_plain_model_that_does_the_same(name):
     fields = VARIANTS[name]
     model, plain = adapted(**fields), made(**fields)
-    parts, params, _, frozen = take_apart(model)
-    names = take_apart(plain)[0].params.names
+    parts, params, _, frozen = split_module(model)
+    names = split_module(plain)[0].params.names
     weights = merge_adapters(frozen | params, parts.scales)
     assert set(weights) == set(names) | (set(frozen) - set(parts.frozen.names))
     found = logits(with_weights(plain, weights), tokens())
@@ -93,7 +93,7 @@ def test_with_a_cache_it_reads_the_same():
 
 def test_few_parameters_are_adapters():
     config = ModelConfig(dim=1024, num_blocks=12, vocab_size=32000, use_lora=True, lora_rank=8)
-    shapes = jax.eval_shape(lambda: take_apart(Transformer(config, nnx.Rngs(0)))[1:])
+    shapes = jax.eval_shape(lambda: split_module(Transformer(config, nnx.Rngs(0)))[1:])
     trained, frozen = (sum(leaf.size for leaf in leaves.values()) for leaves in (shapes[0], shapes[2]))
     assert all(name.endswith(("attention.qkv.lora_a", "qkv.lora_b", "out.lora_a", "out.lora_b")) for name in shapes[0])
     assert trained / (trained + frozen) < 0.02

@@ -9,7 +9,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.ahead import memory_of
-from roxxel_dist.train.train_state import cast, take_apart
+from roxxel_dist.train.train_state import cast, split_module
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 
@@ -18,7 +18,7 @@ def taken(**fields):
     """Without its blocks: what is between embedding and loss is all one to the loss, and takes long to compile."""
     model = Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0, dropout=1))
     model.blocks = nnx.List([])
-    return take_apart(model)
+    return split_module(model)
 
 
 def measure(batch, dtype=None, **fields):

@@ -12,11 +12,11 @@ from own_model import Recurrent
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import by_part
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 
 
 def parameters(build):
-    return by_part(jax.eval_shape(lambda: take_apart(build(nnx.Rngs(0)))[1]))
+    return by_part(jax.eval_shape(lambda: split_module(build(nnx.Rngs(0)))[1]))
 
 
 def test_the_built_in_model():

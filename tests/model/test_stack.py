@@ -11,7 +11,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.scan_layers import is_stacked, stacked, unstacked
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import take_apart
+from roxxel_dist.train.train_state import split_module
 
 SMALL = {"dim": 16, "num_blocks": 2, "vocab_size": 40, "max_context": 32, "head_size": 8}
 MLA = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4}
@@ -45,7 +45,7 @@ def packed():
 def test_the_same_weights_losses_and_gradients(fields, make):
     def look(scan):
         model = build(**fields, scan_layers=scan)
-        parts, params, rest, settings = take_apart(model)
+        parts, params, rest, settings = split_module(model)
 
         def loss(params, batch):
             merged = parts.merge(params, rest, settings, training=True)
@@ -96,7 +96,7 @@ def test_reading_piece_by_piece(fields, cuts):
 def test_a_block_is_compiled_once_however_many_there_are():
     def program(blocks, scan):
         config = ModelConfig(**SMALL | {"num_blocks": blocks}, scan_layers=scan)
-        parts, *leaves = take_apart(Transformer(config, nnx.Rngs(params=0)))
+        parts, *leaves = split_module(Transformer(config, nnx.Rngs(params=0)))
         lowered = jax.jit(lambda *given: parts.merge(*given[:-1], training=True)(given[-1])).lower(
             *leaves, tokens(2, 9)
         )

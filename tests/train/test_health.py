@@ -3,13 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from roxxel_dist.train.bad_steps import WARM, healthy, observe
+from roxxel_dist.train.bad_steps import WARM, LossMonitorState, update_monitor
 
 
 def watch(losses, *, factor=0.0, skip=False, norms=None):
     """The health after these losses, and which of them were bad."""
-    step = jax.jit(lambda h, i, x, n: observe(h, i, x, n, jnp.float32(factor), skip=skip))
-    health, found = healthy(), []
+    step = jax.jit(lambda h, i, x, n: update_monitor(h, i, x, n, jnp.float32(factor), skip=skip))
+    health, found = LossMonitorState.initial(), []
     for i, loss in enumerate(losses):
         norm = 1.0 if norms is None else norms[i]
         health, bad = step(health, jnp.int32(i + 1), jnp.float32(loss), jnp.float32(norm))

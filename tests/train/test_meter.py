@@ -1,6 +1,6 @@
 import pytest
 
-from roxxel_dist.train.throughput import Meter
+from roxxel_dist.train.throughput import StepTimer
 
 
 class Clock:
@@ -25,7 +25,7 @@ def steps(meter, clock, count, seconds=0.5, tokens=1000):
 
 
 def test_time_and_tokens_since_the_last_report(clock):
-    meter = Meter()
+    meter = StepTimer()
     assert meter.report() == {}
     steps(meter, clock, 4)
     assert meter.report() == {"ms_per_step": 500.0, "tokens_per_s": 2000.0}
@@ -36,7 +36,7 @@ def test_time_and_tokens_since_the_last_report(clock):
 
 
 def test_a_save_between_reports_is_not_training(clock):
-    meter = Meter()
+    meter = StepTimer()
     steps(meter, clock, 2)
     meter.finished()
     meter.pause()
@@ -47,7 +47,7 @@ def test_a_save_between_reports_is_not_training(clock):
 
 
 def test_a_report_within_a_pause_ends_where_the_steps_did(clock):
-    meter = Meter()
+    meter = StepTimer()
     steps(meter, clock, 2)
     meter.finished()
     meter.pause()
@@ -60,8 +60,8 @@ def test_a_report_within_a_pause_ends_where_the_steps_did(clock):
 
 
 def test_a_compilation_is_forgotten(clock):
-    meter = Meter()
+    meter = StepTimer()
     steps(meter, clock, 1, seconds=30)
-    meter.forget()
+    meter.restart()
     steps(meter, clock, 1)
     assert meter.report()["ms_per_step"] == 500.0

@@ -17,14 +17,14 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.train.compile import Programs
+from roxxel_dist.train.compile import AotCompiler
 enable_compilation_cache()
 scale = float(sys.argv[2])
 def step(x, factor):
     for i in range(60):
         x = jnp.sin(x @ x) * factor + i
     return x.sum()
-programs = Programs(make_mesh(1))
+programs = AotCompiler(make_mesh(1))
 x, factor = jnp.ones((32, 32)), jnp.float32(scale)
 Path(sys.argv[1]).touch()
 while not Path("go").exists():

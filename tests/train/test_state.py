@@ -16,7 +16,7 @@ from roxxel_dist.model.layers import Setting
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.train_state import _optimizer_program, _places, _trace, init_state, take_apart
+from roxxel_dist.train.train_state import _optimizer_program, _places, _trace, init_state, split_module
 from roxxel_dist.train.train_step import make_step
 
 
@@ -301,13 +301,13 @@ def test_variables_of_any_kind(model):
 def test_names_are_one_to_one():
     model = nnx.Dict({"a.b": nnx.Param(jnp.ones(2)), "a": nnx.Dict(b=nnx.Param(jnp.ones(2)))})
     with pytest.raises(ValueError, match=r"two of the module's arrays are called a\.b"):
-        take_apart(model)
+        split_module(model)
 
 
 def test_taking_apart_leaves_the_module_alone():
     model = build()
     model.eval()
-    parts, params, rest, settings = take_apart(model)
+    parts, params, rest, settings = split_module(model)
     assert model.dropout.deterministic
     tokens = jnp.arange(20)[None]
     merged = parts.merge(params, rest, {**settings, "lr": jnp.float32(1)}, training=False)

@@ -13,7 +13,7 @@ from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train import trainer as trainer_module
-from roxxel_dist.train.throughput import Meter
+from roxxel_dist.train.throughput import StepTimer
 
 
 def test_first_and_last_steps_are_logged_validated_and_saved(corpus, tmp_path):
@@ -159,7 +159,7 @@ def test_blends_train(corpus, tmp_path):
 def test_the_meter_leaves_out_pauses(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    meter = Meter()
+    meter = StepTimer()
     assert meter.report() == {}
     for passed, act in (
         (1, lambda: meter.step(100)),

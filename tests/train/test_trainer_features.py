@@ -52,16 +52,16 @@ def test_the_next_phase_is_compiled_before_its_boundary(corpus, tmp_path):
 
     def until_compiled(state):
         end = time.monotonic() + 120
-        while not all(made._programs.ready(key) for key in list(made._programs._found)):
+        while not all(made._compiler.ready(key) for key in list(made._compiler._programs)):
             assert time.monotonic() < end
             time.sleep(0.01)
-        waited.append((int(state.step), len(made._programs.seconds)))
+        waited.append((int(state.step), len(made._compiler.seconds)))
 
     made = make(corpus, tmp_path, [Phase(4, 8, 17), Phase(4, 8, 33)], eval_fn=until_compiled, eval_every=3)
     made.run()
     made.close()
     assert waited[:2] == [(1, 4), (3, 4)]  # a step and an evaluation of each shape, after the first step
-    assert len(made._programs.seconds) == 4
+    assert len(made._compiler.seconds) == 4
     *before, after = told(tmp_path).split("phase 2/2 from step 5")
     assert len(before) == 1
     assert "for this phase's program to be compiled" not in after
@@ -90,13 +90,13 @@ def test_numbers_are_fetched_once_a_log_interval(corpus, tmp_path, monkeypatch):
     assert len(outside) == 1, outside
     assert [row["step"] for row in rows(tmp_path)] == [1, 5, 10, 13]
     saves = 4  # of steps 3, 6, 9, 12: the health is looked at before, for it is not logged then
-    assert made._reporter.fetches == 4 + saves
-    assert fetched > made._reporter.fetches
+    assert made.fetches == 4 + saves
+    assert fetched > made.fetches
 
 
 def test_no_save_no_further_fetch(corpus, tmp_path):
     made = train(corpus, tmp_path, log_every=5, eval_every=100, checkpoint_every=100, val_fraction=0.0)
-    assert made._reporter.fetches == len(rows(tmp_path)) == 4
+    assert made.fetches == len(rows(tmp_path)) == 4
 
 
 def test_a_module_trains_as_a_callable_does(corpus, finished_run, tmp_path):

@@ -177,5 +177,5 @@ def test_every_program_is_waited_for_by_all_ranks_once(corpus, tmp_path, monkeyp
     places = []
     monkeypatch.setattr(programs, "barrier", lambda name, limit_s: places.append(name))
     made = train(corpus, tmp_path)
-    assert made._programs._shared == set(made._programs._found)
-    assert len(places) == len(made._programs._found)
+    assert made._compiler._shared == set(made._compiler._programs)
+    assert len(places) == len(made._compiler._programs)

@@ -18,7 +18,7 @@ from runs import model, told, train
 from roxxel_dist import Phase
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import trainer as trainer_module
-from roxxel_dist.train.bad_steps import healthy
+from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.checkpoint import manager as exporter_module
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST, Exporter
 from roxxel_dist.train.checkpoint.metadata import ResumeSpec
@@ -52,7 +52,9 @@ def checkpoints(folder, losses, value=0.0):
     store = CheckpointStore(folder / "checkpoints", max_to_keep=None)
     for step, val_loss in losses.items():
         params = {"w": jnp.full((300, 100), value + step)}
-        store.save(step, TrainState(jnp.int32(step), params, {}, {"mu": params}, healthy()), {}, val_loss)
+        store.save(
+            step, TrainState(jnp.int32(step), params, {}, {"mu": params}, LossMonitorState.initial()), {}, val_loss
+        )
     store.wait()
     return store
 
@@ -160,7 +162,9 @@ def test_one_that_is_best_and_newest(tmp_path):
     assert export(store, (NEWEST, 2)) == []
     best, newest = tmp_path / BEST, tmp_path / NEWEST
     assert value(best) == value(newest) == (2, 2.0)
-    store.save(3, TrainState(jnp.int32(3), {"w": jnp.full((300, 100), 3.0)}, {}, {}, healthy()), {}, 0.5)
+    store.save(
+        3, TrainState(jnp.int32(3), {"w": jnp.full((300, 100), 3.0)}, {}, {}, LossMonitorState.initial()), {}, 0.5
+    )
     store.close()
     assert export(store, (BEST, 3)) == []
     assert (value(best), value(newest)) == ((3, 3.0), (2, 2.0))

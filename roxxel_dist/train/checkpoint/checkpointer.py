@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.train.bad_steps import healthy
+from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.train_state import ModelState, TrainState, take_apart
+from roxxel_dist.train.train_state import TrainState, TrainView, split_module
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -96,15 +96,15 @@ class Checkpointer:
     def _restore_run(self, step: int) -> None:
         """Load a checkpoint that a `Trainer` has saved."""
         model, optimizer = self._objects["model"], self._objects.get("optimizer")
-        parts, params, rest, settings = take_apart(model)
+        parts, params, rest, settings = split_module(model)
         like: dict[str, Any] = {"params": params, "rest": rest, "opt_state": {}}
         if optimizer is not None:
             like["opt_state"] = optimizer.tx.init(params)
         found = like | self.store.restore_model(
             step, {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
         )
-        state = TrainState(jnp.int32(step), **found, health=healthy())
-        ModelState(parts, state, settings).copy_to(model, optimizer)
+        state = TrainState(jnp.int32(step), **found, health=LossMonitorState.initial())
+        TrainView(parts, state, settings).copy_to(model, optimizer)
 
     def _leaves(self) -> dict[str, dict[str, jax.Array]]:
         """Every array by its path, in the order of the state's tree."""
