@@ -10,7 +10,7 @@ class DataConfig:
     """Data sets by name. The tokenizer is for data that is text; shards bring their own."""
 
     tokenizer_type: Literal["char", "byte", "bpe"] = "bpe"
-    """What a token is: a character, a byte, or a byte-pair piece."""
+    """Tokenizer for text, by what a token is: a character, a byte, or a byte-pair piece."""
     datasets: dict[str, str] | None = None
     """Data sets by the names that the weights of phases use: shards, and as "self" what --data_path names where it
     is not given."""

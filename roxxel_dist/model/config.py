@@ -39,17 +39,16 @@ class PositionConfig:
     """Where the model gets positions from."""
 
     pos_encoding: PosEncoding = "rotary"
-    """How a token knows its place: rotary turns queries and keys, absolute adds sinusoids to the embedding, learned
-    adds a trained vector a place, none leaves it to the causal mask."""
+    """Position encoding: rotary (RoPE) turns queries and keys, absolute adds sinusoids to the embedding, learned adds a
+    trained vector for each place, none leaves the order to the causal mask."""
     rope_scale_factor: float = 1.0
-    """Of rotary: positions are divided by this, which stretches what was learned in a short context over a longer
-    one."""
+    """Scaling factor of rotary positions: they are divided by it, which stretches what was learned in a short context
+    over a longer one."""
     rope_theta: float = 10_000.0
-    """Of rotary: the longest wave that turns queries and keys takes about this times 2 pi tokens; larger for a longer
-    context."""
+    """Base of rotary positions: the longest wavelength is about this times 2 pi tokens; larger for a longer context."""
     rope_trained_context: int | None = None
-    """Of rotary: the context that was learned before rope_scale_factor came; only waves that were not seen whole in it
-    are stretched, as in LLaMA 3.1. All of them where not given."""
+    """Context length before rope_scale_factor came (original_max_position_embeddings): only wavelengths that were not
+    seen whole in it are stretched, as in LLaMA 3.1. All of them where not given."""
 
     def __post_init__(self) -> None:
         check_choice("pos_encoding", self.pos_encoding, get_args(PosEncoding))
@@ -74,22 +73,22 @@ class AttentionConfig:
     """Key and value heads, shared by groups of query heads; as many as n_heads where not given. With mla every head
     has its own."""
     sliding_window: bool = False
-    """Attention reaches back only context_window tokens."""
+    """Sliding-window attention: a token sees only the last context_window tokens."""
     context_window: int = 64
-    """Of sliding_window: how many tokens one sees, itself included."""
+    """Tokens that one sees with sliding_window, itself included."""
     no_sink: bool = False
-    """A sigmoid gate on the output of attention, so that no token need be attended to."""
+    """Gated attention: a sigmoid gate on the output of attention, so that no token need be an attention sink."""
     mla: bool = False
-    """Multi-head latent attention: keys and values come from one narrow vector a token, all that a cache keeps."""
+    """Multi-head latent attention (MLA): keys and values come from one narrow vector a token, all that a cache
+    keeps."""
     down_dim_q: int = 128
-    """Of mla: width of the compressed queries."""
+    """Width of the compressed queries of mla (q_lora_rank)."""
     down_dim_kv: int = 128
-    """Of mla: width of the compressed keys and values."""
+    """Width of the compressed keys and values of mla (kv_lora_rank)."""
     rope_dim: int = 32
-    """Of mla with rotary positions: width of the part that carries the position, beside the head_size of each head; at
-    most head_size."""
+    """Width of the rotary part of a head of mla (qk_rope_head_dim), beside its head_size; at most head_size."""
     inference: bool = False
-    """Of mla: attend among the compressed vectors themselves, which decoding with a cache always does. The same
+    """Absorbed MLA: attention among the compressed vectors themselves, as decoding with a cache always has it. The same
     numbers."""
 
     @property
@@ -112,22 +111,22 @@ class FeedForwardConfig:
     """What follows attention in a block."""
 
     expansion: int = 4
-    """The feed-forward layer has the parameters of a plain one of width expansion x dim."""
+    """Expansion factor: the feed-forward layer has the parameters of a plain one of width expansion x dim."""
     hidden_dim: int | None = None
     """Width inside the feed-forward layer, and inside each expert; from expansion where not given."""
     use_swiglu: bool = True
-    """A gated feed-forward layer of three matrices instead of a plain one of two."""
+    """Gated feed-forward layer (SwiGLU), of three matrices, instead of a plain one of two."""
     activation: str = "silu"
-    """What the feed-forward layer bends with: silu, gelu, gelu_tanh (its approximation), relu, relu2 (its square), tanh
+    """Activation of the feed-forward layer: silu, gelu, gelu_tanh (its approximation), relu, relu2 (its square), tanh
     or sigmoid."""
     use_moe: bool = False
-    """A mixture of experts instead of one feed-forward layer; each expert has the size of that layer."""
+    """Mixture of experts instead of one feed-forward layer; each expert has the size of that layer."""
     n_experts: int = 4
-    """Of use_moe: experts a layer."""
+    """Experts of a layer with use_moe."""
     top_k_mlp: int = 2
-    """Of use_moe: experts that a token goes through."""
+    """Experts that a token is routed to with use_moe (num_experts_per_tok)."""
     alpha_balance: float = 0.01
-    """Of use_moe: weight of the loss that spreads tokens over experts."""
+    """Auxiliary loss coefficient of use_moe: weight of the loss that balances the load of the experts."""
 
     def __post_init__(self) -> None:
         check_sizes({"expansion": self.expansion, "hidden_dim": self.hidden_dim})
@@ -155,15 +154,15 @@ class LoraConfig:
     """Which matrices get an adapter, and of what size."""
 
     use_lora: bool = False
-    """Train small adapters beside the weights of init_from, which stay as they are."""
+    """Low-rank adapters (LoRA) that are trained beside the weights of init_from, which stay as they are."""
     lora_rank: int = 8
-    """Of use_lora: rank of an adapter."""
+    """Rank of an adapter."""
     lora_alpha: float = 16.0
-    """Of use_lora: an adapter counts lora_alpha / lora_rank."""
+    """Scale of an adapter: it counts lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Of use_lora: dropout before an adapter, while training."""
+    """Dropout before an adapter, while training."""
     lora_targets: LoraTargets = "attention"
-    """Of use_lora: what is adapted: the projections of attention, the feed-forward layers (mlp), or all of both."""
+    """Matrices with adapters: the projections of attention, the feed-forward layers (mlp), or all of both."""
 
     def __post_init__(self) -> None:
         if not self.use_lora:
@@ -196,24 +195,25 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     num_blocks: int = 4
     """Number of blocks, each attention and then a feed-forward layer."""
     vocab_size: int | None = None
-    """Tokens the model knows; taken from the tokenizer where not given."""
+    """Vocabulary size of the model; taken from the tokenizer where not given."""
     max_context: int = 256
-    """The longest sequence the model reads, in tokens."""
+    """Context length: the longest sequence that the model reads, in tokens."""
     dropout_rate: float = 0.0
     """Dropout on the output of attention and feed-forward, while training."""
     weight_tying: bool = True
     """Use the embedding as the output matrix too."""
     norm_type: NormType = "rmsnorm"
-    """What normalises before each part: rmsnorm scales, layernorm takes the mean away as well."""
+    """Normalisation before each part: rmsnorm scales, layernorm takes the mean away as well."""
     norm_eps: float = 1e-6
-    """What a norm adds to the mean square, or the variance, before it divides by the root of it."""
+    """Epsilon of a norm: it is added to the mean square, or the variance, before the root is taken."""
     gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more work."""
+    """Gradient checkpointing (remat): the backward pass computes each block's activations again, which takes less
+    memory and about a third more work."""
     scan_layers: bool = False
     """Stack the arrays of all blocks and compile one block for all of them: the time to compile no longer grows with
     num_blocks. The same weights and numbers; checkpoints have the stacked arrays."""
     loss_chunk: int = 0
-    """Compute logits and loss of so many tokens of a batch at a time, all devices together, and again in the backward
+    """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
     pass: with a large vocabulary they are most of the memory. 0 for all at once."""
 
     def __post_init__(self) -> None:

@@ -14,11 +14,11 @@ class OwnConfig:
     """What is trained instead of the built-in Transformer and its cross-entropy."""
 
     model: str | None = None
-    """"module:function" that makes the model: build(config, rngs) returns an nnx.Module from int32[B, L] tokens to
-    [B, L, vocab_size] logits, or whatever loss reads. The built-in Transformer where not given."""
+    """Model of your own, "module:function": build(config, rngs) returns an nnx.Module from int32[B, L] tokens to [B, L,
+    vocab_size] logits, or whatever loss reads. The built-in Transformer where not given."""
     loss: str | None = None
-    """"module:function" of the loss: loss(model, batch) returns a scalar, (scalar, aux) or a mapping with "loss", and
-    "balance_loss" if something is minimised beside it. The mean cross-entropy of the next token where not given."""
+    """Loss of your own, "module:function": loss(model, batch) returns a scalar, (scalar, aux) or a mapping with "loss",
+    and "balance_loss" if something is minimised beside it. The mean cross-entropy of the next token where not given."""
     model_args: dict[str, Any] | None = None
     """Values of your own, for build to read as config.model_args; --model_args.NAME VALUE sets a single one."""
 

@@ -19,26 +19,26 @@ class OptimizerConfig:
     """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
     optimizer: Literal["adamw", "nadamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
-    """adamw, nadamw, adafactor, lion, sgd with momentum, or muon, which leaves embeddings, the output head and all that
-    is no matrix to adamw. Lion wants a third to a tenth of adamw's lr and as much more weight_decay."""
+    """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, or muon, which leaves embeddings, the output head
+    and all that is no matrix to adamw. Lion wants a third to a tenth of adamw's lr and as much more weight_decay."""
     lr: float = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """What follows the warm-up: a cosine or a line down to lr x 0.01, lr itself, or wsd, which is lr for 40 % of the
-    run and then a cosine down to lr x 0.01."""
+    """Learning-rate schedule after the warm-up: a cosine or a line down to lr x 0.01, lr itself (constant), or wsd,
+    which is lr for 40 % of the run and then a cosine down to lr x 0.01."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; a twentieth of the run where not given."""
     decay_steps: int | None = None
-    """Of wsd: steps of the decay that ends the run, the stable part being what is left."""
+    """Steps of the decay that ends a run with wsd, the stable part being what is left."""
     weight_decay: float = 0.01
-    """Decay of matrices, times the learning rate; norms and biases are left alone."""
+    """Weight decay of matrices, times the learning rate; norms and biases have none."""
     beta1: float = 0.9
     """Decay of the mean of gradients: adamw, nadamw, lion, and muon's adamw."""
     beta2: float | None = None
     """Decay of the mean of squared gradients, 0.95 where not given: adamw, nadamw, muon's adamw. Of lion the decay of
     its momentum, 0.99 where not given."""
     momentum: float | None = None
-    """Of sgd, 0.9 where not given, and of muon, 0.95 where not given."""
+    """Momentum of sgd, 0.9 where not given, and of muon, 0.95 where not given."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; 0 leaves it as it is."""
 
@@ -107,47 +107,50 @@ class LoopOptions:
     eval_every: int = 50
     """Steps between validations."""
     eval_iters: int = 10
-    """Batches a validation reads of each data set, the same ones each time."""
+    """Batches that a validation reads of each data set, the same ones each time."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
     max_to_keep: int | None = 3
     """Newest checkpoints that are kept; the best one by val_loss is kept beside them."""
     keep_every: int | None = None
-    """Every so many steps one is saved that is never deleted."""
+    """Steps between checkpoints that are never deleted."""
     keep_steps: list[int] | None = None
-    """These steps are saved, and never deleted."""
+    """Steps whose checkpoints are saved, and never deleted."""
     export_weights: bool = True
-    """Write the weights of the best checkpoint and of the last one into a file each too, where they are below 2 GB."""
+    """Files of weights of the best checkpoint and of the last one, where they are below 2 GB."""
     max_steps: int | None = None
-    """End the run after this many steps; the schedule still spans the whole curriculum."""
+    """Steps after which the run ends; the schedule still spans the whole curriculum."""
     seed: int = 42
-    """Of the weights, the data order and dropout."""
+    """Random seed of the weights, the data order and dropout."""
     init_from: str | None = None
-    """Begin with the weights of another run, RUN or RUN@STEP, or of a folder of Hugging Face (LLaMA, Mistral, Mixtral),
-    whose shape is taken then; and with its tokenizer where the data is text. Moments, random streams and the position
-    in the data are new."""
+    """Weights to begin with: of another run, RUN or RUN@STEP, or of a folder of Hugging Face (LLaMA, Mistral, Mixtral),
+    whose shape is taken then; and its tokenizer where the data is text. Moments, random streams and the position in the
+    data are new."""
     val_fraction: float = 0.1
-    """The last part of every shard that is held out for validation and never trained on, up to a document's end."""
+    """Share of every shard, its last part up to a document's end, that is held out for validation and never trained
+    on."""
     patience: int = 0
-    """End the run after so many validations without a lower val_loss; 0 for never."""
+    """Early stopping: validations without a lower val_loss after which the run ends; 0 for never."""
     verify_data: Literal["on", "off"] = "on"
-    """Compare the tokens with the checksums of their shards before they count: what a process reads, once, beside the
-    steps. A damaged block, or an id that the model does not have, ends the run with its file and document."""
+    """Verification of the data: tokens are compared with the checksums of their shards before they count, what a
+    process reads, once, beside the steps. A damaged block, or an id that the model does not have, ends the run with its
+    file and document."""
     on_bad_step: Literal["raise", "skip", "rewind"] = "raise"
-    """What to do about a loss or gradient that is no number, or a spike: end the run, leave out the update, or go back
-    to the last checkpoint and leave out the rows of that step."""
+    """Reaction to a loss or gradient that is no number, or a spike: end the run, leave out the update, or go back to
+    the last checkpoint and leave out the rows of that step."""
     spike_factor: float = 0.0
-    """A loss above so many times its running mean is a bad step too; 0 for never."""
+    """Factor of the running mean of the loss above which a loss is a spike, a bad step too; 0 for never."""
     max_rewinds: int = 3
-    """How often a run goes back before a bad step ends it."""
+    """Rewinds before a bad step ends the run."""
     use_bf16: bool = False
-    """Keep parameters and the optimizer's moments in bfloat16: half the memory, less precise."""
+    """bfloat16 parameters and optimizer moments: half the memory, less precise."""
     bf16_compute: bool = False
-    """Compute in bfloat16, with parameters and moments in float32."""
+    """Mixed precision: computation in bfloat16, with parameters and moments in float32."""
     fsdp: bool = False
-    """Cut parameters and moments over devices (see fsdp_devices) instead of keeping a copy on each."""
+    """Fully sharded data parallelism: parameters and moments are cut over devices (see fsdp_devices) instead of a copy
+    on each."""
     profile_steps: list[int] | None = None
-    """[A, B]: write a trace of the steps A to B into the run directory."""
+    """Steps [A, B] of a profile: their trace is written into the run directory."""
 
     def kept(self) -> dict[str, Any]:
         """Which checkpoints are kept, as `CheckpointStore` takes it."""
@@ -196,19 +199,22 @@ class ExperimentConfig:
     n_devices: int = 0
     """Devices to use, of all processes together; 0 for all."""
     fsdp_devices: int = 0
-    """Of fsdp: so many devices share one copy of parameters and moments; 0 for all."""
+    """Devices that share one copy of parameters and moments with fsdp; 0 for all."""
     tensor_devices: int = 1
-    """So many devices compute on the same rows together, each with its share of heads, hidden units and vocabulary."""
+    """Tensor parallelism: so many devices compute on the same rows together, each with its share of heads, hidden units
+    and vocabulary."""
     deterministic: bool = False
-    """Ask XLA for the same bits every time, which costs speed on a GPU."""
+    """Determinism of XLA: the same bits every time, which costs speed on a GPU."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Log to Weights & Biases: to its server, or to files in the run directory that `wandb sync` sends later."""
+    """Weights & Biases: off, online to its server, or offline to files in the run directory that `wandb sync` sends
+    later."""
     wandb_project: str = "roxxel-dist"
-    """The project there."""
+    """Project at Weights & Biases."""
     sample_prompt: str = ""
     """Text that the sample at the end of the run continues; a document's beginning where empty."""
     sample: Literal["auto", "on", "off"] = "auto"
-    """Show some lines of what the model writes at the end of the run; auto: not after one of less than 30 seconds."""
+    """Sample at the end of the run, some lines of what the model writes; auto: not after a run of less than 30
+    seconds."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "grad_accum"):
