@@ -67,8 +67,7 @@ def export_run(
     if merge_lora and not weights.scales:
         raise ValueError(f"--merge_lora: {run} has no adapters; leave it out")
     weights = weights.merged() if merge_lora else weights
-    params = weights.params if dtype is None else {name: _cast(one, dtype) for name, one in weights.params.items()}
-    size = sum(one.nbytes for one in params.values())
+    params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -81,7 +80,7 @@ def export_run(
             _put(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    count = sum(one.size for one in params.values())
+    count, size = (sum(getattr(array, what) for array in params.values()) for what in ("size", "nbytes"))
     return f"step {weights.step} of {run}: {count:,} parameters, {size / 1e6:,.1f} MB, in {out}"
 
 
@@ -92,22 +91,22 @@ def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
     for folder in map(Path.resolve, read):
         if out.resolve() in (folder, *folder.parents):
             raise ValueError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
-    inside = sorted(one.name for one in out.iterdir() if one.is_dir() or one.name == METRICS) if out.is_dir() else []
-    if inside:
-        raise ValueError(
-            f"--out {out} has {inside[0]} in it, which no export has: it may be a run; name another folder"
-        )
+    for path in sorted(out.iterdir()) if out.is_dir() else []:
+        if path.is_dir() or path.name == METRICS:
+            raise ValueError(
+                f"--out {out} has {path.name} in it, which no export has: it may be a run; name another folder"
+            )
 
 
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
     """Our own names, beside what makes it a folder that is read as a run."""
-    size = sum(one.nbytes for one in params.values())
+    sizes = {name: array.nbytes for name, array in params.items()}
     if format == "safetensors":
-        arrays = ((name, np.ascontiguousarray(one)) for name, one in params.items())
-        write_tensors(folder, arrays, {name: one.nbytes for name, one in params.items()}, limit, weights.step)
+        arrays = ((name, np.ascontiguousarray(array)) for name, array in params.items())
+        write_tensors(folder, arrays, sizes, limit, weights.step)
     elif format != "msgpack":
         raise ValueError(f"format is {format!r}: it must be msgpack, safetensors or hf")
-    elif size >= LIMIT:
+    elif (size := sum(sizes.values())) >= LIMIT:
         raise ValueError(
             f"the weights take {size / 1e9:.1f} GB, and a msgpack file holds less than {LIMIT / 1e9:.0f} GB: use "
             f"--format safetensors"

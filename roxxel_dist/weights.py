@@ -68,30 +68,23 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     Raises:
         ValueError: the folder holds no model, no weights, or not those of that step.
     """
-    named = CheckpointRef.parse(path)
-    step = named.step if step is None else step
-    if is_hf_folder(named.run):
+    run, named_step = CheckpointRef.parse(path)
+    step = named_step if step is None else step
+    if is_hf_folder(run):
         if step is not None:
-            raise ValueError(f"{named.run} is a model of Hugging Face, which has no step {step}: leave the step out")
-        return _of_hugging_face(named.run)
-    return weights_of_run(named.run, step, best=best)
-
-
-def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) -> Weights:
-    """`weights_of` for a run directory."""
+            raise ValueError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
+        return _of_hugging_face(run)
     if not (run / CONFIG).exists():
         raise ValueError(no_run(run))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
-    saved = files.complete(checkpoints)
-    if saved:
-        newest = max(saved)
-        wanted = step if step is not None else (files.best_of(saved) or newest) if best else newest
-        if wanted not in saved:
-            raise ValueError(f"{run} has no checkpoint of step {wanted}; those there are: {', '.join(map(str, saved))}")
-        params, metadata = _of_checkpoint(checkpoints / str(wanted))
+    if saved := files.complete(checkpoints):
+        done = step if step is not None else (best and files.best_of(saved)) or max(saved)
+        if done not in saved:
+            raise ValueError(f"{run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}")
+        params, metadata = _of_checkpoint(checkpoints / str(done))
     else:
-        params, wanted = _of_files(run, step, best=best)
+        params, done = _of_files(run, step, best=best)
         metadata = _metadata_of_adapters(load_yaml(run / CONFIG), params)
     scales = dict(metadata.adapter_scales or {})
     if config.model is None and config.scan_layers:
@@ -103,7 +96,7 @@ def weights_of_run(run: Path, step: int | None = None, *, best: bool = False) ->
         weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters itself
         params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
-    return Weights(config=config, params=params, step=wanted, tokenizer=tokenizer, scales=scales, folders=folders)
+    return Weights(config=config, params=params, step=done, tokenizer=tokenizer, scales=scales, folders=folders)
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:
@@ -130,36 +123,36 @@ def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -
 
 def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], int]:
     """(parameters, steps done) of a run without checkpoints."""
-    there = {name: found for name in (NEWEST, BEST) if (found := step_of(run / name)) is not None}
-    if not there and has_tensors(run):
+    steps = {name: done for name in (NEWEST, BEST) if (done := step_of(run / name)) is not None}
+    if not steps and has_tensors(run):
         with TensorFiles(run) as tensors:
-            found = tensors.step()
-            if step not in (None, found):
-                known = "they do not say their step" if found is None else f"they are of step {found}"
+            done = tensors.step()
+            if step not in (None, done):
+                known = "they do not say their step" if done is None else f"they are of step {done}"
                 raise ValueError(f"{run} has no weights of step {step}: {known}; leave the step out")
-            return {name: tensors.read(name) for name in tensors.shapes()}, found or 0
-    if not there and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
+            return {name: tensors.read(name) for name in tensors.shapes()}, done or 0
+    if not steps and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
         raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
-    if not there:
+    if not steps:
         raise ValueError(
             f"{run} has no weights beside its {CONFIG}: there is no {NEWEST}, or it is damaged, and no {WHOLE}; put "
             f"them back, or export the run again"
         )
-    names = [BEST, NEWEST] if best else [NEWEST, BEST]
-    fitting = [name for name in names if name in there and step in (None, there[name])]
-    if not fitting:
-        kept = ", ".join(map(str, sorted(set(there.values()))))
+    names = [name for name in ((BEST, NEWEST) if best else (NEWEST, BEST)) if name in steps]
+    name = next((name for name in names if step in (None, steps[name])), None)
+    if name is None:
+        kept = ", ".join(map(str, sorted(set(steps.values()))))
         raise ValueError(f"{run} has no checkpoint, and no weights of step {step}; those there are: {kept}")
-    if not best and step is None and fitting[0] == BEST:
-        line = f"roxxel-dist: {run} has no {NEWEST}: taking {BEST}, of step {there[BEST]}"
+    if not best and step is None and name == BEST:
+        line = f"roxxel-dist: {run} has no {NEWEST}: taking {BEST}, of step {steps[BEST]}"
         print(line, file=sys.stderr, flush=True)
-    return read_weights(run / fitting[0])
+    return read_weights(run / name)
 
 
 def _of_hugging_face(folder: Path) -> Weights:
     config = Config(**fields_of(folder))
-    with HfFolder(folder) as found:
-        params = found.params()
+    with HfFolder(folder) as tensors:
+        params = tensors.params()
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
     return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None, folders=(folder,))
 
@@ -228,13 +221,13 @@ def check_continues(model: Any, config: Any) -> None:
     if config.model is None:
         return
     graphdef, state = nnx.split(model)
-    wanted = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
+    rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
     try:
-        found = jax.eval_shape(
+        logits = jax.eval_shape(
             lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, np.zeros((1, config.max_context), np.int32)
         )
     except Exception as error:
-        raise ValueError(f"model is {config.model!r}: {wanted}, and this one says {error!r}") from error
-    shape = getattr(found, "shape", type(found).__name__)
+        raise ValueError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
+    shape = getattr(logits, "shape", type(logits).__name__)
     if shape != (1, config.max_context, config.vocab_size):
-        raise ValueError(f"model is {config.model!r}: {wanted}, and for L = {config.max_context} it returns {shape}")
+        raise ValueError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")

@@ -25,7 +25,7 @@ from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetada
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.train_state import Leaves
-from roxxel_dist.train.weight_files import describe_tensors, has_tensors
+from roxxel_dist.train.weight_files import TensorFiles, has_tensors
 
 INITIALIZED_FROM = "initialized_from"
 """What a run's record calls the checkpoint that its weights come from."""
@@ -36,12 +36,7 @@ FINGERPRINT_KIND = "metadata:"
 def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[CheckpointStore, int]]:
     """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
 
-    Args:
-        field: what names the checkpoint, for messages.
-        ref: the checkpoint.
-
-    Raises:
-        ValueError: there is no such checkpoint.
+    Raises ValueError where there is no such checkpoint; the message begins with `field`, what names it.
     """
     store = CheckpointStore(ref.run / "checkpoints", read_only=True)
     try:
@@ -69,11 +64,7 @@ def _instead(run: Path) -> str:
 
 
 def find_checkpoint(init_from: str) -> CheckpointRef:
-    """The checkpoint that a run has its weights from; a folder of Hugging Face has no step.
-
-    Raises:
-        ValueError: there is none such.
-    """
+    """The checkpoint that a run has its weights from; a folder of Hugging Face has no step. ValueError if not there."""
     ref = CheckpointRef.parse(init_from)
     if is_hf_folder(ref.run):
         return ref
@@ -140,11 +131,7 @@ def _replicated(shape: jax.ShapeDtypeStruct, like: Leaves) -> Any:
 
 
 def base_params_loader(base: BaseModelRef) -> Callable[[Leaves], Leaves]:
-    """What gives the weights that adapters stand on, as `params_loader` does; it asks for them when it is called.
-
-    Raises, then:
-        ValueError: they are gone, or others.
-    """
+    """`params_loader` for the base of adapters; ValueError, when it is called, if that is gone or another one."""
 
     def load(like: Leaves) -> Leaves:
         check_base(base)
@@ -154,12 +141,9 @@ def base_params_loader(base: BaseModelRef) -> Callable[[Leaves], Leaves]:
 
 
 def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
-    """The base of a run's adapters, where the config of that run says that it is now; None where there is none.
+    """The base of a run's adapters, where the config of that run says that it is now; None of a run without adapters.
 
-    A run of a bare Trainer has no config.
-
-    Raises:
-        ValueError: the adapters stand on what a function of the user's makes.
+    Raises ValueError where the adapters stand on what a function of the user's makes.
     """
     if metadata.adapter_scales is None:
         return None
@@ -167,7 +151,7 @@ def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
         raise ValueError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except FileNotFoundError:  # a run of a bare Trainer
         return metadata.base
     return metadata.base.at((config or {}).get("init_from"))
 
@@ -190,21 +174,17 @@ def check_base(base: BaseModelRef) -> None:
 def fingerprint(source: CheckpointRef) -> str:
     """By which the base of adapters is known again: of the metadata of a checkpoint, not of its weights.
 
-    It stays the same when the base's run goes back to that checkpoint. Of a folder of Hugging Face: of the headers and
-    the sizes of its files.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is damaged.
+    Of a checkpoint: its losses, the run's data and curriculum, which stay when the run goes back to it. Of a folder of
+    Hugging Face: the names and shapes of its tensors and the size of its files. Raises ValueError where it is gone.
     """
     if is_hf_folder(source.run):
-        with _errors_of(source):
-            about: Any = describe_tensors(source.run)
+        with _errors_of(source), TensorFiles(source.run) as files:
+            about: Any = [files.bytes, files.shapes()]
     else:
         with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
             saved = CheckpointMetadata.from_dict(store.meta(step))
-            shapes = {name: [*shape.shape, str(shape.dtype)] for name, shape in store.param_shapes(step).items()}
-            about = [shapes, store.val_loss(step), saved.early_stopping.best_loss, saved.corpus, saved.curriculum]
-    return FINGERPRINT_KIND + hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+            about = [store.val_loss(step), saved.early_stopping.best_loss, saved.corpus, saved.curriculum]
+    return FINGERPRINT_KIND + hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def with_base(config: Any) -> tuple[Any, str]:

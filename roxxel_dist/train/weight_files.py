@@ -44,21 +44,20 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open = contextlib.ExitStack()
-        self._of: dict[str, Any] = {}
-        try:
+        self.bytes: int = 0
+        """Of the files together."""
+        self._file_of: dict[str, Any] = {}
+        with contextlib.ExitStack() as opened:
             for path in _paths(folder):
-                file: Any = self._open.enter_context(_opened(path))
-                self._of |= dict.fromkeys(file.keys(), file)
-        except BaseException:
-            self.close()
-            raise
+                file = opened.enter_context(_open(path))
+                self._file_of |= dict.fromkeys(file.keys(), file)
+                self.bytes += path.stat().st_size
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Let go of the files."""
-        self._of = {}
-        self._open.close()
+        self._file_of = {}
+        self._opened.close()
 
     def __enter__(self) -> "TensorFiles":
         return self
@@ -68,33 +67,19 @@ class TensorFiles:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every array, by its name."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
     def step(self) -> int | None:
         """The step that `write_tensors` was told; None of others' files."""
-        steps = {(file.metadata() or {}).get(STEP, "") for file in self._of.values()}
+        steps = {(file.metadata() or {}).get(STEP, "") for file in self._file_of.values()}
         text = steps.pop() if len(steps) == 1 else ""
         return int(text) if text.isdecimal() else None
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """A part of an array, or all of it."""
         if not index:
-            return self._of[name].get_tensor(name)
-        return self._of[name].get_slice(name)[index]
-
-
-def describe_tensors(folder: Path) -> list[Any]:
-    """Of each file: its name, its size in bytes, and the names and shapes of its arrays.
-
-    Raises:
-        ValueError: there are no files, or one is damaged.
-    """
-    described = []
-    for path in _paths(folder):
-        with _opened(path) as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
-        described.append([path.name, path.stat().st_size, shapes])
-    return described
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[index]
 
 
 def has_tensors(folder: Path) -> bool:
@@ -118,7 +103,7 @@ def _paths(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, "numpy")
     except SafetensorError as error:
@@ -145,14 +130,14 @@ def write_tensors(
             taken = 0
         files[-1].append(name)
         taken += size
-    about = {"format": "pt", STEP: str(step)}  # the first: transformers refuses files that do not say it
+    metadata = {"format": "pt", STEP: str(step)}  # the first: transformers refuses files that do not say it
     if len(files) == 1:
-        save_file(dict(arrays), folder / WHOLE, about)
+        save_file(dict(arrays), folder / WHOLE, metadata)
         return
     where = {}
     for i, names in enumerate(files):
         path = folder / f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        save_file(dict(next(arrays) for _ in names), path, about)
+        save_file(dict(next(arrays) for _ in names), path, metadata)
         where |= dict.fromkeys(names, path.name)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
     write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())

@@ -67,7 +67,9 @@ class Checkpointer:
             )
         metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
         self.store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
-        self._warn()
+        while ended := self.store.poll():
+            if ended.problem:
+                log.warning("%s", ended.problem)
 
     def restore(self) -> int:
         """Load the newest checkpoint into the model and the optimizer, and return its step; 0 where there is none.
@@ -100,20 +102,14 @@ class Checkpointer:
         like: dict[str, Any] = {"params": params, "rest": rest, "opt_state": {}}
         if optimizer is not None:
             like["opt_state"] = optimizer.tx.init(params)
-        found = like | self.store.restore_model(
-            step, {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
-        )
-        state = TrainState(jnp.int32(step), **found, health=LossMonitorState.initial())
+        saved = {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
+        restored = like | self.store.restore_model(step, saved)
+        state = TrainState(jnp.int32(step), **restored, health=LossMonitorState.initial())
         TrainView(parts, state, settings).copy_to(model, optimizer)
 
     def _leaves(self) -> dict[str, dict[str, jax.Array]]:
         """Every array by its path, in the order of the state's tree."""
         return {name: _named(nnx.state(thing)) for name, thing in self._objects.items()}
-
-    def _warn(self) -> None:
-        while ended := self.store.poll():
-            if ended.problem:
-                log.warning("%s", ended.problem)
 
     def wait(self) -> None:
         """Until the last save is complete.

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,7 @@ def open_folder(folder: Path, *, read_only: bool) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
     Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away.
-
-    Raises:
-        ValueError: it cannot be written, or a rank does not see it.
+    Raises ValueError where it cannot be written, or a rank does not see it.
     """
     saved, problem = {}, ""
     if process_index() == 0:
@@ -142,23 +140,6 @@ def delete(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def delete_all(checkpoints: Iterable[Path]) -> None:
-    """Take checkpoints away, one after the other.
-
-    Raises:
-        OSError: one of them stays.
-    """
-    for checkpoint in checkpoints:
-        delete(checkpoint)
-        if checkpoint.exists():
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
-
-
-def rewrite_meta(checkpoint: Path, meta: str) -> None:
-    """Change what a checkpoint says beside its arrays, in one instant."""
-    write_file(checkpoint / META, meta.encode())
-
-
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     """What writes and reads arrays.
 
@@ -175,24 +156,15 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> list[Any]:
-    """Begin to write the arrays that this process holds; returns when the state may change.
+    """Begin to write the arrays that this process holds; returns, when the state may change, what has `result()`.
 
-    Returns:
-        What to call `result()` on, to wait for the end or to get the error.
-
-    Raises:
-        OSError: the disk has no room for them.
+    Raises OSError where the disk has no room for them: found while writing, Orbax leaves pages of tracebacks behind.
     """
-    _check_room(temporary.parent, state)
-    return asyncio.run(handler.async_save(epath.Path(temporary / STATE), args=ocp.args.PyTreeSave(state))) or []
-
-
-def _check_room(folder: Path, state: Any) -> None:
-    """A disk that is full is found here as a rule: found while writing, Orbax leaves pages of tracebacks behind."""
     shards = [shard for leaf in jax.tree.leaves(state) for shard in getattr(leaf, "addressable_shards", ())]
-    disk = shutil.disk_usage(folder)
+    disk = shutil.disk_usage(temporary.parent)
     if sum(shard.data.nbytes for shard in shards if shard.replica_id == 0) > disk.free and disk.total:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return asyncio.run(handler.async_save(epath.Path(temporary / STATE), args=ocp.args.PyTreeSave(state))) or []
 
 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str) -> None:
@@ -205,7 +177,7 @@ def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Pa
 
 def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: Any, *, whole: bool) -> Any:
     """The arrays of a checkpoint, with the structure, dtypes and shardings of `like`."""
-    abstract = jax.tree.map(_abstract, like)
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, keys_to_data(like))
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
     return _data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
@@ -266,12 +238,6 @@ def _is_key(leaf: Any) -> bool:
 def keys_to_data(state: Any) -> Any:
     """Random keys as plain integers, which is what a file can hold."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
-
-
-def _abstract(leaf: Any) -> Any:
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    return ocp.utils.to_shape_dtype_struct(leaf)
 
 
 def _data_to_keys(state: Any, like: Any) -> Any:

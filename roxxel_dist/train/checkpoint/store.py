@@ -5,8 +5,10 @@ waiting for it. Here every rank says how its part went, rank 0 decides, and all 
 """
 
 import contextlib
+import errno
 import itertools
 import json
+import os
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +19,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
+from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.metadata import META
@@ -247,14 +250,6 @@ class CheckpointStore:
         """
         return self._restore(step, like, whole=True)
 
-    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters alone, placed as `like`, whatever the run's optimizer was.
-
-        Raises:
-            ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
-        """
-        return self._restore(step, {"params": like}, whole=False)["params"]
-
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
 
@@ -262,6 +257,10 @@ class CheckpointStore:
             ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
         """
         return self._restore(step, like, whole=False)
+
+    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
+        return self.restore_model(step, {"params": like})["params"]
 
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
@@ -278,14 +277,14 @@ class CheckpointStore:
             ValueError: there is none of that step, it is damaged, or the folder cannot be written.
         """
         self.settle()
-        later = [other for other in self.steps() if other > step]
         saved, problem = self._read(step), ""
         if is_primary():
-            try:
-                files.rewrite_meta(self.folder / str(step), json.dumps({**saved, "meta": meta}))
-                files.delete_all(
-                    self.folder / str(other) for other in later
-                )  # in this order: cut off, the old run is there
+            try:  # in this order: cut off between, the old run is there
+                write_file(self.folder / str(step) / META, json.dumps({**saved, "meta": meta}))
+                for later in (self.folder / str(other) for other in self.steps() if other > step):
+                    files.delete(later)
+                    if later.exists():
+                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             except OSError as error:
                 problem = error.strerror or str(error)
         if problem := broadcast_from_primary(self._name, problem):
