@@ -1,21 +1,14 @@
-"""A run's validation, repeated from a checkpoint. The run is only read: it may be going on, or be somebody else's.
-
-The validation of a checkpoint, outside of any training: the program that a `Trainer` would have run.
-
-A validation that was repeated, beside what the run's log says of it.
-"""
+"""The validation of a run, repeated from a checkpoint. The run is only read: it may train, or be somebody else's."""
 
 import contextlib
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 from roxxel_dist.builders import RunComponents, build_components, check_vocabularies
@@ -24,175 +17,27 @@ from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.curriculum_builder import validation_sets
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.run_directory import METRICS, no_run
-from roxxel_dist.run_metadata import config_at, data_at, saved_config
+from roxxel_dist.data.locate import find_shards, is_tokens
+from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.display import aligned
+from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
+from roxxel_dist.run_metadata import data_of, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import base_params_loader, open_checkpoint
-from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
+from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import LossFn, fetch, make_eval_step
-
-
-class Replay:
-    """The weights of a checkpoint on a mesh, and what measures their losses. All ranks make the same calls.
-
-    Moments are not read: it takes the memory of the weights alone.
-
-    Args:
-        store: the checkpoints.
-        step: which one.
-        build: makes the model.
-        loss_fn: see `Trainer`.
-        sets: the data to validate on, by name.
-        train: the training data.
-        shape: of the phase that was trained.
-        mesh: devices of all processes.
-        options: of the run: `eval_iters`, `fsdp`, `use_bf16` and `bf16_compute`.
-
-    Raises:
-        ValueError: the checkpoint is of another model or damaged, or a data set is too small for a batch.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        step: int,
-        build: Callable[[], nnx.Module],
-        loss_fn: LossFn,
-        *,
-        sets: Mapping[str, Roxxel],
-        train: Roxxel,
-        shape: Shape,
-        mesh: Mesh,
-        options: LoopOptions,
-    ) -> None:
-        dtype = jnp.bfloat16 if options.use_bf16 else None
-        base = CheckpointMetadata.from_dict(store.meta(step)).base
-        parts, state, self._settings = init_state(
-            build, lambda params: {}, mesh, fsdp=options.fsdp, dtype=dtype, restored=True,
-            load=None if base is None else base_params_loader(base.at(options.init_from)),
-        )  # fmt: skip
-        self._shape, self._one_in_flight = shape, InflightThrottler(mesh).limit == 1
-        self._programs = AotCompiler(mesh)
-        try:
-            self._validation = Validation(
-                sets,
-                train,
-                make_eval_step(parts, loss_fn, jnp.bfloat16 if options.bf16_compute else None),
-                self._programs,
-                batch_sharding(mesh),
-                options.eval_iters,
-            )
-            self._validation.check(shape)
-            self._validation.prepare(state, self._settings, shape)
-            wanted = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
-            self._state = state._replace(**store.restore_model(step, wanted))
-        except BaseException:
-            self._programs.close()
-            raise
-
-    def losses(self) -> dict[str, float]:
-        """What `Validation.summarize` says."""
-        self._programs.wait_together()
-        found = self._validation.run(self._state, self._settings, self._shape, one_in_flight=self._one_in_flight)
-        return self._validation.summarize(fetch(found), self._shape)
-
-    def reads(self) -> dict[str, tuple[int, int]]:
-        """(batches, tokens) that are read of each data set, by name."""
-        return self._validation.reads(self._shape)
-
-    def close(self) -> None:
-        """Let go of the thread that compiles."""
-        self._programs.close()
-
-
-VAL, TRAIN, BALANCE = "val_loss", "train_eval_loss", "val_bal"
-
-
-def logged_losses(run: Path, step: int) -> dict[str, float]:
-    """The validation in the log's row of a step, counted from 1; empty where there is none."""
-    reader = JsonlReader(run / METRICS)
-    try:
-        row = next((row for row in reader.rows() if row.get("step") == step), {})
-    finally:
-        reader.close()
-    return {name: value for name, value in row.items() if name in (VAL, TRAIN, BALANCE) or name.startswith(f"{VAL}/")}
-
-
-def deviations(losses: Mapping[str, float], logged: Mapping[str, float]) -> list[str]:
-    """A line for each loss that is not bit for bit what the log says; nothing where all are."""
-    lines = []
-    for name in dict.fromkeys([*logged, *losses]):
-        here, there = losses.get(name), logged.get(name)
-        if here is None or there is None:
-            lines.append(f"{name}: {_exact(here)} here, {_exact(there)} in the log")
-        elif here != there:
-            lines.append(f"{name}: {here!r} here, {there!r} in the log, {here - there:+.3g}")
-    return lines
-
-
-def _exact(value: float | None) -> str:
-    return "not measured" if value is None else repr(value)
-
-
-def rows_of(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, and of all of them.
-
-    Args:
-        losses: by the names of the log.
-        reads: (batches, tokens) by data set, as `Validation` names them: "" is what was held out, and the last one is
-            the training data.
-    """
-    *names, train = reads
-    metrics = {name: (f"{VAL}/{name}" if name else VAL, name or "held out", *reads[name]) for name in names}
-    found = list(metrics.values())
-    if len(names) > 1:
-        batches, tokens = (sum(reads[name][i] for name in names) for i in (0, 1))
-        found.append((VAL, "all of them", batches, tokens))
-    found.append((TRAIN, "training data", *reads[train]))
-    return [
-        {
-            "name": name,
-            "metric": metric,
-            "loss": losses[metric],
-            "perplexity": perplexity(losses[metric]),
-            "batches": batches,
-            "tokens": tokens,
-        }
-        for metric, name, batches, tokens in found
-    ]
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is no number of 64 bits."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def validation_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as lines of text."""
-    head = ("data", "loss", "perplexity", "batches", "tokens")
-    cells = [
-        (row["name"], f"{row['loss']:.6f}", f"{row['perplexity']:,.2f}", f"{row['batches']:,}", f"{row['tokens']:,}")
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(line[1:], widths[1:], strict=True))])
-        for line in [head, *cells]
-    )
+from roxxel_dist.train.train_step import fetch, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is asked otherwise than the run itself did; all None asks the same again."""
+class EvalOverrides:
+    """What is measured otherwise than in the run; all None measures as the run does."""
 
     data_path: str | None = None
     """Shards instead of those that the run remembers."""
@@ -202,66 +47,47 @@ class Asked:
     """Batches to read of each data set."""
 
 
-OWN = Asked()
-"""The run's own question."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What the losses of a checkpoint are here, and what the log of its run says."""
+    """The losses of a checkpoint."""
 
     run: Path
     step: int
     losses: Mapping[str, float]
     """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss"."""
-    reads: Mapping[str, tuple[int, int]]
-    """(batches, tokens) read of each data set, by the names of `train.evaluate`."""
-    changed: tuple[str, ...]
-    """What makes it another question than the run's own; nothing for the same one."""
-    logged: Mapping[str, float]
-    """As `losses`, in the log; empty where the step has no validation in it."""
-    different: tuple[str, ...]
-    """A line for each thing that decides bits and was another when the step was done."""
+    data: tuple[Mapping[str, Any], ...]
+    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them where there are
+    several, and of the training data."""
+    logged_val_loss: float | None
+    """What the log of the run has for the step; None where the step was not validated."""
 
     @property
-    def deviations(self) -> list[str]:
-        """A line for each loss that is not the one in the log; nothing where they were not compared."""
-        return deviations(self.losses, self.logged) if self.logged and not self.changed else []
-
-    @property
-    def broken(self) -> bool:
-        """Whether other numbers came out though nothing that is known to decide them is different."""
-        return bool(self.deviations) and not self.different
+    def difference(self) -> float | None:
+        """`val_loss` minus the logged one."""
+        return None if self.logged_val_loss is None else self.losses["val_loss"] - self.logged_val_loss
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Question:
-    """What is evaluated on what."""
-
-    made: RunComponents
-    sets: Mapping[str, Roxxel]
-    eval_iters: int
-    shape: Shape
-    """Of the phase of the step."""
-    changed: tuple[str, ...]
-
-
-def evaluate(run: str | Path, asked: Asked = OWN, *, best: bool = False) -> Evaluation:
+def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: bool = False) -> Evaluation:
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
 
-    On the devices, processes and versions that the run had then, the numbers are those of its log, to the last bit.
+    Config and data are those that the run has now. On the devices, processes and versions that the run had, they give
+    the numbers of its log, to the last bit, where they have not changed since the step.
 
     Args:
         run: RUN or RUN@STEP; without a step the newest checkpoint.
-        asked: what shall be other than in the run.
+        overrides: what is measured otherwise than in the run.
         best: the checkpoint with the lowest val_loss; no step is named then.
 
     Raises:
         UsageError: there is no such run, checkpoint or data, or they do not fit each other.
     """
-    wanted = CheckpointRef.parse(run)
+    wanted, overrides = CheckpointRef.parse(run), overrides or EvalOverrides()
     with usage_errors():
-        saved = _saved(wanted, best)
+        if best and wanted.step is not None:
+            raise ValueError(f"RUN is {wanted}, and --best takes the step with the lowest val_loss: use one of the two")
+        saved = saved_config(wanted.run)
+        if not saved:
+            raise ValueError(no_run(wanted.run))
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
@@ -271,60 +97,45 @@ def evaluate(run: str | Path, asked: Asked = OWN, *, best: bool = False) -> Eval
     with contextlib.ExitStack() as held:
         with usage_errors():
             store, step = held.enter_context(_checkpoint(wanted, best))
-            values, record = config_at(saved, step)
-            question = _question(CheckpointRef(wanted.run, step), Config.from_dict(values), record, store, asked, held)
-            made = question.made
-            replay = Replay(
-                store, step, made.build, made.loss, sets=question.sets, train=made.curriculum.primary_streamer,
-                shape=question.shape, mesh=_mesh(made),
-                options=dataclasses.replace(made.options, eval_iters=question.eval_iters),
+            plan = Plan.from_state(store.meta(step)["plan"])
+            shape = plan.segment(step - 1).shape
+            config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
+            data = held.enter_context(_data(wanted.run, saved, overrides.data_path))
+            made, sets = _components(config, data, plan, overrides, wanted.run)
+            options, mesh = made.options, _mesh(made)
+            base = CheckpointMetadata.from_dict(store.meta(step)).base
+            # Moments are not read: it takes the memory of the weights alone.
+            parts, state, settings = init_state(
+                made.build, lambda params: {}, mesh, fsdp=options.fsdp,
+                dtype=jnp.bfloat16 if options.use_bf16 else None, restored=True,
+                load=None if base is None else base_params_loader(base.at(options.init_from)),
             )  # fmt: skip
-            held.callback(replay.close)
+            compiler = AotCompiler(mesh)
+            held.callback(compiler.close)
+            eval_step = make_eval_step(parts, made.loss, jnp.bfloat16 if options.bf16_compute else None)
+            train = made.curriculum.primary_streamer
+            validation = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
+            validation.check(shape)
+            validation.prepare(state, settings, shape)
+            weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
+            state = state._replace(**store.restore_model(step, weights))
         # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.
+        compiler.wait_together()
+        losses = validation.run(state, settings, shape, one_in_flight=InflightThrottler(mesh).limit == 1)
+        means = validation.summarize(fetch(losses), shape)
+        rows = read_rows(wanted.run / METRICS)
         return Evaluation(
             run=wanted.run,
             step=step,
-            losses=replay.losses(),
-            reads=replay.reads(),
-            changed=question.changed,
-            logged=logged_losses(wanted.run, step),
-            different=_different(record),
+            losses=means,
+            data=_by_data_set(means, validation.reads(shape)),
+            logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
-
-
-def _different(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """What decides bits and was another when the step was done."""
-    if "bits" not in record:
-        return ("the run has not written down what decides bits",)
-    return tuple(determinism.changed(record["bits"], determinism.numerics_fingerprint()))
-
-
-def _mesh(made: RunComponents) -> Mesh:
-    """The devices: as many as the run had, or all there are where those are fewer, or cannot be shared out so."""
-    config, here = made.config, len(jax.devices())
-    groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
-    if config.n_devices > here or (config.n_devices or here) % groups:
-        return make_mesh()
-    return made.mesh()
-
-
-def _saved(wanted: CheckpointRef, best: bool) -> dict[str, Any]:
-    """The run's config and record."""
-    if best and wanted.step is not None:
-        raise ValueError(f"RUN is {wanted}, and --best takes the step with the lowest val_loss: use one of the two")
-    saved = saved_config(wanted.run)
-    if not saved:
-        raise ValueError(no_run(wanted.run))
-    return saved
 
 
 @contextlib.contextmanager
 def _checkpoint(wanted: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
-    """The checkpoints of the run, and the step meant.
-
-    Raises:
-        ValueError: there is no such checkpoint, or a run that goes on has deleted it meanwhile.
-    """
+    """The checkpoints of the run, and the step meant; ValueError where there is none, or no longer one."""
     with open_checkpoint("RUN", wanted) as (store, newest):
         step = store.best_step() if best else newest
         if step is None:
@@ -343,57 +154,96 @@ def _checkpoint(wanted: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointS
             ) from error
 
 
-def _question(
-    wanted: CheckpointRef,
-    config: Any,
-    record: Mapping[str, Any],
-    store: CheckpointStore,
-    asked: Asked,
-    held: contextlib.ExitStack,
-) -> _Question:
-    """What the run asked at the step, but for what is `asked` otherwise."""
-    step = wanted.step or 0
-    meta = store.meta(step)
-    plan = Plan.from_state(meta["plan"])
-    changed: list[str] = []
-    named = config.validation if asked.validation is None else dict(asked.validation)
-    iters = config.eval_iters if asked.eval_iters is None else asked.eval_iters
-    dataclasses.replace(config, validation=named, eval_iters=iters).validate()
-    other = _absolute(named) != _absolute(config.validation)
-    if other:
-        changed.append("--validation names other data")
-    if iters != config.eval_iters:
-        changed.append(f"--eval_iters is {iters}, and the run had {config.eval_iters}")
-    fraction = 0.0 if config.validation else config.val_fraction
-    data, same = data_at(wanted, record, meta, fraction, asked.data_path)
-    held.enter_context(data)
-    if not same:
-        changed.append("--data_path names other tokens than the run's")
+def _data(run: Path, saved: Mapping[str, Any], data_path: str | None) -> Roxxel:
+    """The primary data set of the run, or what is named instead of it."""
+    path = data_path or data_of(saved, run)
+    if path is None or not is_tokens(path) or not find_shards(path):
+        raise ValueError(
+            f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "
+            f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
+        )
+    data = Roxxel(path)
+    if (run / TOKENIZER).exists() and data.tokenizer_fingerprint is not None:
+        known = Tokenizer.load(run / TOKENIZER).fingerprint
+        if data.tokenizer_fingerprint != known:
+            raise ValueError(
+                f"data_path is {path}, made with tokenizer {data.tokenizer_fingerprint}, and {run} was trained with "
+                f"{known}: build the data with {run / TOKENIZER}"
+            )
+    return data
+
+
+def _components(
+    config: Any, data: Roxxel, plan: Plan, overrides: EvalOverrides, run: Path
+) -> tuple[RunComponents, Mapping[str, Roxxel]]:
+    """(what the run is made of, the data sets to validate on by name)."""
     # The rows to train on are not read, so nothing but the primary data set need be there any more.
-    phases = [
-        {"steps": s.steps, "batch_size": s.batch_size, "seq_len": s.seq_len, "packing": s.packing} for s in plan.shapes
-    ]
+    names = ("steps", "batch_size", "seq_len", "packing")
+    phases = [{name: getattr(shape, name) for name in names} for shape in plan.shapes]
     config = dataclasses.replace(config, datasets=None, phases=phases)
-    if other:
-        config = dataclasses.replace(config, validation=None, val_fraction=fraction)
-    made = build_components(config, data)
-    sets = made.validation
-    if other:
-        sets = validation_sets(dataclasses.replace(config, validation=named), data)
-        check_vocabularies(sets, made.vocab_size)
+    if overrides.eval_iters is not None:
+        config = dataclasses.replace(config, eval_iters=overrides.eval_iters)
+    fraction = 0.0 if config.validation else config.val_fraction
+    if overrides.validation is None:
+        made = build_components(config, data)
+        sets = made.validation
+    else:
+        named = dataclasses.replace(config, validation=dict(overrides.validation))
+        named.validate()
+        made = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
+        sets = validation_sets(named, data)
+        check_vocabularies(sets, made.config.vocab_size or 0)
     if not any(one.num_tokens for one in sets.values()):
         raise ValueError(
-            f"{wanted.run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "
+            f"{run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "
             f"data): name some, as in --validation '{{code: data/code}}'"
         )
-    return _Question(
-        made=made,
-        sets=sets,
-        eval_iters=iters,
-        shape=plan.segment(step - 1).shape,
-        changed=tuple(changed),
-    )
+    return made, sets
 
 
-def _absolute(paths: Mapping[str, str] | None) -> dict[str, str]:
-    return {name: os.path.abspath(path) for name, path in (paths or {}).items()}
+def _mesh(made: RunComponents) -> Mesh:
+    """The devices: as many as the run had, or all there are where those are fewer, or cannot be shared out so."""
+    config, here = made.config, len(jax.devices())
+    groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
+    if config.n_devices > here or (config.n_devices or here) % groups:
+        return make_mesh()
+    return made.mesh()
+
+
+def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:
+    """`Evaluation.data`, of losses by the log's names and of (batches, tokens) as `Validation.reads` gives them."""
+    *names, train = reads  # "" is what was held out, and the last one is the training data
+    rows: list[tuple[Any, ...]] = [
+        (name or "held out", f"val_loss/{name}" if name else "val_loss", *reads[name]) for name in names
+    ]
+    if len(names) > 1:
+        rows.append(("all of them", "val_loss", *(sum(reads[name][i] for name in names) for i in (0, 1))))
+    rows.append(("training data", "train_eval_loss", *reads[train]))
+    return tuple(
+        {
+            "name": name, "metric": metric, "loss": losses[metric], "perplexity": perplexity(losses[metric]),
+            "batches": batches, "tokens": tokens,
+        }
+        for name, metric, batches, tokens in rows
+    )  # fmt: skip
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is no number of 64 bits."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def table(evaluation: Evaluation) -> str:
+    """An evaluation as text: a line a data set, and what the log says."""
+    rows = [["data", "loss", "perplexity", "batches", "tokens"]]
+    for row in evaluation.data:
+        loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
+        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", batches, tokens])
+    logged, difference = evaluation.logged_val_loss, evaluation.difference
+    if logged is None:
+        log = f"the log has no val_loss of step {evaluation.step}"
+    elif difference == 0:
+        log = "val_loss is the same as in the log, to the last bit"
+    else:
+        log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
+    return "\n".join([f"{evaluation.run}, step {evaluation.step}", *aligned(rows), log])

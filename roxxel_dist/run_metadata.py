@@ -11,14 +11,10 @@ from typing import Any
 import jax
 
 from roxxel_dist.config import RECORD, load_yaml
-from roxxel_dist.curriculum.amend import Amendment
-from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import find_shards, is_tokens
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import by_part
-from roxxel_dist.run_directory import CONFIG, DATA, TOKENIZER
+from roxxel_dist.run_directory import CONFIG, DATA
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.init_from import INITIALIZED_FROM
 
@@ -132,28 +128,6 @@ def changed_from(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     }
 
 
-def config_at(saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config, record) of the process that did a step of a run, whatever the run was resumed with since.
-
-    Args:
-        saved: the config that the run keeps, its record included.
-        step: counted from 1.
-
-    Returns:
-        The fields by name, and of the record what that process has written: "bits" and "commit" are its own.
-    """
-    record = dict(saved.get(RECORD, {}))
-    values = {name: value for name, value in saved.items() if name != RECORD}
-    # In the order of time; each one cuts the log behind the step at which it begins.
-    resumes = record.get("resumes", [])
-    for resume in reversed(resumes):
-        if resume["step"] < step:
-            mine = {name: resume[name] for name in ("bits", "commit") if name in resume}
-            return values, {**record, **mine}
-        values |= resume.get("changed_from", {})
-    return values, {**record, "commit": record.get("git_commit")}
-
-
 def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> CheckpointRef | None:
     """The checkpoint that a run is forked from: the one that is named, or the one that its config remembers.
 
@@ -185,64 +159,3 @@ def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:
     if run is not None and is_tokens(run / DATA):
         return str(run / DATA)
     return saved.get(RECORD, {}).get("data_path")
-
-
-def data_at(
-    wanted: CheckpointRef, record: Mapping[str, Any], saved: Mapping[str, Any], fraction: float, named: str | None
-) -> tuple[Roxxel, bool]:
-    """(the primary data set of a run as it was at a step, whether it is the run's own).
-
-    Shards that were added since are left out. The data is compared as a resume does it; other data has to be named.
-
-    Args:
-        wanted: the run and the step.
-        record: of the run.
-        saved: what the checkpoint of the step says beside its arrays.
-        fraction: of each shard that is held out.
-        named: the data that is asked for instead of what the run remembers.
-
-    Raises:
-        ValueError: there are no shards, or other ones.
-    """
-    path = named or data_of({RECORD: record}, wanted.run)
-    if path is None or not is_tokens(path) or not find_shards(path):
-        raise ValueError(
-            f"data_path is {path}: there are no shards. Put the data of {wanted.run} back, or name it with "
-            f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
-        )
-    plan, corpus = Plan.from_state(saved["plan"]), saved["corpus"].partition("+")[0]
-    data, newest = Roxxel(path), _shards(plan.amendments[-1])
-    enough = len(data.shards) >= newest
-    found = data.first_shards(newest).split(fraction)[0].fingerprint if enough else f"{len(data.shards)} shard(s)"
-    if found == corpus:
-        # A checkpoint that the run was amended at knows the plan behind it too.
-        shards = _shards([one for one in plan.amendments if one.from_step < (wanted.step or 0)][-1])
-        if shards > len(data.shards):
-            raise ValueError(
-                f"data_path is {path}: it has {len(data.shards)} shard(s), and had {shards} at step {wanted.step} of "
-                f"{wanted.run}: put the others back, or name them with data_path=PATH"
-            )
-        return data.first_shards(shards), True
-    if named is None:
-        raise ValueError(
-            f"data_path is {path}: it is not what {wanted.run} was trained on ({corpus}, now {found}): put that back, "
-            f"or name data with data_path=PATH, this or another, to evaluate on"
-        )
-    _check_same_tokenizer(wanted.run, named, data)
-    return data, False
-
-
-def _shards(amendment: Amendment) -> int:
-    return len(amendment.sources["self"].units.ranges)
-
-
-def _check_same_tokenizer(run: Path, path: str, data: Roxxel) -> None:
-    """Raises ValueError for data that was made with another tokenizer than the run's."""
-    if not (run / TOKENIZER).exists() or data.tokenizer_fingerprint is None:
-        return
-    known = Tokenizer.load(run / TOKENIZER).fingerprint
-    if data.tokenizer_fingerprint != known:
-        raise ValueError(
-            f"data_path is {path}, made with tokenizer {data.tokenizer_fingerprint}, and {run} was trained with "
-            f"{known}: build the data with {run / TOKENIZER}"
-        )

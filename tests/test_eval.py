@@ -13,7 +13,7 @@ from runs import rows, saved
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.evaluate import deviations, perplexity
+from roxxel_dist.evaluate import perplexity
 
 SMALL = {
     "dim": 16,
@@ -64,10 +64,10 @@ def train(*words, **fields):
     assert main(["train", "--config", "small.yaml", *map(str, words)]) == 0
 
 
-def evaluated(capsys, *words, code=0):
+def evaluated(capsys, *words):
     """What `eval WORDS --json` prints."""
     capsys.readouterr()
-    assert main(["eval", *map(str, words), "--json"]) == code
+    assert main(["eval", *map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -140,12 +140,11 @@ def test_every_checkpoint_gives_the_losses_of_its_row(made, capsys):
     for step in (1, 3, 4, 7):
         result = evaluated(capsys, f"{run}@{step}")
         if step == 3:  # between two validations
-            assert (result["logged"], result["same_as_logged"]) == (None, None)
+            assert (result["logged_val_loss"], result["difference"]) == (None, None)
             assert min(result["val_loss"], result["train_eval_loss"]) > 0
             continue
-        assert losses(result) == result["logged"] == wanted[step]
-        assert result["same_as_logged"] is True
-        assert (result["changed"], result["different"]) == ([], [])
+        assert losses(result) == wanted[step]
+        assert (result["logged_val_loss"], result["difference"]) == (wanted[step]["val_loss"], 0)
         held_out, training = result["data"]
         assert (held_out["name"], held_out["loss"]) == ("held out", result["val_loss"])
         assert held_out["perplexity"] == perplexity(result["val_loss"])
@@ -164,7 +163,9 @@ def test_the_newest_and_the_best(made, capsys):
     assert lines[0] == f"{run}, step 4"
     assert lines[1].split() == ["data", "loss", "perplexity", "batches", "tokens"]
     assert lines[2].split()[:3] == ["held", "out", f"{wanted[4]['val_loss']:.6f}"]
-    assert lines[-1] == "the same as in the log, to the last bit"
+    assert lines[-1] == "val_loss is the same as in the log, to the last bit"
+    assert main(["eval", f"{run}@3"]) == 0
+    assert capsys.readouterr().out.endswith("the log has no val_loss of step 3\n")
 
 
 OWN = pytest.param("a model of one's own", marks=pytest.mark.long)
@@ -177,7 +178,7 @@ def test_the_same_for_other_runs(work, variant, capsys):
     wanted = validations(work / "mine")
     result = evaluated(capsys, f"{work / 'mine'}@4")
     assert losses(result) == wanted[4]
-    assert result["same_as_logged"] is True
+    assert result["difference"] == 0
     if "named" in variant:
         summary = json.loads((work / "mine" / "model_summary.json").read_text())
         assert (summary["dtype"], summary["weights_mem_MB"]) == ("bfloat16", 2 * summary["parameters"] / 1e6)
@@ -186,89 +187,47 @@ def test_the_same_for_other_runs(work, variant, capsys):
         assert losses(result).keys() == names
 
 
-def test_whatever_became_of_the_run(work, capsys):
-    """Rows from before a resume with other settings, phases and shards, a fork, and a run that went back."""
-    first = validations(work / "run")
+def test_the_config_and_the_data_are_those_that_the_run_has_now(work, capsys):
+    """After a resume with longer phases, more shards and other settings."""
+    before = validations(work / "run")
     write("data_*.rox", 9, append=True)
     longer = [*SMALL["phases"], {"steps": 3, "batch_size": 8, "seq_len": 17}]
     train("--run_dir", "run", "--resume", "--amend", "--data_path", "data_*.rox", phases=longer, eval_iters=2)
+    new = evaluated(capsys, "run@10")
+    assert losses(new) == validations(work / "run")[10]
+    old = evaluated(capsys, "run@6")
+    assert (old["logged_val_loss"], old["data"][0]["batches"]) == (before[6]["val_loss"], 2)
+    assert old["data"][0]["tokens"] == 2 * 16 * 33  # in the shape of the phase of that step
     train("--fork", "run@8", "--run_dir", "fork", phases=longer, eval_iters=2)
-    wanted = validations(work / "run")
-    assert {step: wanted[step] for step in first} == first
-    assert sorted(wanted) == [1, 2, 4, 6, 7, 8, 10]
-    read = {}
-    for step in (1, 6, 8, 10):
-        result = evaluated(capsys, f"run@{step}")
-        assert losses(result) == wanted[step]
-        assert result["same_as_logged"] is True
-        read[step] = result["data"][0]["batches"]
-    assert read == {1: 3, 6: 2, 8: 2, 10: 2}
-    assert evaluated(capsys, "fork@8")["logged"] is None
-    assert losses(evaluated(capsys, "fork@10")) == validations(work / "fork")[10] == wanted[10]
-
-    train(
-        "--run_dir",
-        "run",
-        "--resume",
-        "--from_step",
-        8,
-        "--skip_steps",
-        "9:9",
-        "--lr",
-        1e-2,
-        phases=longer,
-        eval_iters=4,
-    )
-    again = validations(work / "run")
-    assert again[10] != wanted[10]
-    for step in (6, 10):
-        assert losses(evaluated(capsys, f"run@{step}")) == again[step]
+    assert evaluated(capsys, "fork@8")["logged_val_loss"] is None
+    assert losses(evaluated(capsys, "fork@10")) == validations(work / "fork")[10]
 
 
-def test_another_question_is_not_compared(work, capsys):
+def test_other_data_and_batches(work, capsys):
     own = evaluated(capsys, "run@4")
     fewer = evaluated(capsys, "run@4", "--eval_iters", 1)
-    assert fewer["changed"] == ["--eval_iters is 1, and the run had 3"]
-    assert fewer["same_as_logged"] is None
     assert fewer["val_loss"] != own["val_loss"]
+    assert fewer["difference"] == fewer["val_loss"] - own["val_loss"]
     assert fewer["data"][0]["batches"] == 1
     other = evaluated(capsys, "run@4", "--validation", "{third: third_*.rox, data: data_*.rox}")
-    assert other["changed"] == ["--validation names other data"]
     assert [row["name"] for row in other["data"]] == ["third", "data", "all of them", "training data"]
     assert other["train_eval_loss"] == own["train_eval_loss"]
     elsewhere = evaluated(capsys, "run@4", "--data_path", "other_*.rox")
-    assert elsewhere["changed"] == ["--data_path names other tokens than the run's"]
     assert elsewhere["val_loss"] != own["val_loss"]
-    assert main(["eval", "run@4", "--data_path", "other_*.rox"]) == 0
-    assert "not compared with the log, as another question was asked: --data_path" in capsys.readouterr().out
-    for path in work.glob("data_*.rox"):  # the same tokens in another place are the same question
+    for path in work.glob("data_*.rox"):
         path.rename(path.with_name(path.name.replace("data", "moved")))
     moved = evaluated(capsys, "run@4", "--data_path", "moved_*.rox", "--eval_iters", 3)
     assert losses(moved) == losses(own)
-    assert moved["same_as_logged"] is True
+    assert moved["difference"] == 0
 
 
-def test_a_checkpoint_that_does_not_give_its_losses_is_told(work, capsys):
-    log, config = work / "run" / "metrics.jsonl", work / "run" / "config.yaml"
+def test_a_checkpoint_that_does_not_give_its_loss_is_told(work, capsys):
+    log = work / "run" / "metrics.jsonl"
     row = rows(work / "run")[3]
     wrong = float(np.nextafter(row["val_loss"], 9))
     log.write_text(log.read_text().replace(repr(row["val_loss"]), repr(wrong)))
-    result = evaluated(capsys, "run@4", code=1)
-    assert (result["same_as_logged"], result["val_loss"]) == (False, row["val_loss"])
-    assert main(["eval", "run@4"]) == 1
-    told = capsys.readouterr()
-    assert f"val_loss: {row['val_loss']!r} here, {wrong!r} in the log" in told.out
-    assert "THE CHECKPOINT OF STEP 4 IN run DOES NOT GIVE ITS OWN LOSSES" in told.err
-    assert main(["eval", "run@2"]) == 0
-
-    kept = yaml.safe_load(config.read_text())
-    kept["record"]["bits"]["jax"] = "0.0.1"
-    config.write_text(yaml.safe_dump(kept))
-    capsys.readouterr()
     assert main(["eval", "run@4"]) == 0
-    told = capsys.readouterr()
-    assert "which may come from what was another then:\n  jax: '0.0.1' -> " in told.out
-    assert told.err == ""
+    assert f"val_loss is {row['val_loss']!r}, and {wrong!r} in the log: -" in capsys.readouterr().out
 
 
 def test_what_cannot_be_evaluated(work, capsys):
@@ -284,10 +243,6 @@ def test_what_cannot_be_evaluated(work, capsys):
     meta = work / "run" / "checkpoints" / "7" / "meta.json"
     meta.write_text(meta.read_text()[:100])
     assert "the checkpoint of step 7 is damaged" in refused(capsys, "run")
-    write("data_*.rox", 5)
-    told = refused(capsys, "run@6")
-    assert "it is not what run was trained on" in told
-    assert "put that back, or name data with --data_path" in told
     for path in work.glob("data_*.rox"):
         path.unlink()
     assert "Put the data of run back, or name it with --data_path" in refused(capsys, "run@6")
@@ -302,10 +257,5 @@ def test_a_run_that_validates_on_nothing(work, capsys):
     assert evaluated(capsys, "mine", "--validation", "{other: other_*.rox}")["val_loss"] > 3
 
 
-def test_deviations_are_exact():
-    assert deviations({"val_loss": 1.5}, {"val_loss": 1.5}) == []
-    assert deviations({"val_loss": 1.5, "train_eval_loss": 2.0}, {"val_loss": 1.25}) == [
-        "val_loss: 1.5 here, 1.25 in the log, +0.25",
-        "train_eval_loss: 2.0 here, not measured in the log",
-    ]
+def test_the_perplexity_of_a_large_loss():
     assert perplexity(1e9) == float("inf")

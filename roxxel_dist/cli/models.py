@@ -3,27 +3,25 @@
 import dataclasses
 import json
 import math
-import sys
 from typing import Any, Literal
 
 import tyro
 
 from roxxel_dist.cli.arguments import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import usage_errors, yaml_problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArgs:
-    """Repeat a run's validation from a kept checkpoint, to the last bit, and compare it with the log. The run is only
-    read, and may be training; exits with 1 if a checkpoint does not give its own losses."""
+    """Validation of a run, repeated from a kept checkpoint; its val_loss is compared with the log's. The run is only
+    read, and may be training."""
 
     run: tyro.conf.Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
     data_path: str | None = None
-    """Shards; the run remembers its own. Other tokens than the run's are another question, and not compared."""
+    """Shards; the run remembers its own."""
     validation: str | None = None
     """Data sets to validate on instead of the run's: '{name: PATH}'."""
     eval_iters: int | None = None
@@ -33,20 +31,18 @@ class EvalArgs:
 
 
 def evaluate(words: list[str]) -> int:
-    """Repeat a run's validation from a checkpoint, to the last bit."""
+    """Repeat a run's validation from a checkpoint."""
     args = parse(EvalArgs, words, "eval")
     with usage_errors():
         validation = _named_sets(args.validation)
-    from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
-    from roxxel_dist.evaluate import Asked, evaluate
+    from roxxel_dist.cluster.distributed import is_primary
+    from roxxel_dist.evaluate import EvalOverrides, evaluate, table
 
-    asked = Asked(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)
-    found = evaluate(args.run, asked, best=args.best)
+    overrides = EvalOverrides(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)
+    evaluation = evaluate(args.run, overrides, best=args.best)
     if is_primary():
-        print(json.dumps(_as_json(found)) if args.json else _as_text(found), flush=True)
-        if found.broken:
-            print(_alarm(found), file=sys.stderr, flush=True)
-    return EXIT_FAILED if broadcast_from_primary("eval", "broken" if found.broken else "") else 0
+        print(json.dumps(_as_json(evaluation)) if args.json else table(evaluation), flush=True)
+    return 0
 
 
 def _named_sets(text: str | None) -> dict[str, str] | None:
@@ -63,49 +59,17 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
     return found
 
 
-def _as_json(found: Any) -> dict[str, Any]:
-    from roxxel_dist.evaluate import rows_of
-
+def _as_json(evaluation: Any) -> dict[str, Any]:
     def finite(row: dict[str, Any]) -> dict[str, Any]:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
-    compared = bool(found.logged) and not found.changed
     return {
-        "run": str(found.run),
-        "step": found.step,
-        **finite(dict(found.losses)),
-        "data": [finite(row) for row in rows_of(found.losses, found.reads)],
-        "logged": dict(found.logged) or None,
-        "same_as_logged": not found.deviations if compared else None,
-        "changed": list(found.changed),
-        "different": list(found.different),
+        "run": str(evaluation.run),
+        "step": evaluation.step,
+        **finite(dict(evaluation.losses)),
+        "data": [finite(row) for row in evaluation.data],
+        **finite({"logged_val_loss": evaluation.logged_val_loss, "difference": evaluation.difference}),
     }
-
-
-def _as_text(found: Any) -> str:
-    from roxxel_dist.evaluate import rows_of, validation_table
-
-    lines = [f"{found.run}, step {found.step}", validation_table(rows_of(found.losses, found.reads))]
-    if found.changed:
-        lines.append(f"not compared with the log, as another question was asked: {'; '.join(found.changed)}")
-    elif not found.logged:
-        lines.append(f"not compared with the log: it has no validation of step {found.step}")
-    elif not found.deviations:
-        lines.append("the same as in the log, to the last bit")
-    else:
-        lines += ["not the same as in the log:", *(f"  {line}" for line in found.deviations)]
-        if found.different:
-            lines += ["which may come from what was another then:", *(f"  {line}" for line in found.different)]
-    return "\n".join(lines)
-
-
-def _alarm(found: Any) -> str:
-    return (
-        f"roxxel-dist: THE CHECKPOINT OF STEP {found.step} IN {found.run} DOES NOT GIVE ITS OWN LOSSES "
-        f"({'; '.join(found.deviations)}), and devices, versions and flags are those that the run had. Either its "
-        f"arrays or the log were changed, or what is not compared: the data sets that validation names, the code of a "
-        f"model or loss of your own, other packages than jax"
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
