@@ -1,218 +1,55 @@
-"""What training a config costs, found out in a second: nothing is compiled, and nothing allocated.
+"""The `plan` command: what a run of a Config would be, without training or allocating.
 
-One phase of a run that has not begun: its work, its memory, its time.
-
-What a run of a Config would be: its steps, parameters, memory and time, found out without training or allocating.
-
-What a run would be, as text for people.
+Steps are compiled from shapes alone, so the model may be larger than the memory of this machine.
 """
 
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents, build_components, folder_for_now, open_corpus
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import initialize
-from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
+from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.display import aligned, duration, size
 from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.param_count import by_part
-from roxxel_dist.report import duration, read_runs
+from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.run_metadata import data_of, saved_config
 from roxxel_dist.stream import Stream
-from roxxel_dist.train.ahead import Layout, StepMemory, arrays, layout, look_ahead, memory_limit, memory_of
 from roxxel_dist.train.compile import AotCompiler, batch_key
+from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
+from roxxel_dist.train.optimizer import Optimizer, first_state
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops
-from roxxel_dist.train.train_state import TrainView
-from roxxel_dist.train.train_step import check_batches, check_vocabulary, make_eval_step, make_step
+from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
+from roxxel_dist.train.train_step import (
+    SPIKE_FACTOR,
+    check_batches,
+    check_vocabulary,
+    make_eval_step,
+    make_step,
+    micro_batches,
+)
 
 USUAL_MFU = 0.4
-"""The share of the peak that the time is told for where nobody has measured: of a dense model on a few accelerators."""
-NO_ROOM = "RESOURCE_EXHAUSTED"
-"""How XLA says that a program does not fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How fast a run would be, and how that is known."""
-
-    source: str
-    tokens_per_s: float | None = None
-    """Over all devices."""
-    device_flops_per_s: float | None = None
-    """Of one device, where the other is not known."""
-
-    def seconds(self, tokens: int, flops: float, devices: int) -> float | None:
-        """What so much work takes on so many devices; None where nothing is known."""
-        if self.tokens_per_s:
-            return tokens / self.tokens_per_s
-        return flops / (self.device_flops_per_s * devices) if self.device_flops_per_s else None
-
-
-def usual_speed(mesh: Mesh, *, bf16: bool) -> Speed:
-    """What the kind of the devices tells of their speed."""
-    device = mesh.devices.flat[0]
-    peak = peak_flops(device.device_kind) if bf16 else None
-    if peak is None:
-        return Speed(source="unknown: give --tokens_per_s")
-    told = f"estimated, at an MFU of {USUAL_MFU:.0%} of the {peak / 1e12:,.0f} TFLOP/s (bfloat16) of each device"
-    return Speed(source=told, device_flops_per_s=USUAL_MFU * peak)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseOutlook:
-    """One phase, as far as the run goes."""
-
-    phase: int
-    """From 1."""
-    first_step: int
-    """From 1."""
-    steps: int
-    batch_size: int
-    seq_len: int
-    weights: Mapping[str, float]
-    """Shares by data set."""
-    blend: str
-    packing: str
-    tokens: int
-    flops_per_token: float
-    """Floating-point operations of a step for a token, forward and backward."""
-    flops: float
-    """Of all its steps."""
-    layout: Layout
-    rows_a_process: int
-    """Rows of a batch that a process reads, at most."""
-    memory: StepMemory | None
-    """Of each device; None where the compiler gave up because it does not fit."""
-    seconds: float | None
-    """Of its steps alone, without validations, saves and compilations."""
-
-
-def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
-    """[first, stop) of every phase that begins before the step `last`."""
-    found, first = [], 0
-    for shape in plan.shapes:
-        if first < last:
-            found.append((first, min(first + shape.steps, last)))
-        first += shape.steps
-    return found
-
-
-def step_memory(
-    compiler: AotCompiler, step: Callable[..., Any], state: Any, settings: Any, stream: Stream
-) -> StepMemory | None:
-    """What the stream's next step needs of each device: compiled, not run. None where it does not fit."""
-    batch = stream.abstract()
-    compiler.prepare(batch_key(batch), step, state, settings, batch)
-    try:
-        return memory_of(compiler.get(batch_key(batch)))
-    except jax.errors.JaxRuntimeError as error:
-        if NO_ROOM not in str(error):
-            raise
-        return None
-
-
-def look_at(
-    plan: Plan,
-    span: tuple[int, int],
-    memory: StepMemory | None,
-    *,
-    sharding: NamedSharding,
-    grad_accum: int,
-    processes: int,
-    flops: Callable[[int], float],
-    speed: Speed,
-) -> PhaseOutlook:
-    """The outlook of the phase that has the steps [first, stop) of a plan.
-
-    Args:
-        plan: what the run follows.
-        span: of the phase.
-        memory: of its step.
-        sharding: of a batch.
-        grad_accum: micro-batches a step.
-        processes: how many share the devices.
-        flops: (tokens a row) -> operations of a step for a token.
-        speed: of the run.
-    """
-    first, stop = span
-    shape = plan.segment(stop - 1).shape
-    shared = layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
-    tokens, each = plan.tokens(stop) - plan.tokens(first), flops(shape.seq_len)
-    of_all = sum(weight for _, weight in shape.weights)
-    mine = -(-shared.pieces // processes) if shared.cut == "rows" else shared.pieces
-    return PhaseOutlook(
-        phase=plan.phase(stop - 1) + 1,
-        first_step=first + 1,
-        steps=stop - first,
-        batch_size=shape.batch_size,
-        seq_len=shape.seq_len,
-        weights={name: weight / of_all for name, weight in shape.weights},
-        blend=shape.blend,
-        packing=shape.packing,
-        tokens=tokens,
-        flops_per_token=each,
-        flops=tokens * each,
-        layout=shared,
-        rows_a_process=shape.batch_size * mine // shared.pieces,
-        memory=memory,
-        seconds=speed.seconds(tokens, tokens * each, shared.pieces * shared.together),
-    )
-
-
-def size(count: float) -> str:
-    """Bytes for people, in units of 10^3."""
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= least:
-            return f"{count / least:,.2f} {unit}"
-    return f"{count:.0f} B"
-
-
-def problem(phase: PhaseOutlook, limit: int | None, cures: Sequence[str]) -> str | None:
-    """Why a phase cannot run on devices of `limit` bytes; None where it can, or nobody knows."""
-    has = "" if limit is None else f", and a device has {size(limit)}"
-    if phase.memory is None:
-        needs = "its step does not fit, says the compiler"
-    elif limit is not None and phase.memory.peak > limit:
-        found = phase.memory
-        needs = (
-            f"its step needs {size(found.peak)} of each device ({size(found.arguments)} state and batch, "
-            f"{size(found.temporaries)} temporaries)"
-        )
-    else:
-        return None
-    return (
-        f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: {needs}{has}: use {', '.join(cures)}"
-    )
-
-
-def cures(config: Any, devices: int) -> list[str]:
-    """What a person could change, so that a step needs less memory."""
-    found = ["a smaller batch_size, a larger grad_accum"]
-    if config.model is None and not config.gradient_checkpointing:
-        found.append("gradient_checkpointing")
-    if devices > 1 and not config.fsdp:
-        found.append("fsdp")
-    if not (config.use_bf16 or config.bf16_compute):
-        found.append("use_bf16 or bf16_compute")
-    return [*found, "or more devices"]
-
-
+"""Model FLOPs utilisation where no speed was measured: that of a dense model on a few accelerators."""
 SIMULATED = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "xla_backend_optimization_level": 0,
@@ -222,9 +59,9 @@ SIMULATED = {
 the one for CPU does not; and with no effort for code that never runs, in half the time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a plan is made for, beside config and data."""
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest:
+    """What a run is estimated for, beside config and data."""
 
     run: Path | None = None
     """A run directory whose data, plan and speed are taken."""
@@ -248,13 +85,72 @@ class Asked:
                 raise ValueError(f"{name} is {value}: it must be above 0, and finite, or left out")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outlook:
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one device, as XLA accounts for the compiled program of a step."""
+
+    arguments: int
+    """State, settings and batch."""
+    temporaries: int
+    """Activations, gradients, parameters that are gathered."""
+    results: int
+    """What is given back beside the state, which takes the place of the one before."""
+    code: int
+    """The program itself, where the backend says."""
+    peak: int
+    """All of them together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """How the devices share the rows that they compute with at once."""
+
+    cut: Literal["rows", "tokens", "nothing"]
+    """Along which axis the batch, or the micro-batch, is cut."""
+    pieces: int
+    """Into how many."""
+    repeated: int
+    """Devices, or groups of them, that do what another one does, too."""
+    together: int = 1
+    """Devices in a group: those along "tensor", which share the work on each piece."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseEstimate:
+    """One phase, as far as the run goes."""
+
+    phase: int
+    """From 1."""
+    first_step: int
+    """From 1."""
+    steps: int
+    batch_size: int
+    seq_len: int
+    weights: Mapping[str, float]
+    """Shares by data set."""
+    blend: str
+    packing: str
+    tokens: int
+    flops_per_token: float
+    """Floating-point operations of a step for a token, forward and backward."""
+    flops: float
+    """Of all its steps."""
+    layout: BatchLayout
+    rows_a_process: int
+    """Rows of a batch that a process reads, at most."""
+    memory: StepMemory | None
+    """Of each device; None where the compiler gave up because it does not fit."""
+    seconds: float | None
+    """Of its steps alone, without validations, saves and compilations; None where no speed is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEstimate:
     """What a run would be. Bytes are of one device."""
 
     description: str
     """The table of phases, and the steps at which something changes."""
-    phases: tuple[PhaseOutlook, ...]
+    phases: tuple[PhaseEstimate, ...]
     steps: int
     tokens: int
     flops: float
@@ -272,7 +168,7 @@ class Outlook:
     state: Mapping[str, int]
     """Bytes of "parameters", "optimizer" and "other"."""
     arrays: tuple[Mapping[str, Any], ...]
-    """Every parameter, as `train.ahead.arrays` tells."""
+    """{"name", "shape", "dtype", "cut", "device_bytes"} of every parameter; cut: an axis of the mesh a dimension."""
     fsdp: bool
     grad_accum: int
     devices: int
@@ -284,100 +180,110 @@ class Outlook:
     """Bytes that a device has, where that is known."""
     seconds: float | None
     tokens_per_s: float | None
-    """The speed that the time is told for."""
+    """Given, or measured."""
     speed: str
-    """Where it comes from."""
+    """Where the time comes from."""
     problems: tuple[str, ...]
     """Why it cannot run."""
 
 
-def outlook(config: Any, data_path: str | Path | None, asked: Asked) -> Outlook:
+def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest) -> RunEstimate:
     """What a run of `config` on the data would be.
 
     Text is made into shards in a folder that is gone afterwards; nothing else is written, beside compiled programs.
-    Programs are compiled from shapes alone, so the model may be larger than the memory of this machine.
 
     Args:
         config: a `Config`; it is left as it is.
         data_path: a text file, a folder of text, or shards.
-        asked: what it is made for.
+        request: what it is estimated for.
 
     Raises:
-        UsageError: the config, the data or what is asked do not allow it, as `train` would say.
+        UsageError: the config, the data or the request do not allow it, as `train` would say.
     """
-    with usage_errors():
-        saved = _saved(asked.run)
-        config, told = with_base(config)
-        config = config.with_absolute_paths()
-        config.validate()
-        if config.deterministic:
-            make_deterministic()
-        if asked.devices:
-            simulate_devices(asked.devices)
-    pin_threads()
-    initialize()
     with contextlib.ExitStack() as held:
         with usage_errors():
-            _check_shares(asked)
-            path = config.primary_path(data_path) or data_of(saved, asked.run)
+            saved = {} if request.run is None else _saved(request.run)
+            config, note = with_base(config)
+            config = _valid(config)
+            if config.deterministic:
+                make_deterministic()
+            if request.devices:
+                simulate_devices(request.devices)
+        pin_threads()
+        initialize()
+        with usage_errors():
+            _check_shares(request)
+            path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:
                 config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
-            folder = held.enter_context(folder_for_now(path, "plan"))
-            made = build_components(config, held.enter_context(open_corpus(config, path, folder)))
+            made = held.enter_context(_components(config, path, "plan"))
             if made.data.tokenizer is not None:
                 made.data.tokenizer.encode(config.sample_prompt)
-        notes = (told,) if told and not saved else ()
-        notes += () if path is None or is_tokens(path) else (f"{path} is text: shards of it were made, and are gone",)
-        return _look(made, asked, notes)
+        notes = [note] if note and not saved else []
+        if path is not None and not is_tokens(path):
+            notes.append(f"{path} is text: shards of it were made, and are gone")
+        return _estimate(made, request, notes)
 
 
-def _saved(run: Path | None) -> dict[str, Any]:
+def _valid(config: Any) -> Any:
+    config = config.with_absolute_paths()
+    config.validate()
+    return config
+
+
+@contextlib.contextmanager
+def _components(config: Any, path: Any, command: str, *, trial: bool = False) -> Iterator[RunComponents]:
+    """What the run is made of; shards of text are there for so long."""
+    with folder_for_now(path, command) as folder, open_corpus(config, path, folder) as data:
+        yield build_components(config, data, trial=trial)
+
+
+def _saved(run: Path) -> dict[str, Any]:
     """The config of a run, with its record."""
-    if run is None:
-        return {}
     read_runs([run])  # its message for what is no run names the nearest that is
     if not (run / CONFIG).exists():
         raise ValueError(f"{run} has no {CONFIG}: a run of a bare Trainer has no config to plan with")
     return saved_config(run)
 
 
-def _check_shares(asked: Asked) -> None:
-    if asked.devices and jax.device_count() != asked.devices:
+def _check_shares(request: EstimateRequest) -> None:
+    if request.devices and jax.device_count() != request.devices:
         raise ValueError(
-            f"devices is {asked.devices}, and the processes of this job have {jax.device_count()}: leave it out, or "
+            f"devices is {request.devices}, and the processes of this job have {jax.device_count()}: leave it out, or "
             f"plan in a process that is not launched"
         )
-    if asked.processes and jax.device_count() % asked.processes:
+    if request.processes and jax.device_count() % request.processes:
         raise ValueError(
-            f"processes is {asked.processes}, which does not divide the {jax.device_count()} device(s): each has "
+            f"processes is {request.processes}, which does not divide the {jax.device_count()} device(s): each has "
             f"as many as the others, so use a divisor, or other --devices"
         )
 
 
-def _look(made: RunComponents, asked: Asked, notes: tuple[str, ...]) -> Outlook:
-    """The outlook of a recipe. What cannot be is found in the order in which a `Trainer` finds it."""
+def _estimate(made: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
+    """The estimate of a run's components. What cannot be is found in the order in which a `Trainer` finds it."""
     enable_compilation_cache()
     with usage_errors():
-        mesh = made.mesh(asked.processes)
-        options, curriculum = made.options, made.curriculum
+        mesh, config, curriculum = made.mesh(request.processes), made.config, made.curriculum
+        options, sharding = made.options, batch_sharding(mesh)
         check_batches(curriculum.shapes, made.grad_accum)
-        plan = _plan(made, asked.run)
+        plan = curriculum.plan(config.seed)
+        # Amendments, and what was left out, are in the plan that a run saved.
+        kept = None if request.run is None else saved_plan(request.run)
+        if kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed):
+            plan = kept
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        parts, state, settings = look_ahead(made.build, made.optimizer, mesh, options, plan.total_steps)
+        parts, state, settings = abstract_train_state(made.build, made.optimizer, mesh, options, plan.total_steps)
         if weights is not None:
             check_weights(weights, parts.of_base(state.params, settings))
-            notes = (*notes, f"the weights are those of {weights}")
-        sharding = batch_sharding(mesh)
-        compiler = AotCompiler(mesh, SIMULATED if asked.devices else None)
+            notes = [*notes, f"the weights are those of {weights}"]
+        compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
         dtype = jnp.bfloat16 if options.bf16_compute else None
-        validation = Validation(
-            made.validation, curriculum.primary_streamer, make_eval_step(parts, made.loss, dtype), compiler, sharding,
-            options.eval_iters,
-        )  # fmt: skip
-        validation.check(*plan.shapes)
+        eval_step = make_eval_step(parts, made.loss, dtype)
+        train = curriculum.primary_streamer
+        Validation(made.validation, train, eval_step, compiler, sharding, options.eval_iters).check(*plan.shapes)
         datasets = {**curriculum.datasets, **made.validation}
         check_vocabulary(parts, made.loss, state, settings, mesh, plan.shapes[0], datasets)
-        step = make_step(
+        train_step = make_step(
             parts, made.loss, made.optimizer, state, sharding,
             grad_accum=made.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
@@ -385,252 +291,229 @@ def _look(made: RunComponents, asked: Asked, notes: tuple[str, ...]) -> Outlook:
     steps = spans(plan, last)
     try:
         # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
-        memory = [
-            step_memory(compiler, step, state, settings, Stream(plan, curriculum.datasets, sharding, stop - 1))
-            for _, stop in steps
-        ]
+        streams = [Stream(plan, curriculum.datasets, sharding, stop - 1) for _, stop in steps]
+        memory = [_step_memory(compiler, train_step, state, settings, stream.abstract()) for stream in streams]
     finally:
         compiler.close()
     if last < plan.total_steps:
-        notes = (*notes, f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
+        notes = [*notes, f"max_steps ends the run after step {last:,} of {plan.total_steps:,}"]
     if note := max_steps_note(plan, options):
-        notes = (*notes, note)
+        notes = [*notes, note]
+
     with usage_errors():
-        speed = _speed(asked, mesh, bf16=options.bf16_compute or options.use_bf16)
-    told = [
-        look_at(
-            plan, span, one, sharding=sharding, grad_accum=made.grad_accum,
-            processes=asked.processes or jax.process_count(),
-            flops=TrainView(parts, state, settings).flops_per_token(), speed=speed,
-        )
-        for span, one in zip(steps, memory, strict=True)
-    ]  # fmt: skip
-    model = TrainView(parts, state, settings)
-    other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
-    bytes_of = {
-        "parameters": device_bytes((state.params, model.frozen)),
-        "optimizer": device_bytes(state.opt_state),
-        "other": device_bytes((state.step, state.rest, state.health, other)),
-    }
-    return _outlook(made, asked, plan, mesh, told, speed, model, bytes_of, notes)
-
-
-def _plan(made: RunComponents, run: Path | None) -> Plan:
-    """What the run follows: amendments and what was left out are in the plan that a run saved."""
-    plan = made.curriculum.plan(made.config.seed)
-    kept = None if run is None else saved_plan(run)
-    same = kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed)
-    return kept if kept is not None and same else plan
-
-
-def _speed(asked: Asked, mesh: Mesh, *, bf16: bool) -> Speed:
-    if asked.tokens_per_s:
-        return Speed(source="given", tokens_per_s=asked.tokens_per_s)
-    if asked.run is not None and (measured := read_runs([asked.run])[0].numbers()["tokens_per_s"]):
-        return Speed(source=f"measured in {asked.run}, the median of what it logged", tokens_per_s=measured)
-    return usual_speed(mesh, bf16=bf16)
-
-
-def _outlook(
-    made: RunComponents,
-    asked: Asked,
-    plan: Plan,
-    mesh: Mesh,
-    phases: Sequence[PhaseOutlook],
-    speed: Speed,
-    model: TrainView,
-    state: Mapping[str, int],
-    notes: tuple[str, ...],
-) -> Outlook:
+        speed = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
+    model, processes = TrainView(parts, state, settings), request.processes or jax.process_count()
+    flops_of, phases = model.flops_per_token(), list[PhaseEstimate]()
+    for span, needs in zip(steps, memory, strict=True):
+        shape = plan.segment(span[1] - 1).shape
+        layout = batch_layout(sharding, shape.batch_size, shape.seq_len, made.grad_accum)
+        phases.append(_phase(plan, span, layout, needs, flops_of(shape.seq_len), processes, speed))
     params = {**model.frozen, **model.params}
-    limit = int(asked.device_memory_gb * 1e9) if asked.device_memory_gb else memory_limit(mesh.local_devices)
-    last = sum(phase.steps for phase in phases)
+    other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
+    limit = int(request.device_memory_gb * 1e9) if request.device_memory_gb else _memory_limit(mesh.local_devices)
     seconds = [phase.seconds for phase in phases if phase.seconds is not None]
-    found = [problem(phase, limit, cures(made.config, mesh.size)) for phase in phases]
-    return Outlook(
+    device = mesh.devices.flat[0]
+    return RunEstimate(
         description=plan.describe(),
         phases=tuple(phases),
         steps=last,
         tokens=plan.tokens(last),
         flops=sum(phase.flops for phase in phases),
-        notes=notes,
+        notes=tuple(notes),
         datasets=_datasets(plan, last),
         validation={name: data.num_tokens for name, data in made.validation.items()},
-        vocab_size=made.vocab_size,
+        vocab_size=config.vocab_size,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in model.params.values()),
         parts=by_part(params),
-        state=state,
-        arrays=tuple(arrays(params)),
-        fsdp=made.config.fsdp,
+        state={
+            "parameters": device_bytes((state.params, model.frozen)),
+            "optimizer": device_bytes(state.opt_state),
+            "other": device_bytes((state.step, state.rest, state.health, other)),
+        },
+        arrays=tuple(_array(name, leaf) for name, leaf in params.items()),
+        fsdp=config.fsdp,
         grad_accum=made.grad_accum,
         devices=mesh.size,
-        processes=asked.processes or jax.process_count(),
-        platform=mesh.devices.flat[0].platform,
-        device_kind=mesh.devices.flat[0].device_kind,
-        simulated=asked.devices is not None,
+        processes=processes,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        simulated=request.devices is not None,
         memory_limit=limit,
         seconds=sum(seconds) if len(seconds) == len(phases) else None,
         tokens_per_s=speed.tokens_per_s,
         speed=speed.source,
-        problems=tuple(one for one in found if one),
+        problems=tuple(text for phase in phases if (text := _problem(phase, limit, config, mesh.size))),
     )
+
+
+def _phase(
+    plan: Plan,
+    span: tuple[int, int],
+    layout: BatchLayout,
+    memory: StepMemory | None,
+    flops_per_token: float,
+    processes: int,
+    speed: "_Speed",
+) -> PhaseEstimate:
+    first, stop = span
+    shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
+    pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
+    flops, seconds = tokens * flops_per_token, None
+    if speed.tokens_per_s:
+        seconds = tokens / speed.tokens_per_s
+    elif speed.device_flops_per_s:
+        seconds = flops / (speed.device_flops_per_s * layout.pieces * layout.together)
+    return PhaseEstimate(
+        phase=plan.phase(stop - 1) + 1,
+        first_step=first + 1,
+        steps=stop - first,
+        batch_size=shape.batch_size,
+        seq_len=shape.seq_len,
+        weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
+        blend=shape.blend,
+        packing=shape.packing,
+        tokens=tokens,
+        flops_per_token=flops_per_token,
+        flops=flops,
+        layout=layout,
+        rows_a_process=shape.batch_size * pieces // layout.pieces,
+        memory=memory,
+        seconds=seconds,
+    )
+
+
+def abstract_train_state(
+    model: Callable[[], nnx.Module], optimizer: Optimizer, mesh: Mesh, options: LoopOptions, total_steps: int
+) -> tuple[ModuleSplit, TrainState, Leaves]:
+    """What does not change, the state before the first step and the settings of all steps: shapes and shardings.
+
+    Raises:
+        ValueError: what the model or the optimizer asks for cannot be.
+    """
+    parts, state, settings = abstract_state(
+        model, first_state(optimizer), mesh, fsdp=options.fsdp, dtype=jnp.bfloat16 if options.use_bf16 else None
+    )
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
+    return parts, state, settings | numbers
+
+
+def memory_analysis(program: Any) -> StepMemory:
+    """What a compiled program needs of each device, by XLA's account of it."""
+    account = program.memory_analysis()
+    parts = {
+        "arguments": account.argument_size_in_bytes,
+        "temporaries": account.temp_size_in_bytes,
+        "results": account.output_size_in_bytes - account.alias_size_in_bytes,
+        "code": account.generated_code_size_in_bytes,
+    }
+    return StepMemory(**parts, peak=sum(parts.values()))
+
+
+def _step_memory(compiler: AotCompiler, train_step: Any, state: Any, settings: Any, batch: Any) -> StepMemory | None:
+    key = batch_key(batch)
+    compiler.prepare(key, train_step, state, settings, batch)
+    try:
+        return memory_analysis(compiler.get(key))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+
+
+def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
+    """[first, stop) of every phase that begins before the step `last`."""
+    phases, first = [], 0
+    for shape in plan.shapes:
+        if first < last:
+            phases.append((first, min(first + shape.steps, last)))
+        first += shape.steps
+    return phases
+
+
+def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
+    """How a batch of `rows` x `length` tokens is shared, which is trained on in `grad_accum` micro-batches."""
+    shape = (rows // micro_batches(grad_accum, rows), length)
+    fitted = fit_sharding(sharding, shape)
+    by_row, by_token = (whole // part for whole, part in zip(shape, fitted.shard_shape(shape), strict=True))
+    pieces = by_row * by_token
+    cut = "rows" if by_row > 1 else "tokens" if by_token > 1 else "nothing"
+    together = sharding.mesh.shape.get(TENSOR, 1)
+    return BatchLayout(cut=cut, pieces=pieces, repeated=sharding.mesh.size // together - pieces, together=together)
+
+
+class _Speed(NamedTuple):
+    """How fast a run would be, and how that is known."""
+
+    source: str
+    tokens_per_s: float | None = None
+    """Over all devices."""
+    device_flops_per_s: float | None = None
+    """Of one device, where the other is not known."""
+
+
+def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> _Speed:
+    if request.tokens_per_s:
+        return _Speed("given", request.tokens_per_s)
+    if request.run is not None and (measured := read_runs([request.run])[0].numbers()["tokens_per_s"]):
+        return _Speed(f"measured in {request.run}, the median of what it logged", measured)
+    peak = peak_flops(mesh.devices.flat[0].device_kind) if bf16 else None
+    if peak is None:
+        return _Speed("unknown: give --tokens_per_s")
+    of_peak = f"at an MFU of {USUAL_MFU:.0%} of the {peak / 1e12:,.0f} TFLOP/s (bfloat16) of each device"
+    return _Speed(f"estimated, {of_peak}", device_flops_per_s=USUAL_MFU * peak)
+
+
+def _memory_limit(devices: Sequence[Any]) -> int | None:
+    """Bytes that a program can have of the smallest of these devices; None where they do not say."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
     """Tokens that can be read, and passes over them, of each data set when `last` steps are done."""
     segment = plan.segment(last - 1)
-    reached, found = segment.after(last - segment.first_step), {}
+    reached, sets = segment.after(last - segment.first_step), {}
     for name, source in plan.amendments[-1].sources.items():
         units, at = source.units, reached[name]
         passes = at.pass_index + 1 - (at.pool.size - at.used) / units.count
-        found[name] = {"tokens": units.tokens, "passes": passes}
-    return found
+        sets[name] = {"tokens": units.tokens, "passes": passes}
+    return sets
 
 
-SHARED = {"rows": "its rows are cut over {0} devices", "tokens": "its rows are cut along the tokens over {0} devices"}
+def _array(name: str, leaf: Any) -> dict[str, Any]:
+    cut = [None if axis is None else str(axis) for axis in leaf.sharding.spec]
+    return {
+        "name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype), "cut": cut,
+        "device_bytes": device_bytes(leaf),
+    }  # fmt: skip
 
 
-def table(found: Outlook, *, every_array: bool = False) -> str:
-    """All of an outlook in sections.
-
-    Args:
-        found: the outlook.
-        every_array: whether each parameter gets a line, or all of them one.
-    """
-    parts = {
-        "phases": [found.description, *found.notes],
-        "data": _data(found),
-        "model": _model(found),
-        "devices": _devices(found),
-        "memory of a device": _memory(found),
-        "sharding": _sharding(found, every_array),
-        "compute": _compute(found),
-        "time": _time(found),
-    }
-    return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in parts.items())
-
-
-def _data(found: Outlook) -> list[str]:
-    lines = [
-        f"{name}: {one['tokens']:,} tokens to train on, {one['passes']:.2f} passes"
-        for name, one in found.datasets.items()
-    ]
-    held = [f"{name or 'held out'}: {tokens:,} tokens" for name, tokens in found.validation.items() if tokens]
-    return [*lines, "validation: " + (", ".join(held) or "none"), f"vocabulary: {found.vocab_size:,}"]
-
-
-def _model(found: Outlook) -> list[str]:
-    rows = [[name, f"{count:,}", f"{count / found.parameters:.1%}"] for name, count in found.parts.items()]
-    if (trained := found.trainable_parameters) < found.parameters:
-        rows.append(["of them trained", f"{trained:,}", f"{trained / found.parameters:.2%}"])
-    return _aligned([["parameters", f"{found.parameters:,}", ""], *rows])
-
-
-def _devices(found: Outlook) -> list[str]:
-    of = f" in {found.processes} processes" if found.processes > 1 else ""
-    made = (
-        ", simulated" if found.simulated else f" ({found.device_kind})" if found.device_kind != found.platform else ""
+def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) -> str | None:
+    """Why a phase cannot run on devices of `limit` bytes, and what to change; None where it can, or nobody knows."""
+    memory = phase.memory
+    if memory is None:
+        needs = "its step does not fit, says the compiler"
+    elif limit is not None and memory.peak > limit:
+        needs = (
+            f"its step needs {size(memory.peak)} of each device ({size(memory.arguments)} state and batch, "
+            f"{size(memory.temporaries)} temporaries)"
+        )
+    else:
+        return None
+    has = "" if limit is None else f", and a device has {size(limit)}"
+    cures = ["a smaller batch_size, a larger grad_accum"]
+    cures += ["gradient_checkpointing"] if config.model is None and not config.gradient_checkpointing else []
+    cures += ["fsdp"] if devices > 1 and not config.fsdp else []
+    cures += ["use_bf16 or bf16_compute"] if not (config.use_bf16 or config.bf16_compute) else []
+    return (
+        f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: {needs}{has}: use "
+        f"{', '.join(cures)}, or more devices"
     )
-    lines = [f"{found.devices} {found.platform} device(s){of}{made}"]
-    for phase in found.phases:
-        how = SHARED.get(phase.layout.cut, "each device has all of it").format(phase.layout.pieces)
-        if (together := phase.layout.together) > 1:
-            how += f", {together} devices for each"
-        groups = phase.layout.pieces + phase.layout.repeated
-        who = "devices" if together == 1 else "groups of devices"
-        again = f"; {phase.layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
-        again += f"that divides by {groups * found.grad_accum}"
-        micro = f", in {found.grad_accum} micro-batches" if found.grad_accum > 1 else ""
-        reads = f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if found.processes > 1 else ""
-        lines.append(
-            f"phase {phase.phase}: a batch of {phase.batch_size:,} rows x {phase.seq_len:,} tokens{micro}: {how}"
-            + (again if phase.layout.repeated else "")
-            + reads
-        )
-    return lines
 
 
-def _memory(found: Outlook) -> list[str]:
-    by = ", ".join(f"{name} {size(count)}" for name, count in found.state.items())
-    rows = [["", "state and batch", "temporaries", "results", "in all", "of its memory"]]
-    for phase in found.phases:
-        rows.append([f"phase {phase.phase}", *_needs(phase, found.memory_limit)])
-    lines = [f"state: {by}", *_aligned(rows)]
-    if found.memory_limit is None:
-        lines.append("what a device has is not known: give --device_memory_gb")
-    else:
-        lines.append(f"a device has {size(found.memory_limit)}")
-    if found.platform == "cpu":
-        what = (
-            "the state is exact; temporaries are an estimate for an accelerator, whose compiler has kernels of its own"
-        )
-        lines.append(f"by XLA's account of the compiled step, for CPU: {what}")
-    else:
-        lines.append(f"by XLA's account of the compiled step, for {found.device_kind}")
-    return lines
-
-
-def _needs(phase: PhaseOutlook, limit: int | None) -> list[str]:
-    needs = phase.memory
-    if needs is None:
-        return ["", "", "", "does not fit", ""]
-    share = "unknown" if limit is None else f"{needs.peak / limit:.0%}"
-    return [size(needs.arguments), size(needs.temporaries), size(needs.results + needs.code), size(needs.peak), share]
-
-
-def _sharding(found: Outlook, every_array: bool) -> list[str]:
-    cut = [one for one in found.arrays if any(one["cut"])]
-    held, whole = sum(one["device_bytes"] for one in found.arrays), len(found.arrays) - len(cut)
-    what = "fsdp: " if found.fsdp else "" if cut else "no fsdp: "
-    lines = [
-        f"{what}{len(cut)} of {len(found.arrays)} arrays of parameters are cut over the devices, {whole} are whole on "
-        f"each; a device holds {size(held)} of parameters"
-    ]
-    if every_array:
-        rows = [["array", "shape", "type", "cut", "on a device"]]
-        rows += [[one["name"], _shape(one), one["dtype"], _cut(one), size(one["device_bytes"])] for one in found.arrays]
-        return [*lines, *_aligned(rows)]
-    ways = Counter((_shape(one), _cut(one)) for one in cut)
-    rows = [[f"{count} arrays of", shape, how] for (shape, how), count in ways.items()]
-    return [*lines, *(_aligned(rows) if rows else [])]
-
-
-def _shape(array: Mapping[str, Any]) -> str:
-    return " x ".join(map(str, array["shape"])) or "1"
-
-
-def _cut(array: Mapping[str, Any]) -> str:
-    found = [f"dimension {i} over {axis}" for i, axis in enumerate(array["cut"]) if axis]
-    return ", ".join(found) or "whole"
-
-
-def _compute(found: Outlook) -> list[str]:
-    rows = [["", "FLOPs a token", "a step", "in all"]]
-    for phase in found.phases:
-        each = phase.flops_per_token
-        rows.append([f"phase {phase.phase}", f"{each:.3g}", f"{phase.flops / phase.steps:.3g}", f"{phase.flops:.3g}"])
-    rows.append(["all", "", "", f"{found.flops:.3g}"])
-    return _aligned(rows)
-
-
-def _time(found: Outlook) -> list[str]:
-    if found.seconds is None:
-        return [found.speed]
-    speed = found.tokens_per_s or found.tokens / found.seconds
-    by_phase = ", ".join(f"phase {one.phase} {duration(one.seconds or 0.0)}" for one in found.phases)
-    return [
-        f"{duration(found.seconds)} for {found.tokens:,} tokens at {speed:,.0f} tokens/s ({found.speed}): {by_phase}",
-        "steps alone: validations, saves and compilations come on top",
-    ]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one run."""
 
@@ -649,27 +532,140 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
     Raises:
         UsageError: the config or the data do not allow the run.
     """
-    with usage_errors(), contextlib.ExitStack() as held:
-        config, _ = with_base(config)
-        config = config.with_absolute_paths()
-        config.validate()
+    with usage_errors():
+        config = _valid(with_base(config)[0])
         pin_threads()
         initialize()
-        path = config.primary_path(data_path)
-        folder = held.enter_context(folder_for_now(path, "cost"))
-        made = build_components(config, held.enter_context(open_corpus(config, path, folder)), trial=True)
-        options, plan = made.options, made.curriculum.plan(made.config.seed)
-        parts, state, settings = look_ahead(made.build, made.optimizer, made.mesh(), options, plan.total_steps)
-        model = TrainView(parts, state, settings)
-        flops_of, last = model.flops_per_token(), last_step(plan, options)
-        pieces = [
-            (plan.tokens(stop) - plan.tokens(first), flops_of(plan.segment(stop - 1).shape.seq_len))
-            for first, stop in spans(plan, last)
-        ]
-        sizes = [leaf.size for leaf in {**model.frozen, **model.params}.values()]
-        return Cost(
-            steps=last,
-            tokens=plan.tokens(last),
-            flops=sum(tokens * each for tokens, each in pieces),
-            parameters=sum(sizes),
+        with _components(config, config.primary_path(data_path), "cost", trial=True) as made:
+            options, plan = made.options, made.curriculum.plan(made.config.seed)
+            model = TrainView(*abstract_train_state(made.build, made.optimizer, made.mesh(), options, plan.total_steps))
+            flops_of, last = model.flops_per_token(), last_step(plan, options)
+            flops = (
+                (plan.tokens(stop) - plan.tokens(first)) * flops_of(plan.segment(stop - 1).shape.seq_len)
+                for first, stop in spans(plan, last)
+            )
+            parameters = sum(leaf.size for leaf in {**model.frozen, **model.params}.values())
+            return Cost(steps=last, tokens=plan.tokens(last), flops=sum(flops), parameters=parameters)
+
+
+def table(run: RunEstimate, *, every_array: bool = False) -> str:
+    """All of an estimate in sections.
+
+    Args:
+        run: the estimate.
+        every_array: whether each parameter gets a line, or all of them one.
+    """
+    sections = {
+        "phases": [run.description, *run.notes],
+        "data": _data(run),
+        "model": _model(run),
+        "devices": _devices(run),
+        "memory of a device": _memory(run),
+        "sharding": _sharding(run, every_array),
+        "compute": _compute(run),
+        "time": _time(run),
+    }
+    return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in sections.items())
+
+
+def _data(run: RunEstimate) -> list[str]:
+    lines = [
+        f"{name}: {of['tokens']:,} tokens to train on, {of['passes']:.2f} passes" for name, of in run.datasets.items()
+    ]
+    sets = [f"{name or 'held out'}: {tokens:,} tokens" for name, tokens in run.validation.items() if tokens]
+    return [*lines, "validation: " + (", ".join(sets) or "none"), f"vocabulary: {run.vocab_size:,}"]
+
+
+def _model(run: RunEstimate) -> list[str]:
+    rows = [["parameters", f"{run.parameters:,}", ""]]
+    rows += [[name, f"{count:,}", f"{count / run.parameters:.1%}"] for name, count in run.parts.items()]
+    if (trained := run.trainable_parameters) < run.parameters:
+        rows.append(["of them trained", f"{trained:,}", f"{trained / run.parameters:.2%}"])
+    return aligned(rows)
+
+
+def _devices(run: RunEstimate) -> list[str]:
+    several = run.processes > 1
+    kind = ", simulated" if run.simulated else f" ({run.device_kind})" if run.device_kind != run.platform else ""
+    lines = [f"{run.devices} {run.platform} device(s){f' in {run.processes} processes' if several else ''}{kind}"]
+    for phase in run.phases:
+        layout = phase.layout
+        line = f"phase {phase.phase}: a batch of {phase.batch_size:,} rows x {phase.seq_len:,} tokens"
+        line += f", in {run.grad_accum} micro-batches" if run.grad_accum > 1 else ""
+        match layout.cut:
+            case "rows":
+                line += f": its rows are cut over {layout.pieces} devices"
+            case "tokens":
+                line += f": its rows are cut along the tokens over {layout.pieces} devices"
+            case "nothing":
+                line += ": each device has all of it"
+        line += f", {layout.together} devices for each" if layout.together > 1 else ""
+        if layout.repeated:
+            groups, who = layout.pieces + layout.repeated, "devices" if layout.together == 1 else "groups of devices"
+            line += f"; {layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
+            line += f"that divides by {groups * run.grad_accum}"
+        line += f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if several else ""
+        lines.append(line)
+    return lines
+
+
+def _memory(run: RunEstimate) -> list[str]:
+    rows, limit = [["", "state and batch", "temporaries", "results", "in all", "of its memory"]], run.memory_limit
+    for phase in run.phases:
+        cells = ["", "", "", "does not fit", ""]
+        if (of := phase.memory) is not None:
+            share = "unknown" if limit is None else f"{of.peak / limit:.0%}"
+            cells = [*map(size, (of.arguments, of.temporaries, of.results + of.code, of.peak)), share]
+        rows.append([f"phase {phase.phase}", *cells])
+    device, exact = run.device_kind, ""
+    if run.platform == "cpu":
+        of_cpu = (
+            "the state is exact; temporaries are an estimate for an accelerator, whose compiler has kernels of its own"
         )
+        device, exact = "CPU", f": {of_cpu}"
+    return [
+        "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
+        *aligned(rows),
+        "what a device has is not known: give --device_memory_gb" if limit is None else f"a device has {size(limit)}",
+        f"by XLA's account of the compiled step, for {device}{exact}",
+    ]
+
+
+def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
+    cut = [array for array in run.arrays if any(array["cut"])]
+    bytes_held, whole = sum(array["device_bytes"] for array in run.arrays), len(run.arrays) - len(cut)
+    what = "fsdp: " if run.fsdp else "" if cut else "no fsdp: "
+    line = (
+        f"{what}{len(cut)} of {len(run.arrays)} arrays of parameters are cut over the devices, {whole} are whole on "
+        f"each; a device holds {size(bytes_held)} of parameters"
+    )
+    if every_array:
+        rows = [["array", "shape", "type", "cut", "on a device"]]
+        rows += [[of["name"], *_shape_and_cut(of, of["dtype"]), size(of["device_bytes"])] for of in run.arrays]
+    else:
+        ways = Counter(_shape_and_cut(array) for array in cut)
+        rows = [[f"{count} arrays of", *way] for way, count in ways.items()]
+    return [line, *(aligned(rows) if rows else [])]
+
+
+def _shape_and_cut(array: Mapping[str, Any], *between: str) -> tuple[str, ...]:
+    cut = [f"dimension {i} over {axis}" for i, axis in enumerate(array["cut"]) if axis]
+    return " x ".join(map(str, array["shape"])) or "1", *between, ", ".join(cut) or "whole"
+
+
+def _compute(run: RunEstimate) -> list[str]:
+    rows = [["", "FLOPs a token", "a step", "in all"]]
+    for of in run.phases:
+        rows.append([f"phase {of.phase}", *(f"{n:.3g}" for n in (of.flops_per_token, of.flops / of.steps, of.flops))])
+    return aligned([*rows, ["all", "", "", f"{run.flops:.3g}"]])
+
+
+def _time(run: RunEstimate) -> list[str]:
+    if run.seconds is None:
+        return [run.speed]
+    speed = run.tokens_per_s or run.tokens / run.seconds
+    by_phase = ", ".join(f"phase {phase.phase} {duration(phase.seconds or 0.0)}" for phase in run.phases)
+    return [
+        f"{duration(run.seconds)} for {run.tokens:,} tokens at {speed:,.0f} tokens/s ({run.speed}): {by_phase}",
+        "steps alone: validations, saves and compilations come on top",
+    ]

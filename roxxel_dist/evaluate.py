@@ -217,7 +217,8 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
         (name or "held out", f"val_loss/{name}" if name else "val_loss", *reads[name]) for name in names
     ]
     if len(names) > 1:
-        rows.append(("all of them", "val_loss", *(sum(reads[name][i] for name in names) for i in (0, 1))))
+        batches, tokens = (sum(reads[name][i] for name in names) for i in (0, 1))
+        rows.append(("all of them", "val_loss", batches, tokens))
     rows.append(("training data", "train_eval_loss", *reads[train]))
     return tuple(
         {

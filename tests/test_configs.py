@@ -14,7 +14,7 @@ from roxxel_dist import Config, Roxxel
 from roxxel_dist.builders import build_components, folder_for_now, open_corpus
 from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
-from roxxel_dist.train.ahead import look_ahead
+from roxxel_dist.estimate import abstract_train_state
 from roxxel_dist.train.init_from import with_base
 from roxxel_dist.train.train_step import check_batches
 
@@ -107,7 +107,7 @@ def test_it_fits_together_as_it_stands(here, name):
         made = build_components(config, data)
         plan = made.curriculum.plan(config.seed)
         check_batches(made.curriculum.shapes, made.grad_accum)
-        _, state, _ = look_ahead(made.build, made.optimizer, made.mesh(), made.options, plan.total_steps)
+        _, state, _ = abstract_train_state(made.build, made.optimizer, made.mesh(), made.options, plan.total_steps)
     known = [phase.get("steps") for phase in config.phases or [{}]]
     assert plan.total_steps == sum(known) if all(known) else plan.total_steps > 0
     assert state.params

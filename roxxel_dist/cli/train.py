@@ -123,25 +123,25 @@ def plan(words: list[str]) -> int:
     from pathlib import Path
 
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.estimate import Asked, outlook, table
+    from roxxel_dist.estimate import EstimateRequest, estimate, table
 
     with usage_errors():
-        asked = Asked(
+        request = EstimateRequest(
             run=Path(run) if run else None, devices=args.devices, processes=args.processes,
             tokens_per_s=args.tokens_per_s, device_memory_gb=args.device_memory_gb,
         )  # fmt: skip
-    found = outlook(config, args.data_path, asked)
+    result = estimate(config, args.data_path, request)
     if is_primary():
         if args.json:
             import json
 
-            told = dataclasses.asdict(found)
-            print(json.dumps(told if args.arrays else told | {"arrays": None}, indent=2))
+            fields = dataclasses.asdict(result)
+            print(json.dumps(fields if args.arrays else fields | {"arrays": None}, indent=2))
         else:
-            print(table(found, every_array=args.arrays))
+            print(table(result, every_array=args.arrays))
         sys.stdout.flush()
-    if found.problems:
-        raise UsageError("\n".join(found.problems))
+    if result.problems:
+        raise UsageError("\n".join(result.problems))
     return 0
 
 

@@ -5,10 +5,10 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.data.packed import Packed
+from roxxel_dist.estimate import memory_analysis
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.ahead import memory_of
 from roxxel_dist.train.train_state import cast, split_module
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
@@ -74,7 +74,7 @@ def test_the_logits_are_never_there_at_once():
     def peak(chunk):
         parts, params, rest, settings = taken(vocab_size=20_000, loss_chunk=chunk)
         loss = jax.grad(lambda p, x: token_losses(parts.merge(p, rest, settings, training=True), x)["loss"])
-        return memory_of(jax.jit(loss).lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()).peak
+        return memory_analysis(jax.jit(loss).lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()).peak
 
     assert peak(64) < 0.5 * peak(0)
 
