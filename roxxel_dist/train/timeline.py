@@ -1,13 +1,12 @@
-"""What share of a run's time went to training, from its timeline. No jax.
-
-`timeline.jsonl`: what the time of a run went to, attempt by attempt.
+"""`timeline.jsonl`: what the time of a run went to, attempt by attempt, and its sums (goodput). No jax.
 
 A row is {"attempt", "activity", "begin" (unix time), "seconds", "steps"}. One is written when an activity other than a
 step ends, and one at every logged step for the steps since (`steps`: the first and the last of them, from 1), so that a
 kill -9 loses little. An attempt is a process that trained in the run directory, from 0; a row "finished" of no length
-says that the run had no step left. The file is append-only, also where steps are done a second time. No jax.
+says that the run had no step left. The file is append-only, also where steps are done a second time.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -22,6 +21,10 @@ from roxxel_dist.cluster.progress import Progress, Record
 NAME = "timeline.jsonl"
 FINISHED = "finished"
 TAIL_BYTES = 4096
+KINDS = {"start": "starting", "compile": "compiling", "restore": "restoring", "eval": "evaluating", "save": "saving"}
+"""What an activity of the timeline is called; steps are "training" or "repeated"."""
+SPENT = ("training", "repeated", "starting", "compiling", "restoring", "evaluating", "saving", "down")
+"""What time is spent on, in the order in which it is told."""
 
 
 class Timeline:
@@ -115,46 +118,32 @@ class Timeline:
 
     def _open(self, path: Path) -> FileIO:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tail = _tail(path)
+        tail = b""
+        if path.exists():
+            with path.open("rb") as before:
+                before.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                tail = before.read(TAIL_BYTES)
         self._attempt = max((row["attempt"] + 1 for row in _rows(tail)), default=0)
         # Without a buffer a row is one call, and on a full disk nothing is left to write at the end.
         file = self._file = path.open("ab", buffering=0)
-        if tail and not tail.endswith("\n"):  # torn by a kill: what comes is not to be a part of that row
+        if tail and not tail.endswith(b"\n"):  # torn by a kill: what comes is not to be a part of that row
             file.write(b"\n")
         return file
-
-
-def _tail(path: Path) -> str:
-    """How a file ends; empty where there is none."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read(TAIL_BYTES).decode(errors="replace")
 
 
 def read_timeline(run: Path) -> list[dict[str, Any]]:
     """The rows of a run, in order, without those that a kill tore; empty where there is no timeline."""
     path = run / NAME
-    return _rows(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
+    return _rows(path.read_bytes()) if path.exists() else []
 
 
-def _rows(text: str) -> list[dict[str, Any]]:
-    """The lines that are rows."""
-    found = []
-    for line in text.splitlines():
-        try:
+def _rows(lines: bytes) -> list[dict[str, Any]]:
+    rows = []
+    for line in lines.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
-            found.append({**row, "attempt": int(row["attempt"]), "seconds": float(row["seconds"])})
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
-
-
-KINDS = {"start": "starting", "compile": "compiling", "restore": "restoring", "eval": "evaluating", "save": "saving"}
-"""What an activity of the timeline is called; steps are "training" or "repeated"."""
-SPENT = ("training", "repeated", "starting", "compiling", "restoring", "evaluating", "saving", "down")
-"""What time is spent on, in the order in which it is told."""
+            rows.append({**row, "attempt": int(row["attempt"]), "seconds": float(row["seconds"])})
+    return rows
 
 
 def time_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -170,11 +159,10 @@ def time_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not rows:
         return {}
     spent: dict[str, float] = dict.fromkeys(SPENT, 0.0)
-    highest = 0
-    before: Mapping[str, Any] | None = None
+    highest, before = 0, rows[0]
     for row in rows:
         seconds = row["seconds"]
-        if before is not None and before["attempt"] != row["attempt"] and before["activity"] != FINISHED:
+        if before["attempt"] != row["attempt"] and before["activity"] != FINISHED:
             spent["down"] += max(0.0, row["begin"] - before["begin"] - before["seconds"])
         if row["activity"] == "step":
             first, last = row["steps"]
