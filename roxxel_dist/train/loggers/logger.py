@@ -55,9 +55,8 @@ class Logger:
         """
         row = {name: value if isinstance(value, int | str) else float(value) for name, value in metrics.items()}
         loss = row.get("train_loss", row.get("loss"))
-        self._status = self._status | {
-            "loss": loss if isinstance(loss, float) else None
-        }  # a thread may read the old one
+        # Not in place: a thread may read the old one.
+        self._status = self._status | {"loss": loss if isinstance(loss, float) else None}
         self._queue.row({"step": int(step), **row})
         self.update_pbar(step)
 
