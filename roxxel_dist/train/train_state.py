@@ -1,15 +1,10 @@
-"""What a run has come to, as the functions that users write see it.
-
-A module as flat leaves: what is trained, what is frozen, and what else it holds.
+"""The state of a run: a module split into named leaves, made straight into its shards, and the view of it for users.
 
 The model is split once. Its leaves travel as dictionaries from a parameter's name to its array, which cost a fraction
 of what NNX states or objects cost at the border of a jitted call, and are merged into a module again while tracing.
-
-The state of a run, made of a module's leaves (see `parts.py`) straight into its shards.
 """
 
 import contextlib
-import math
 import os
 import socket
 import threading
@@ -43,7 +38,7 @@ class Part:
 
     names: tuple[str, ...]
     tree: Any
-    asked: tuple[P | None, ...]
+    partition_spec: tuple[P | None, ...]
     """How the module asks each leaf to be partitioned, in names of mesh axes."""
     uncast: frozenset[str]
     """Leaves that compute in the type that they are stored in: those that the module marks `FULL_PRECISION`."""
@@ -55,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModuleSplit:
-    """A module taken apart: what does not change while training, in its two modes."""
+    """What of a module does not change while training: its graph definitions, and the names of its leaves by kind."""
 
     training: Any
     """Graph definition with dropout on."""
@@ -64,10 +59,12 @@ class ModuleSplit:
     params: Part
     """What is trained: of a module with adapters those alone, else all parameters."""
     frozen: Part
-    """Of a module with adapters, all other parameters: inputs of every step, among the settings. No moments are kept of
+    """Of a module with adapters, all other parameters: inputs of every step, among the hparams. No moments are kept of
     them, and they are in no checkpoint."""
     rest: Part
-    settings: Part
+    """Neither parameters nor hparams: random streams, running statistics."""
+    hparams: Part
+    """Numbers that a sweep may change, inputs of every step: the module's `Setting`s."""
     scales: Mapping[str, float]
     """Of each adapter by its name: what it counts (see `model.lora.merge_adapters`)."""
     axes: Callable[[str], Axes] | None = None
@@ -77,34 +74,34 @@ class ModuleSplit:
         self,
         params: Mapping[str, Any],
         rest: Mapping[str, Any],
-        settings: Mapping[str, Any],
+        hparams: Mapping[str, Any],
         *,
         training: bool,
         dtype: Any = None,
     ) -> Any:
-        """The module made of these leaves. `settings` may hold more than the model's.
+        """The module made of these leaves. `hparams` may hold more than the model's.
 
         Args:
             params: what is trained.
             rest: random streams, running statistics.
-            settings: inputs of every step: the module's settings, and what is frozen.
+            hparams: inputs of every step: the module's hparams, and what is frozen.
             training: whether dropout is on.
             dtype: what floating parameters, frozen ones too, are cast to; None leaves them as they are.
         """
         graphdef = self.training if training else self.evaluating
-        weights = {**params, **{name: settings[name] for name in self.frozen.names}}
+        weights = {**params, **{name: hparams[name] for name in self.frozen.names}}
         weights = cast(weights, dtype, self.params.uncast | self.frozen.uncast)
         states = self.params.state(weights), self.frozen.state(weights)
-        return nnx.merge(graphdef, *states, self.settings.state(settings), self.rest.state(rest))
+        return nnx.merge(graphdef, *states, self.hparams.state(hparams), self.rest.state(rest))
 
-    def of_base(self, params: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def of_base(self, params: Mapping[str, Any], hparams: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters that another run's weights may stand in for: the frozen ones, or all where none are."""
         if not self.frozen.names:
             return dict(params)
-        return {name: settings[name] for name in self.frozen.names}
+        return {name: hparams[name] for name in self.frozen.names}
 
     def rest_of(self, model: nnx.Module) -> Leaves:
-        """What a merged module holds beside parameters and settings, after it was called.
+        """What a merged module holds beside parameters and hparams, after it was called.
 
         Variables that the call added (NNX's intermediates) are left out: the state keeps its shape.
         """
@@ -113,9 +110,9 @@ class ModuleSplit:
 
 
 def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves]:
-    """(what does not change, parameters, the rest, settings) of a module, each by name; the module is left alone.
+    """(what does not change, parameters, the rest, hparams) of a module, each by name; the module is left alone.
 
-    Of a module with adapters they are the parameters, and what is frozen is among the settings.
+    Of a module with adapters they are the parameters, and what is frozen is among the hparams.
 
     Raises:
         ValueError: two leaves have one name.
@@ -125,19 +122,17 @@ def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves
     evaluating = nnx.split(twin)[0]
     twin.train()
     training, *states = _split(twin)
-    found = [named_leaves(state) for state in states]
-    params, frozen, settings, rest = (part for part, _ in found)
-    param_leaves, frozen_leaves, setting_leaves, rest_leaves = (leaves for _, leaves in found)
+    (params, trained), (frozen, fixed), (hparams, numbers), (rest, others) = map(named_leaves, states)
     axes = getattr(type(model), "parameter_axes", None)
-    parts = ModuleSplit(training, evaluating, params, frozen, rest, settings, scales_of(twin), axes)
-    return parts, param_leaves, rest_leaves, frozen_leaves | setting_leaves
+    split = ModuleSplit(training, evaluating, params, frozen, rest, hparams, scales_of(twin), axes)
+    return split, trained, others, fixed | numbers
 
 
 def _split(model: nnx.Module) -> Any:
-    """(graph definition, what is trained, what is frozen, settings, rest)."""
-    graphdef, adapters, others, settings, rest = nnx.split(model, LoRAParam, nnx.Param, Setting, ...)
+    """(graph definition, what is trained, what is frozen, hparams, rest)."""
+    graphdef, adapters, others, hparams, rest = nnx.split(model, LoRAParam, nnx.Param, Setting, ...)
     trained, frozen = (adapters, others) if jax.tree.leaves(adapters) else (others, adapters)
-    return graphdef, trained, frozen, settings, rest
+    return graphdef, trained, frozen, hparams, rest
 
 
 def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) -> dict[str, Any]:
@@ -153,7 +148,7 @@ def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) ->
 def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
     """The leaves of an NNX state by name, such as "blocks.0.attention.qkv.kernel", in the tree's order."""
     leaves: dict[str, Any] = {}
-    asked, uncast = [], set()
+    specs, uncast = [], set()
     variables, _ = jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in variables:
         for inner, leaf in jax.tree.leaves_with_path(variable):
@@ -164,18 +159,18 @@ def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
                     f"two of the module's arrays are called {name}: rename an attribute or a key with a dot"
                 )
             leaves[name] = leaf
-            asked.append(_asked(variable))
+            specs.append(_partition_spec(variable))
             if isinstance(variable, nnx.Variable) and variable.get_metadata().get(FULL_PRECISION):
                 uncast.add(name)
-    return Part(tuple(leaves), jax.tree.structure(state), tuple(asked), frozenset(uncast)), leaves
+    return Part(tuple(leaves), jax.tree.structure(state), tuple(specs), frozenset(uncast)), leaves
 
 
-def _asked(variable: Any) -> P | None:
+def _partition_spec(variable: Any) -> P | None:
     """The partitioning in a variable's metadata, logical axes resolved by NNX's rules; None where there is none."""
-    wanted = variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
-    if not wanted:
+    sharding = variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
+    if not sharding:
         return None
-    return wanted.spec if isinstance(wanted, NamedSharding) else nnx.get_partition_spec(variable).get_value()
+    return sharding.spec if isinstance(sharding, NamedSharding) else nnx.get_partition_spec(variable).get_value()
 
 
 MEMORY_CHECK_ENV = "ROXXEL_MEMORY_CHECK"
@@ -184,16 +179,16 @@ SLOW_S = 2.0
 
 
 class TrainState(NamedTuple):
-    """All that a step changes."""
+    """All that a step changes. The fields' names are in every checkpoint."""
 
     step: jax.Array
     """int32[]: optimizer steps done."""
     params: Leaves
     rest: Leaves
-    """What is neither parameter nor setting: random streams, running statistics."""
+    """What is neither parameter nor hparam: random streams, running statistics."""
     opt_state: Any
     health: LossMonitorState
-    """What is known of bad steps."""
+    """Bad steps so far."""
 
 
 def init_state(
@@ -222,7 +217,7 @@ def init_state(
             module with adapters it gives what is frozen, for a state that is restored too.
 
     Returns:
-        What does not change, the state, and the inputs of every step by name: the module's settings, float32[] scalars,
+        What does not change, the state, and the inputs of every step by name: the module's hparams, float32[] scalars,
         and what is frozen of its parameters.
 
     Raises:
@@ -231,64 +226,55 @@ def init_state(
         TypeError: the callable returns no module.
     """
     if isinstance(model, nnx.Module):
-        parts, params, rest, settings = split_module(model)
-        places = _places(parts, params | settings | rest, mesh, fsdp)
-        weights = _weights(parts)
-        leaves = {
-            name: _spread(_cast(leaf, dtype if name in weights else None), places[name])
-            for name, leaf in (params | settings | rest).items()
-        }
+        split, params, rest, hparams = split_module(model)
+        arrays = params | rest | hparams
+        like = _placed(split, arrays, mesh, fsdp, dtype)
+        leaves = {name: _spread(_cast(leaf, like[name].dtype), like[name].sharding) for name, leaf in arrays.items()}
     else:
-        parts, shapes, programs = _trace(model, mesh, dtype)
-        places, leaves = _places(parts, shapes, mesh, fsdp), {}
-        _check_room(parts, shapes, places, init_optimizer, mesh, dtype)
-        given = set(parts.params.names) if restored else set()
-        given |= set(_loaded(parts)) if load is not None else set()
-        size = sum(math.prod(shapes[name].shape) for name in _weights(parts) - given)
-        with jax.set_mesh(mesh), _said_if_slow(f"initialising {size:,} parameters"):
-            for program in programs(places, given):
+        split, shapes, compute = _trace(model, mesh)
+        like, leaves = _placed(split, shapes, mesh, fsdp, dtype), {}
+        _check_room(*_assemble(split, like, init_optimizer, mesh, shapes=True), mesh)
+        given = {*(split.params.names if restored else ()), *(_loaded(split) if load is not None else ())}
+        size = sum(like[name].size for name in _weights(split) - given)
+        with jax.set_mesh(mesh), _logged_if_slow(f"initialising {size:,} parameters"):
+            for program in _init_programs(split, compute, like, mesh, given):
                 leaves |= program()
             jax.block_until_ready(leaves)
-        leaves |= {name: _described(shapes[name], places[name], dtype) for name in given}
-    if load is not None and (parts.frozen.names or not restored):
-        leaves |= load({name: leaves[name] for name in _loaded(parts)})
-    params, rest, settings = _sorted(parts, leaves)
-    program = _optimizer_program(init_optimizer, params, mesh)
-    opt_state = program.eval_shape(params) if restored else program(params)
-    everywhere = NamedSharding(mesh, P())
-    scalars = jnp.zeros((), jnp.int32), LossMonitorState.initial()
-    step, health = jax.tree.map(lambda leaf: _spread(leaf, everywhere), scalars)
-    return parts, TrainState(step, params, rest, opt_state, health), settings
+        leaves |= {name: like[name] for name in given}
+    if load is not None and (split.frozen.names or not restored):
+        leaves |= load({name: leaves[name] for name in _loaded(split)})
+    return split, *_assemble(split, leaves, init_optimizer, mesh, shapes=restored)
 
 
 def abstract_state(
     model: Callable[[], nnx.Module], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, fsdp: bool, dtype: Any
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
     """What `init_state` gives, as `jax.ShapeDtypeStruct`s with shardings: nothing is computed. It raises the same."""
-    parts, shapes, _ = _trace(model, mesh, dtype)
-    places = _places(parts, shapes, mesh, fsdp)
-    weights = _weights(parts)
-    leaves = {name: _described(shapes[name], places[name], dtype if name in weights else None) for name in shapes}
-    params, rest, settings = _sorted(parts, leaves)
-    opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
-    everywhere = NamedSharding(mesh, P())
-    scalars = jnp.zeros((), jnp.int32), LossMonitorState.initial()
-    step, health = jax.tree.map(lambda leaf: _described(leaf, everywhere), scalars)
-    return parts, TrainState(step, params, rest, opt_state, health), settings
+    split, shapes, _ = _trace(model, mesh)
+    like = _placed(split, shapes, mesh, fsdp, dtype)
+    return split, *_assemble(split, like, init_optimizer, mesh, shapes=True)
 
 
-def _check_room(
-    parts: ModuleSplit, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding], init_optimizer: Any, mesh: Mesh,
-    dtype: Any,
-) -> None:  # fmt: skip
-    """Raises ValueError where the state and the gradients of a model are larger than what a device has free."""
+def _assemble(
+    split: ModuleSplit, leaves: Mapping[str, Any], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, shapes: bool
+) -> tuple[TrainState, Leaves]:
+    """The state made of all leaves of a module, and its hparams; with `shapes` nothing more is computed."""
+    names = split.params.names, split.rest.names, split.frozen.names + split.hparams.names
+    params, rest, hparams = ({name: leaves[name] for name in some} for some in names)
+    program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
+    opt_state = program.eval_shape(params) if shapes else program(params)
+    place = _shape_of if shapes else _spread
+    step, health = jax.tree.map(
+        lambda leaf: place(leaf, everywhere), (jnp.zeros((), jnp.int32), LossMonitorState.initial())
+    )
+    return TrainState(step, params, rest, opt_state, health), hparams
+
+
+def _check_room(state: TrainState, hparams: Leaves, mesh: Mesh) -> None:
+    """Raises ValueError where the (abstract) state and its gradients are larger than what a device has free."""
     if os.environ.get(MEMORY_CHECK_ENV) == "off":
         return
-    weights = _weights(parts)
-    leaves = {name: _described(shapes[name], places[name], dtype if name in weights else None) for name in shapes}
-    params, rest, settings = _sorted(parts, leaves)
-    opt_state = _optimizer_program(init_optimizer, params, mesh).eval_shape(params)
-    sizes = [device_bytes(tree) for tree in ((params, rest, settings), opt_state, params)]
+    sizes = [device_bytes(tree) for tree in ((state.params, state.rest, hparams), state.opt_state, state.params)]
     # Processes on CPU share the memory of their host.
     free = free_device_bytes() / (_ranks_here() if mesh.devices.flat[0].platform == "cpu" else 1)
     if sum(sizes) > free:
@@ -308,7 +294,7 @@ def _ranks_here() -> int:
 
 
 @contextlib.contextmanager
-def _said_if_slow(text: str) -> Iterator[None]:
+def _logged_if_slow(text: str) -> Iterator[None]:
     """Print a line where what is done within takes longer than a person waits for without asking."""
     timer = threading.Timer(SLOW_S, lambda: print(text, flush=True))
     timer.daemon = True
@@ -320,37 +306,25 @@ def _said_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _weights(parts: ModuleSplit) -> frozenset[str]:
+def _weights(split: ModuleSplit) -> frozenset[str]:
     """The names of all parameters."""
-    return frozenset(parts.params.names + parts.frozen.names)
+    return frozenset(split.params.names + split.frozen.names)
 
 
-def _loaded(parts: ModuleSplit) -> tuple[str, ...]:
+def _loaded(split: ModuleSplit) -> tuple[str, ...]:
     """The names of what another run's weights stand in for."""
-    return parts.frozen.names or parts.params.names
-
-
-def _sorted(parts: ModuleSplit, leaves: Mapping[str, Any]) -> tuple[Leaves, Leaves, Leaves]:
-    """(parameters, the rest, inputs of every step) of all leaves."""
-    names = parts.params.names, parts.rest.names, parts.frozen.names + parts.settings.names
-    params, rest, settings = ({name: leaves[name] for name in some} for some in names)
-    return params, rest, settings
-
-
-def _described(leaf: Any, place: NamedSharding, dtype: Any = None) -> Any:
-    shape = jax.eval_shape(partial(_cast, dtype=dtype), leaf)
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+    return split.frozen.names or split.params.names
 
 
 def _trace(
-    build: Callable[[], nnx.Module], mesh: Mesh, dtype: Any
-) -> tuple[ModuleSplit, dict[str, Any], Callable[..., list[Callable[[], Leaves]]]]:
-    """(what does not change, shapes by name, places to the programs that fill them) of a module yet to be made.
+    build: Callable[[], nnx.Module], mesh: Mesh
+) -> tuple[ModuleSplit, dict[str, Any], Callable[[Sequence[str]], Leaves]]:
+    """(what does not change, shapes by name, what computes leaves by name) of a module yet to be made.
 
-    The module is traced once, and nothing of it is computed. The programs leave out what is given.
+    The module is traced once, and nothing of it is computed.
     """
 
-    def split() -> Any:
+    def split_state() -> Any:
         try:
             model = build()
         except TraceContextError as error:
@@ -362,31 +336,41 @@ def _trace(
 
     # NNX would place each variable as it is made, and fail at logical axes. The mesh is there for the module's own use.
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        closed, (graphdef, state) = jax.make_jaxpr(split, return_shape=True)()
-    parts = split_module(nnx.merge(graphdef, state))[0]
-    weights = _weights(parts)
+        closed, (graphdef, state) = jax.make_jaxpr(split_state, return_shape=True)()
     shapes = named_leaves(state)[1]
 
-    def make(chosen: Sequence[str]) -> Leaves:
-        values = dict(zip(shapes, jaxpr_as_fun(closed)(), strict=True))
-        return {name: _cast(values[name], dtype if name in weights else None) for name in chosen}
+    def compute(names: Sequence[str]) -> Leaves:
+        leaves = dict(zip(shapes, jaxpr_as_fun(closed)(), strict=True))
+        return {name: leaves[name] for name in names}
 
+    return split_module(nnx.merge(graphdef, state))[0], shapes, compute
+
+
+def _init_programs(
+    split: ModuleSplit,
+    compute: Callable[[Sequence[str]], Leaves],
+    like: Mapping[str, jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    given: Collection[str] = (),
+) -> list[Callable[[], Leaves]]:
+    """The jitted programs that compute all leaves but the `given` ones, cast and placed as `like`.
+
+    Hparams have a program of their own: they are constants in it, and the large one is then the same for all rates.
+    """
     # XLA for CPU schedules for parallel work unless told otherwise, with scratch memory for many random arrays at once.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
 
-    # Settings by a program of their own: they are constants in it, and the large one is then the same for all rates.
-    def programs(places: Mapping[str, NamedSharding], given: Collection[str] = ()) -> list[Callable[[], Leaves]]:
-        computed = (*parts.params.names, *parts.frozen.names, *parts.rest.names)
-        return [
-            jax.jit(
-                partial(make, chosen), out_shardings={name: places[name] for name in chosen}, compiler_options=options
-            )
-            for chosen in (parts.settings.names, tuple(name for name in computed if name not in given))
-            if chosen
-        ]
+    def program(names: Sequence[str]) -> Callable[[], Leaves]:
+        def make() -> Leaves:
+            return {name: _cast(leaf, like[name].dtype) for name, leaf in compute(names).items()}
 
-    return parts, shapes, programs
+        shardings = {name: like[name].sharding for name in names}
+        return jax.jit(make, out_shardings=shardings, compiler_options=options)
+
+    computed = (*split.params.names, *split.frozen.names, *split.rest.names)
+    groups = split.hparams.names, tuple(name for name in computed if name not in given)
+    return [program(names) for names in groups if names]
 
 
 def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
@@ -397,14 +381,27 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
     return jnp.asarray(leaf, dtype if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
 
 
-def _places(parts: ModuleSplit, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
+def _shape_of(leaf: Any, sharding: NamedSharding, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    shape = jax.eval_shape(partial(_cast, dtype=dtype), leaf)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _placed(
+    split: ModuleSplit, leaves: Mapping[str, Any], mesh: Mesh, fsdp: bool, dtype: Any
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, type and sharding of each leaf by name; parameters as `dtype`."""
+    weights, places = _weights(split), _places(split, leaves, mesh, fsdp)
+    return {name: _shape_of(leaf, places[name], dtype if name in weights else None) for name, leaf in leaves.items()}
+
+
+def _places(split: ModuleSplit, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
     """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
-    weights = _weights(parts)
+    weights = _weights(split)
     return {
-        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, asked, fsdp and name in weights, axes)
-        for part in (parts.params, parts.frozen, parts.settings, parts.rest)
-        for name, asked in zip(part.names, part.asked, strict=True)
-        for axes in [parts.axes(name) if parts.axes and name in weights else None]
+        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, spec, fsdp and name in weights, axes)
+        for part in (split.params, split.frozen, split.hparams, split.rest)
+        for name, spec in zip(part.names, part.partition_spec, strict=True)
+        for axes in [split.axes(name) if split.axes and name in weights else None]
     }
 
 
@@ -441,14 +438,14 @@ ROOM = 0.9
 
 
 class TrainView:
-    """The model, the optimizer's state and the step.
+    """The model, the optimizer's state and the step, as `eval_fn` and who calls `Trainer.run` see them.
 
     It shows the arrays of the step that it was taken after: the next step takes their memory, so use it at once and
     copy what shall be kept.
     """
 
-    def __init__(self, parts: ModuleSplit, state: TrainState, settings: dict[str, jax.Array]) -> None:
-        self._parts, self._state, self._settings = parts, state, settings
+    def __init__(self, split: ModuleSplit, state: TrainState, hparams: dict[str, jax.Array]) -> None:
+        self._split, self._state, self._hparams = split, state, hparams
 
     @property
     def step(self) -> jax.Array:
@@ -458,7 +455,7 @@ class TrainView:
     @property
     def model(self) -> Any:
         """The module with dropout off; its arrays lie on the mesh, so on several processes all must compute with it."""
-        return self._parts.merge(self._state.params, self._state.rest, self._settings, training=False)
+        return self._split.merge(self._state.params, self._state.rest, self._hparams, training=False)
 
     @property
     def optimizer(self) -> Any:
@@ -473,7 +470,7 @@ class TrainView:
     @property
     def frozen(self) -> dict[str, jax.Array]:
         """Parameters that are not trained, by name; none without adapters."""
-        return {name: self._settings[name] for name in self._parts.frozen.names}
+        return {name: self._hparams[name] for name in self._split.frozen.names}
 
     def flops_per_token(self) -> Callable[[int], float]:
         """(tokens a row) -> floating-point operations of a step, for a token: as the module says, or 6 a parameter."""
@@ -491,19 +488,18 @@ class TrainView:
             model: of which this state was made.
             optimizer: whose transformation has trained it; None where there is no such object.
         """
-        frozen = {name: self._settings[name] for name in self._parts.frozen.names}
-        for part, leaves in ((self._parts.params, self.params), (self._parts.frozen, frozen),
-                             (self._parts.rest, self._state.rest)):  # fmt: skip
+        split, kinds = self._split, (self.params, self.frozen, self._state.rest)
+        for part, leaves in zip((split.params, split.frozen, split.rest), kinds, strict=True):
             nnx.update(model, part.state(jax.tree.map(_on_one_device, leaves)))
         if optimizer is None:
             return
-        names = set(self._parts.params.names)
+        names = set(split.params.names)
 
         def of_parameters(tree: Any) -> bool:
             return isinstance(tree, dict) and set(tree) == names
 
         as_states = jax.tree.map(
-            lambda tree: self._parts.params.state(tree) if of_parameters(tree) else tree,
+            lambda tree: split.params.state(tree) if of_parameters(tree) else tree,
             self._state.opt_state,
             is_leaf=of_parameters,
         )
@@ -520,15 +516,15 @@ class TrainView:
             MemoryError: on every process, where a device of one of them has no room for the whole model beside what it
                 holds.
         """
-        leaves, tree = jax.tree.flatten((self._state.params, self._state.rest, self._settings))
+        leaves, tree = jax.tree.flatten((self._state.params, self._state.rest, self._hparams))
         cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}
         if cut:
             _check_room_for_model(sum(leaf.size * leaf.dtype.itemsize for leaf in cut.values()))
             everywhere = NamedSharding(next(iter(cut.values())).sharding.mesh, P())
             whole = jax.jit(lambda cut: cut, out_shardings=everywhere)(cut)
             leaves = [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
-        params, rest, settings = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
-        return self._parts.merge(params, rest, settings, training=False)
+        params, rest, hparams = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
+        return self._split.merge(params, rest, hparams, training=False)
 
 
 def _on_one_device(leaf: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from roxxel_dist.model.layers import Setting
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.train_state import _optimizer_program, _places, _trace, init_state, split_module
+from roxxel_dist.train.train_state import _init_programs, _optimizer_program, _placed, _trace, init_state, split_module
 from roxxel_dist.train.train_step import make_step
 
 
@@ -78,7 +78,7 @@ def test_a_callable_and_its_module_make_the_same_state():
     assert same_bits(made.rest, copied.rest)
     assert same_bits(settings, own_settings)
     for one, two in ((parts.params, own_parts.params), (parts.rest, own_parts.rest)):
-        assert (one.names, one.asked) == (two.names, two.asked)
+        assert (one.names, one.partition_spec) == (two.names, two.partition_spec)
     assert [*made.params] == [*copied.params]
     for one, two in zip(made.params.values(), copied.params.values(), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-9)
@@ -104,8 +104,9 @@ def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
         return Transformer(shape, nnx.Rngs(params=0, dropout=1))
 
     mesh, init = make_mesh(devices), optax.adamw(1e-3).init
-    parts, shapes, programs = _trace(wide, mesh, dtype)
-    first = [p.lower().compile().memory_analysis() for p in programs(_places(parts, shapes, mesh, fsdp=True))]
+    parts, shapes, compute = _trace(wide, mesh)
+    like = _placed(parts, shapes, mesh, True, dtype)
+    first = [p.lower().compile().memory_analysis() for p in _init_programs(parts, compute, like, mesh)]
     _, state, _ = init_state(wide, init, mesh, fsdp=True, dtype=dtype)
     then = _optimizer_program(init, state.params, mesh).lower(state.params).compile().memory_analysis()
     params, moments = (
