@@ -272,8 +272,9 @@ class Trainer:
         begins, so no checkpoint is ahead of its log; and the loss is looked at before, so no bad state is ever saved.
         """
         due = partial(self.options.is_due, last_step=self.last_step)
-        phase, stream = -1, self._stream_from(self.step)
-        train_step: Any = None
+        phase, out_of_patience = -1, False
+        train_step: Any = None  # of the phase
+        stream = self._stream_from(self.step)
         self._verification.follow(stream, self.last_step)
         self._timer.restart()
         for step in range(self.step, self.last_step):
@@ -302,8 +303,8 @@ class Trainer:
             self._profiler.after(done, metrics.scalars["loss"])
 
             self.stopped = stop_requested(done) and done < self.last_step
-            save = self._checkpoints.save_requested(done) or self.stopped or due("checkpoint", done)
-            save = save or self.store.keeps_forever(done)
+            requested = self._checkpoints.save_requested(done)
+            save = requested or self.stopped or due("checkpoint", done) or self.store.keeps_forever(done)
             if save or due("eval", done):
                 self._wait_for_devices()
                 self._verification.wait(done)
@@ -312,14 +313,15 @@ class Trainer:
                 if not self._flush_metrics(losses):
                     self._check_health(self._fetch(metrics.health))
                 best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
-                if save or best or self._metadata.early_stopping.should_stop(self.options.patience):
+                out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
+                if save or best or out_of_patience:
                     self._progress.say("save")
                     self._save(done, losses.get("val_loss"))
                 self._timer.resume()
             self.step = done
-            if self._metadata.early_stopping.should_stop(self.options.patience):
+            if out_of_patience:
                 self.logger.text(f"no lower val_loss in {self.options.patience} validations: the run ends here")
-            if self.stopped or self.finished:
+            if self.stopped or out_of_patience:
                 return
 
     def _flush_metrics(self, losses: Mapping[str, float] = MappingProxyType({})) -> bool:
@@ -332,8 +334,8 @@ class Trainer:
             return False
         (done, metrics), self._deferred = self._deferred, None
         self._verification.wait(done)
-        if self.plan.segment(done - 1).shape.blend != "row" or len(self.plan.datasets) == 1:
-            metrics = metrics._replace(row_loss=None)  # all rows are of one data set
+        blended = len(self.plan.datasets) > 1 and self.plan.segment(done - 1).shape.blend == "row"
+        metrics = metrics if blended else metrics._replace(row_loss=None)
         metrics = self._fetch(metrics)
         self._check_health(metrics.health)
         self._metrics.log_row(self.plan, done, metrics, losses)

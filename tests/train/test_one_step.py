@@ -1,0 +1,62 @@
+"""The files that a step crosses, as `train/README.md` lists them."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+from flax import nnx
+from runs import make
+
+import roxxel_dist
+from roxxel_dist import Phase, Transformer
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.train.config import OptimizerConfig
+from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.train.train_step import make_step
+
+PACKAGE = Path(roxxel_dist.__file__).parent
+SHAPE = ModelConfig(dim=16, num_blocks=1, max_context=32, vocab_size=500)
+
+
+def crossed(act):
+    """What `act` does in this thread: (function, file of the package) of each call, in order."""
+    calls = []
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{PACKAGE}/"):
+            calls.append((code.co_name, str(Path(code.co_filename).relative_to(PACKAGE))))
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def listed(title):
+    """The files in the rows of a table of the README."""
+    text = (PACKAGE / "train" / "README.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE))
+
+
+def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path):
+    seldom = {"log_every": 20, "eval_every": 100, "checkpoint_every": 100, "val_fraction": 0.0}
+    optimizer = NamedOptimizer(OptimizerConfig())
+    made = make(
+        corpus, tmp_path, [Phase(21, 8, 17)], token_losses,
+        model=lambda: Transformer(SHAPE, nnx.Rngs(0)), optimizer=optimizer, **seldom,
+    )  # fmt: skip
+    calls = crossed(made.run)
+    made.close()
+    steps = [i for i, call in enumerate(calls) if call == ("enter", "cluster/progress.py")]
+    # Steps 3 to 19: nothing is due after them, nor after the one before, whose row would be logged in them.
+    assert {file for _, file in calls[steps[2] : steps[19]]} == listed("On the host, every step")
+    step = make_step(made._split, token_losses, optimizer, made._like, made._sharding)
+    batch = made._stream_from(0).abstract()
+    with jax.set_mesh(made.mesh):
+        traced = crossed(lambda: step.trace(made._like, made._hparams, batch))
+    assert {file for _, file in traced} == listed("In the compiled program")
