@@ -4,7 +4,6 @@ Ranks wait for each other, so when one is stuck soon none moves. The one to name
 as it is busy with something that may take its time (it compiles, it saves), nobody is stuck.
 """
 
-import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -96,8 +95,8 @@ class HangDetector:
             return LIMITS_S.get(record.activity, float("inf"))
         if self.step_timeout is not None:
             return self.step_timeout
-        samples = self._usual.get(record.phase, ())
-        return max(LEAST_S, TIMES * statistics.median(samples)) if len(samples) >= SAMPLES else UNKNOWN_S
+        samples = sorted(self._usual.get(record.phase, ()))
+        return max(LEAST_S, TIMES * samples[len(samples) // 2]) if len(samples) >= SAMPLES else UNKNOWN_S
 
     def check(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""

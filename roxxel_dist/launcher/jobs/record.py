@@ -5,7 +5,6 @@ killed writes nothing more; that it is gone is told by its process, never by the
 """
 
 import contextlib
-import difflib
 import errno
 import json
 import math
@@ -317,6 +316,8 @@ def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
     if matches:
         what = f"{len(matches)} runs are meant by {name!r}: say which, by its id or its run directory"
         raise ValueError(f"{what}:{_list(matches)}")
+    import difflib  # slow, and no launch needs it
+
     near = difflib.get_close_matches(name, [record.run_id for record in among], n=1, cutoff=0.5)
     raise ValueError(f"there is no run {name!r}: {f'did you mean {near[0]}?' if near else f'they are{_list(among)}'}")
 
