@@ -104,7 +104,7 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
     try:
         if resume and run_dir is not None:  # a resumed run remembers its own
             run = Path(run_dir)
-            if is_tokens(run / DATA):
+            if _must_be_finished(run / DATA) or is_tokens(run / DATA):
                 path = str(run / DATA)
             elif path is None and (run / CONFIG).exists():
                 from roxxel_dist.config import RECORD, load_yaml
@@ -112,8 +112,7 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
                 path = load_yaml(run / CONFIG).get(RECORD, {}).get("data_path")
         if path is None:
             return None
-        folder = Path(path) if os.path.isdir(path) else Path(path).parent
-        if any(folder.glob(f".*{SUFFIX}/{COMMIT}")):  # opening would finish that write: not for us to do
+        if _must_be_finished(Path(path)):
             return {"path": path}
         if not is_tokens(path):
             return {"path": path} | ({"text": True} if os.path.exists(path) else {"why": "there is no such file"})
@@ -123,6 +122,11 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
             return {"path": path, "fingerprint": data.fingerprint}
     except (OSError, ValueError) as error:
         return {"path": data_path, "why": str(error)}
+
+
+def _must_be_finished(path: Path) -> bool:
+    """Whether who looks for tokens there would finish an interrupted write: not for preflight to do."""
+    return any((path if path.is_dir() else path.parent).glob(f".*{SUFFIX}/{COMMIT}"))
 
 
 def check_still_there(run: Path) -> None:

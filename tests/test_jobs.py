@@ -187,6 +187,21 @@ def test_stop_waits_until_the_ranks_have_saved_and_asks_once(desk: Desk) -> None
     assert desk.run("stop", run) == (0, "", ended + "\n"), "what is over is stopped"
 
 
+def test_two_requests_of_one_moment_are_one(desk: Desk) -> None:
+    """A second signal would kill the ranks, and the record does not tell of the first one yet."""
+    run = desk.launch(DRAIN)
+    desk.up()
+    os.kill(desk.pid(), signal.SIGSTOP)
+    stops = [desk.open("stop", run) for _ in range(2)]
+    lines = [stop.stderr.readline() for stop in stops if stop.stderr is not None]
+    assert sum(line == f"roxxel-dist: run {run} was asked to stop before\n" for line in lines) == 1
+    assert desk.job()["state"] == "running"
+    (desk.folder / "go").touch()
+    os.kill(desk.pid(), signal.SIGCONT)
+    assert [stop.wait(LIMIT_S) for stop in stops] == [0, 0]
+    assert desk.job()["code"] == 42
+
+
 def test_stop_kill_does_not_wait(desk: Desk) -> None:
     run = desk.launch(DRAIN, nprocs=2)
     desk.up(2)

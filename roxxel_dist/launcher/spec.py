@@ -127,21 +127,22 @@ def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
     """YYYYMMDD_HHMMSS, with _2, _3, … where that is in `runs/`, `is_taken`, or another launcher's of this second."""
     second = time.strftime("%Y%m%d_%H%M%S")
     names = itertools.chain([second], (f"{second}_{number}" for number in itertools.count(2)))
-    return next(name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and _claim(name))
+    return next(name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(name))
 
 
-def _claim(run_id: str) -> bool:
-    """Take an id for the life of this process, as the name of an abstract socket: its folder comes with the first line.
+def claim(name: str) -> bool:
+    """Take a name (such as a run id, whose folder comes with the first line) for the life of this process.
 
-    Only one process has such a name, nothing lies on the disk, and it is free again when the process ends.
+    It is that of an abstract socket: only one process has it, nothing lies on the disk, and it is free again when the
+    process ends.
     """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        claim.bind(f"\0roxxel-dist-{os.getuid()}-{run_id}")
+        holder.bind(f"\0roxxel-dist-{os.getuid()}-{name}")
     except OSError:
-        claim.close()
+        holder.close()
         return False
-    claim.detach()  # kept open until the process ends
+    holder.detach()  # kept open until the process ends
     return True
 
 

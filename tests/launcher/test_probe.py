@@ -277,4 +277,5 @@ def test_an_interrupted_write_is_not_finished_by_a_probe(start: Start, tmp_path:
     (staged / "commit.json").write_text('{"remove": []}')
     before = tree(tmp_path)
     assert start().facts(data_path="data", run_dir="run")["data"] == {"path": "data"}
+    assert start().facts(run_dir=".", resume=True)["data"] == {"path": "data"}, "shards that the run has made"
     assert tree(tmp_path) == before

@@ -346,6 +346,39 @@ def test_a_configuration_error_is_said_once_and_leaves_its_log(
     assert sorted(path.name for path in log_dir.iterdir()) == [f"rank-{rank}.log" for rank in says]
 
 
+ONE_BY_THE_OTHER = """
+import os, sys, time
+from roxxel_dist.cluster.exit_codes import LostRankError
+rank = int(os.environ["ROXXEL_PROCESS_ID"])
+with open(f"new.{rank}", "w") as file:
+    print(os.getpid(), file=file)
+os.rename(file.name, f"pid.{rank}")
+while not os.path.exists("go"):
+    time.sleep(0.02)
+if rank == 0:
+    sys.exit(2)
+pid = int(open("pid.0").read())
+while os.path.exists(f"/proc/{pid}"):
+    time.sleep(0.02)
+raise LostRankError("rank 0 is gone")
+"""
+
+
+def test_a_mistake_of_the_user_counts_not_what_follows_from_it(
+    launch: Launch, alive: Alive, until: Until, tmp_path: Path
+) -> None:
+    """The agent, which stands still meanwhile, hears of both at once."""
+    (tmp_path / "program.py").write_text(ONE_BY_THE_OTHER)
+    job = launch("python", "program.py")
+    pids = [int(path.read_text()) for path in job.marks("pid.*", 2)]
+    agent = job.family()["agent"][0]
+    os.kill(agent, signal.SIGSTOP)
+    (job.folder / "go").touch()
+    until(lambda: not any(map(alive, pids)), "the end of both ranks")
+    os.kill(agent, signal.SIGCONT)
+    assert job.wait()[0] == 2
+
+
 def test_a_code_of_2_is_a_failure_like_others_where_a_program_has_spoken(launch: Launch) -> None:
     job = launch("bash", "-c", "echo hours of work; [ $ROXXEL_PROCESS_ID = 0 ] || exit 2; sleep 1000")
     code, _, err = job.wait()

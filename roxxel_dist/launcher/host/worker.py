@@ -25,7 +25,6 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_PORT,
     EXIT_TIMEOUT_ENV,
     EXIT_TIMEOUT_TEXT,
-    EXIT_USAGE,
     OK_CODES,
     STACK_SIGNAL,
     FileSystemError,
@@ -227,12 +226,11 @@ def _fail(code: int) -> NoReturn:
     """Tell the agent of a failure, and leave it to the agent to end this process.
 
     Once this process is gone, the others fail too, with the connections to it, and on a busy machine they may be seen
-    first. A mistake of the user's is found by all ranks, and each of them says so.
+    first.
     """
-    if code != EXIT_USAGE:
-        _flush()
-        if agent_pipe().tell({"failed": code}):
-            time.sleep(LINGER_S)
+    _flush()
+    if agent_pipe().tell({"failed": code}):
+        time.sleep(LINGER_S)
     _leave(code)
 
 

@@ -8,6 +8,7 @@ import time
 
 from roxxel_dist.launcher.jobs.record import JobRecord, is_alive
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.spec import claim
 
 REPORT_S = 5.0
 """How often a person is told that a job goes on."""
@@ -41,7 +42,8 @@ def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
     state = job.now().state
     if state == "ended":
         return
-    if not kill and state == "stopping":
+    # The controller may not have come to a request of a moment ago: who has made it has this name.
+    if not kill and (state == "stopping" or not claim(f"stop-{job.controller.pid}-{job.controller.start}")):
         info(f"run {job.run_id} was asked to stop before")
         return
     rest = f"its ranks get {job.grace:g} s to save and leave; --kill does not wait for them"
