@@ -281,9 +281,9 @@ def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:
     process.stdin.write(spec("a", "touch", "was-here"))
     process.stdin.close()
     assert process.wait(LIMIT_S) == 0
-    wait_for((desk.folder / "logs" / "launcher.log").exists, LIMIT_S, "the log of the launcher")
+    log = desk.folder / "logs" / "launcher.log"
+    wait_for(lambda: log.exists() and "nobody waits for this job" in log.read_text(), LIMIT_S, "the last words")
     assert desk.over()["code"] == 1
-    assert "nobody waits for this job" in (desk.folder / "logs" / "launcher.log").read_text()
     assert not (desk.folder / "was-here").exists()
 
 

@@ -35,13 +35,13 @@ Trained = Callable[..., tuple[Desk, str]]
 def train(desk: Callable[[int], Desk]) -> Trained:
     """Submit a training of so many steps, and wait until it has done some."""
 
-    def begin(steps: int, *options: object, nodes: int = 2, until: int = 20) -> tuple[Desk, str]:
+    def begin(steps: int, *options: object, nodes: int = 2, until: int = 20, step_s: float = 0.05) -> tuple[Desk, str]:
         one = desk(nodes)
         tokens = np.random.default_rng(0).integers(0, 500, 1 << 17, np.uint16)
         Roxxel(one.folder / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
         (one.folder / "site").mkdir()
         (one.folder / "site" / "sitecustomize.py").write_text(SLOW)
-        slow = {"PYTHONPATH": f"{one.folder / 'site'}:{ROOT}", "SECONDS_A_STEP": "0.05"}
+        slow = {"PYTHONPATH": f"{one.folder / 'site'}:{ROOT}", "SECONDS_A_STEP": str(step_s)}
         (one.folder / "config.yaml").write_text(CONFIG.replace("STEPS", str(steps)))
         words = ["--nodes", 2, "--devices-per-proc", 1, *options, "--", *TRAIN, "--run_dir", "run"]
         number = one.launch(*words, XLA_FLAGS=FAST, **slow)
@@ -86,7 +86,8 @@ def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
-    two, number = train(600, "--slurm-time", 1, "--grace", 5)
+    # SLURM asks after 75 s (120 less the grace and the slack): steps take 90, and most of a start on a busy machine 40.
+    two, number = train(600, "--slurm-time", 2, "--grace", 30, step_s=0.15)
     job = check(two, number, 600)
     assert int(job["Restarts"]) >= 1
     assert "SLURM asked it to end" in two.log()
