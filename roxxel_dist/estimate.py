@@ -322,7 +322,7 @@ def _estimate(made: RunComponents, request: EstimateRequest, notes: list[str]) -
         notes=tuple(notes),
         datasets=_datasets(plan, last),
         validation={name: data.num_tokens for name, data in made.validation.items()},
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size or 0,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in model.params.values()),
         parts=by_part(params),

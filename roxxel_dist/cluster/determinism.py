@@ -74,6 +74,12 @@ def make_deterministic() -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --{DETERMINISTIC}=true".strip()
 
 
+def is_deterministic() -> bool:
+    """Whether XLA_FLAGS ask for the same bits each time, as `make_deterministic` does."""
+    given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.strip("-").split("=")[0] == DETERMINISTIC]
+    return bool(given) and not given[-1].lower().endswith(("=false", "=0"))
+
+
 def numerics_fingerprint() -> dict[str, Any]:
     """All that can change the last bits of a loss, besides config and data; plain values, to be kept with a run.
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.attention_kernels import attend
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import Held, Reading, keep
 from roxxel_dist.model.layers import Rotary, rotary_of, rotate
 from roxxel_dist.model.lora import linear
@@ -27,6 +28,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_heads, self.kv_heads, self.head_size = config.heads()
         self.window: int | None = config.window
+        self.kernel: AttentionKernel = config.attention
         self.rotary: Rotary | None = rotary_of(config)
         width = (self.n_heads + 2 * self.kv_heads) * self.head_size
         init = nnx.initializers.normal(INIT_STD)
@@ -43,7 +45,7 @@ class Attention(nnx.Module):
             q, k = (rotate(x, reading.position_L, self.rotary) for x in (q, k))
         if held is not None and reading.slot_BxL is not None:
             (k, v), held = keep(held, (k, v), reading.slot_BxL, self.window)
-        mixed_BxLxD = attend(q, k, v, reading, self.window).reshape(x_BxLxD.shape)
+        mixed_BxLxD = attend(q, k, v, reading, self.window, kernel=self.kernel).reshape(x_BxLxD.shape)
         if self.gate is not None:
             mixed_BxLxD = self.gate(mixed_BxLxD, x_BxLxD)
         return self.out(mixed_BxLxD), held
@@ -74,25 +76,3 @@ class Gate(nnx.Module):
     def __call__(self, mixed_BxLxD: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
         """The heads' outputs side by side, and the layer's input: an array of the same shape."""
         return mixed_BxLxD * jax.nn.sigmoid(self.score(x_BxLxD))
-
-
-def attend(
-    q_BxLxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxV: jax.Array,
-    reading: Reading,
-    window: int | None,
-    scale: float | None = None,
-) -> jax.Array:
-    """softmax(q k scale) v for each head over what each token may see: [B, L, H, V]; the scale is 1 / sqrt(K) if not
-    given. Groups of H / G queries share a key; V <= K."""
-    causal = reading.slot_BxL is None  # with a cache, the mask says it all
-    back = (window - 1, 0) if causal and window is not None else None
-    size = v_BxSxGxV.shape[-1]
-    missing = k_BxSxGxK.shape[-1] - size  # jax's function wants values as wide as keys
-    v_BxSxGxK = jnp.pad(v_BxSxGxV, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v_BxSxGxV
-    mixed = jax.nn.dot_product_attention(
-        q_BxLxHxK, k_BxSxGxK, v_BxSxGxK,
-        mask=reading.mask_Bx1xLxS, scale=scale, is_causal=causal, local_window_size=back,
-    )  # fmt: skip
-    return mixed[..., :size] if missing else mixed

@@ -61,6 +61,9 @@ class PositionConfig:
         check_sizes({"rope_trained_context": self.rope_trained_context})
 
 
+AttentionKernel = Literal["auto", "xla", "cudnn", "splash"]
+
+
 @component
 class AttentionConfig:
     """The attention of every block."""
@@ -90,6 +93,10 @@ class AttentionConfig:
     inference: bool = False
     """Absorbed MLA: attention among the compressed vectors themselves, as decoding with a cache always has it. The same
     numbers."""
+    attention: AttentionKernel = "auto"
+    """Kernel of attention: xla, which computes rows of more than 1024 tokens in blocks; cudnn, on NVIDIA GPUs in
+    bfloat16; splash, on TPUs. auto takes the device's own where it can do it, and xla elsewhere; a resumed run keeps
+    what it began with."""
 
     @property
     def window(self) -> int | None:
@@ -101,6 +108,7 @@ class AttentionConfig:
         given += ["context_window"] if self.sliding_window else []
         given += ["down_dim_q", "down_dim_kv"] if self.mla else []
         check_sizes({name: getattr(self, name) for name in given})
+        check_choice("attention", self.attention, get_args(AttentionKernel))
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh", "sigmoid")

@@ -41,11 +41,14 @@ class Reading(NamedTuple):
 
     position_L: jax.Array
     """int32 [L], or [B, L]: what positions are computed from."""
-    mask_Bx1xLxS: jax.Array | None
+    mask_Bx1xLxS: jax.Array | None = None
     """bool: which of S keys each token may attend to. With a cache that is all there is to know; without one, only the
     causal mask and the window are to be added."""
     slot_BxL: jax.Array | None = None
     """int32: where the cache keeps each token; the number of slots for one that it does not keep. None: no cache."""
+    segments_BxL: jax.Array | None = None
+    """int32, without a cache: attention stays among the tokens of a row that have the same number. None: a row is one
+    text."""
 
 
 def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> Cache:

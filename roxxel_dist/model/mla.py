@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.model.attention import INIT_STD, Gate, attend
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.attention import INIT_STD, Gate
+from roxxel_dist.model.attention_kernels import attend
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import Held, Reading, keep
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import kernel_of
@@ -29,6 +30,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_heads, _, self.head_size = config.heads()
         self.window: int | None = config.window
+        self.kernel: AttentionKernel = config.attention
         self.absorbed: bool = config.inference
         self.latent_size: int = config.down_dim_kv
         self.rotary: Rotary | None = rotary_of(config)
@@ -75,7 +77,8 @@ class LatentAttention(nnx.Module):
             up(latent).reshape(*latent.shape[:2], self.n_heads, -1) for up in (self.up_k, self.up_v)
         )
         shared = jnp.broadcast_to(turned[:, :, None], (*k_BxSxHxK.shape[:3], self.rope_dim))
-        return attend(q, jnp.concatenate([k_BxSxHxK, shared], axis=-1), v_BxSxHxK, reading, self.window)
+        key = jnp.concatenate([k_BxSxHxK, shared], axis=-1)
+        return attend(q, key, v_BxSxHxK, reading, self.window, kernel=self.kernel)
 
     def _among_latents(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
         """The same by the absorbed form."""
@@ -87,7 +90,7 @@ class LatentAttention(nnx.Module):
         query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
         key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
         scale = (self.head_size + self.rope_dim) ** -0.5
-        mixed_BxLxHxC = attend(query, key, latent[:, :, None], reading, self.window, scale)
+        mixed_BxLxHxC = attend(query, key, latent[:, :, None], reading, self.window, scale, self.kernel)
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 
     @property

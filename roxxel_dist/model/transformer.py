@@ -157,8 +157,7 @@ class Transformer(nnx.Module):
             raise ValueError(f"a sequence of {length} tokens is longer than max_context ({self.config.max_context})")
         if cache is None:
             position = jnp.arange(length) if positions_BxL is None else positions_BxL
-            same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
-            reading = Reading(position, same)
+            reading = Reading(position, segments_BxL=segments_BxL)
         else:
             reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
         x_BxLxD = constrain_rows(self._embed(tokens_BxL, reading.position_L))

@@ -1,0 +1,368 @@
+"""Kernels of attention: which one computes a row, and XLA's in blocks of queries and keys.
+
+The whole matrix of scores of a row of L tokens has L x L numbers a head. Up to `LONGEST_WHOLE` tokens XLA has it in
+memory; of a longer row it has one block at a time, as FlashAttention does (Dao et al., 2022), and computes it again in
+the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kernels of their own.
+"""
+
+import math
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.determinism import is_deterministic
+from roxxel_dist.cluster.mesh import TENSOR, row_axes, row_shards
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.model.kv_cache import Reading
+
+Kernel = Literal["xla", "cudnn", "splash"]
+LONGEST_WHOLE = 1024
+"""Tokens: up to here XLA computes all scores of a row at once, which is faster for short rows."""
+BLOCK = 512
+"""Tokens of a block of queries, and of keys; fewer where a window is shorter."""
+LANES = 128
+"""Of splash attention: its blocks are a multiple of these tokens."""
+HIDDEN = -1e30
+"""The score of a pair that must not be seen: finite, for a block may hide all keys from a query."""
+
+
+def attend(
+    q_BxLxHxK: jax.Array,
+    k_BxSxGxK: jax.Array,
+    v_BxSxGxV: jax.Array,
+    reading: Reading,
+    window: int | None,
+    scale: float | None = None,
+    kernel: AttentionKernel = "auto",
+) -> jax.Array:
+    """softmax(q k scale) v for each head over what each token may see: [B, L, H, V].
+
+    Args:
+        q_BxLxHxK: queries; groups of H / G share a key.
+        k_BxSxGxK: keys.
+        v_BxSxGxV: values; V <= K.
+        reading: what is known of the tokens. A mask is computed by XLA at once, whatever the kernel: a cache has one.
+        window: how many tokens one sees, itself included; None for all before it.
+        scale: of the scores; 1 / sqrt(K) if not given.
+        kernel: see `kernel_for`.
+
+    Raises:
+        ValueError: the kernel cannot do it here.
+    """
+    if reading.mask_Bx1xLxS is not None or reading.slot_BxL is not None:
+        causal = reading.slot_BxL is None  # with a cache, the mask says it all
+        return _jax_attention(
+            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, reading.mask_Bx1xLxS
+        )
+    segments_BxL = reading.segments_BxL
+    rows, length, _, size = q_BxLxHxK.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    chosen = kernel_for(
+        kernel,
+        key_size=size,
+        bf16=q_BxLxHxK.dtype == jnp.bfloat16,
+        packed=segments_BxL is not None,
+        whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
+    )
+    if chosen == "cudnn":
+        return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, implementation="cudnn")
+    if chosen == "xla" and length <= LONGEST_WHOLE:
+        same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
+        return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, mask=same)
+    scale = size**-0.5 if scale is None else scale
+    if chosen == "splash":
+        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
+    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
+
+
+def kernel_for(kernel: AttentionKernel, *, key_size: int, bf16: bool, packed: bool, whole_rows: bool = True) -> Kernel:
+    """The kernel that computes attention on this process's devices: the named one, or for auto the fastest.
+
+    Args:
+        kernel: auto: cuDNN on a GPU and splash attention on a TPU where they can do it, and else XLA.
+        key_size: width of a key.
+        bf16: whether queries, keys and values are bfloat16.
+        packed: whether a row may have several documents.
+        whole_rows: whether each device has whole rows, and not parts of one.
+
+    Raises:
+        ValueError: the named kernel cannot do it, with the rule and what to use instead.
+    """
+    device = jax.devices()[0]
+    if kernel == "auto":
+        native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
+        # Of cuDNN's deterministic backward pass the memory is that of all scores, see docs/decisions.md.
+        slow = native == "cudnn" and is_deterministic()
+        return "xla" if slow or _obstacle(native, device, key_size, bf16, packed, whole_rows) else native
+    if obstacle := _obstacle(kernel, device, key_size, bf16, packed, whole_rows):
+        raise ValueError(f"attention is {kernel}: {obstacle}")
+    return kernel
+
+
+def _obstacle(kernel: Kernel, device: Any, key_size: int, bf16: bool, packed: bool, whole_rows: bool) -> str:
+    """Why a kernel cannot do it, and what to do; empty where it can."""
+    if kernel == "xla":
+        return ""
+    name, home = ("cuDNN", "gpu") if kernel == "cudnn" else ("splash attention", "tpu")
+    capability = _compute_capability(device)
+    widest = 256 if capability >= (9, 0) else 128
+    rules = [
+        (device.platform == home, f"{name} is for {home.upper()}s, and the devices are {device.platform}: use auto"),
+        (whole_rows, f"{name} needs whole rows on each device: use a batch_size that divides by the devices, or xla"),
+    ]
+    if kernel == "cudnn":
+        rules += [
+            (capability >= (8, 0), f"cuDNN needs compute capability 8.0 of NVIDIA, not {device.device_kind}: use xla"),
+            (bf16, "cuDNN computes in bfloat16: set bf16_compute or use_bf16, or use xla"),
+            (
+                key_size % 8 == 0 and key_size <= widest,
+                f"keys are {key_size} wide, and cuDNN needs a multiple of 8, at most {widest}: use xla",
+            ),
+            (not packed, "cuDNN sees no bounds between the documents of a row: use packing contiguous, or xla"),
+            (
+                capability[0] == 9 or not is_deterministic(),
+                f"deterministic is true, and of cuDNN's backward pass that is known for compute capability 9.0 alone, "
+                f"not for {device.device_kind}: use xla, or set deterministic to false",
+            ),
+        ]
+    return next((rule for holds, rule in rules if not holds), "")
+
+
+def _compute_capability(device: Any) -> tuple[int, int]:
+    """Of an NVIDIA GPU, such as (9, 0); (0, 0) for a GPU of another maker."""
+    try:
+        major, minor = str(getattr(device, "compute_capability", "")).split(".")
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0
+
+
+def key_size(config: ModelConfig) -> int:
+    """Width of the keys that attention of a training step compares with."""
+    head_size = config.heads()[2]
+    if not config.mla:
+        return head_size
+    turned = config.rope_dim if config.pos_encoding == "rotary" else 0
+    return (config.down_dim_kv if config.inference else head_size) + turned
+
+
+def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None) -> int:
+    """Bytes of a device that one layer's scores take while they are computed, and what the backward pass needs of them.
+
+    XLA keeps the whole matrix of a short row, in float32, for the backward pass; else there are a block at a time, and
+    the logarithm of each query's sum. cuDNN and splash attention have blocks in registers. A deterministic backward
+    pass of cuDNN has a bfloat16 for each pair.
+    """
+    sums = rows * heads * length * 4
+    if kernel == "xla":
+        if length <= LONGEST_WHOLE:
+            return sums * length
+        return sums + rows * heads * block_of(window) ** 2 * 4
+    return sums + (rows * heads * length**2 * 2 if kernel == "cudnn" and is_deterministic() else 0)
+
+
+def block_of(window: int | None) -> int:
+    """Tokens of a block: `BLOCK`, or what a shorter window asks for."""
+    return BLOCK if window is None else min(BLOCK, max(LANES, 1 << (window - 1).bit_length()))
+
+
+def _jax_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None,
+    scale: float | None,
+    causal: bool = True,
+    mask: jax.Array | None = None,
+    implementation: Literal["xla", "cudnn"] = "xla",
+) -> jax.Array:
+    """By jax's own function, all scores at once or by cuDNN."""
+    missing = k.shape[-1] - v.shape[-1]  # it wants values as wide as keys
+    wide = jnp.pad(v, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v
+    mixed = jax.nn.dot_product_attention(
+        q, k, wide, mask=mask, scale=scale, is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0), implementation=implementation,
+    )  # fmt: skip
+    return mixed[..., : v.shape[-1]] if missing else mixed
+
+
+def blocked_attention(
+    q_BxLxHxK: jax.Array,
+    k_BxLxGxK: jax.Array,
+    v_BxLxGxV: jax.Array,
+    segments_BxL: jax.Array | None,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
+
+    Of each block of queries only the blocks of keys are computed that it may see: none behind it, and none before its
+    window. No array has more than a block's scores, in the backward pass too.
+
+    Args:
+        q_BxLxHxK: queries; groups of H / G share a key.
+        k_BxLxGxK: keys.
+        v_BxLxGxV: values.
+        segments_BxL: int32: a token sees those of its own segment. None: a row is one.
+        window: how many tokens one sees, itself included; None for all before it.
+        scale: of the scores.
+    """
+    batch, length, heads, _ = q_BxLxHxK.shape
+    groups, size = k_BxLxGxK.shape[2], block_of(window)
+    count = -(-length // size)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        """[B, L, G, ...] to [blocks, B, G, ..., size, last]; what fills up the last block is hidden as later tokens."""
+        x = jnp.pad(x, [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0), 2, -2)
+
+    first = jnp.zeros(count, jnp.int32)
+    if window is not None:
+        first = jnp.maximum(0, (jnp.arange(count) * size - window + 1) // size)
+    segments = None
+    if segments_BxL is not None:
+        segments = blocks(segments_BxL[..., None])[..., 0]
+        least, most = segments.min(-1)[:, None], segments.max(-1)
+        may_meet = ((least <= most) & (least.swapaxes(0, 1) <= most[:, None])).any(-1)
+        first = jnp.maximum(first, may_meet.argmax(-1))
+    grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
+    out = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), segments, first, window, scale)
+    out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
+    return out.reshape(batch, count * size, heads, -1)[:, :length]
+
+
+# Below, shapes are of N blocks of C tokens: queries [N, B, G, R, C, K] (R of them share a key), keys [N, B, G, C, K].
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _blocked(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: jax.Array, window: int | None, scale: float
+) -> jax.Array:
+    return _blocked_forward(q, k, v, segments, first, window, scale)[0]
+
+
+def _blocked_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: jax.Array, window: int | None, scale: float
+) -> tuple[jax.Array, Any]:
+    """The output [N, B, G, R, C, V], and what the backward pass needs: with it the logarithms of the softmax's sums."""
+
+    def queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def keys(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            """The softmax as far as the keys are known; a query's own block comes last, so there is always one."""
+            top, total, mixed = carry
+            scores = _scores(q, k, segments, window, scale, i, j)
+            higher = jnp.maximum(top, scores.max(-1))
+            weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+            new = jnp.einsum("bgrqs,bgsv->bgrqv", weights.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
+            return higher, total * shrink + weights.sum(-1), mixed * shrink[..., None] + new
+
+        each = q.shape[1:-1]
+        empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
+        top, total, mixed = jax.lax.fori_loop(first[i], i + 1, keys, empty)
+        return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
+
+    _, (out, log_sums) = jax.lax.scan(queries, None, jnp.arange(q.shape[0]))
+    return out, (q, k, v, segments, first, out, log_sums)
+
+
+def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
+    """The gradients of queries, keys and values; the sums are float32."""
+    q, k, v, segments, first, out, log_sums = kept
+
+    def queries(d_keys: Any, i: jax.Array) -> tuple[Any, jax.Array]:
+        d_mixed = d_out[i]
+        shared = (d_mixed.astype(jnp.float32) * out[i]).sum(-1, keepdims=True)
+
+        def keys(j: jax.Array, carry: Any) -> Any:
+            d_q, d_k, d_v = carry
+            weights = jnp.exp(_scores(q, k, segments, window, scale, i, j) - log_sums[i][..., None])
+            d_weights = jnp.einsum("bgrqv,bgsv->bgrqs", d_mixed, v[j], preferred_element_type=jnp.float32)
+            d_scores = (weights * (d_weights - shared) * scale).astype(q.dtype)
+            d_q += jnp.einsum("bgrqs,bgsk->bgrqk", d_scores, k[j], preferred_element_type=jnp.float32)
+            of_k = jnp.einsum("bgrqs,bgrqk->bgsk", d_scores, q[i], preferred_element_type=jnp.float32)
+            of_v = jnp.einsum("bgrqs,bgrqv->bgsv", weights.astype(v.dtype), d_mixed, preferred_element_type=jnp.float32)
+            return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
+
+        start = (jnp.zeros(q.shape[1:]), *d_keys)
+        d_q, *d_keys = jax.lax.fori_loop(first[i], i + 1, keys, start)
+        return tuple(d_keys), d_q.astype(q.dtype)
+
+    (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _scores(q: jax.Array, k: jax.Array, segments: Any, window: int | None, scale: float, i: Any, j: Any) -> jax.Array:
+    """float32 [B, G, R, C, C]: of queries of block i and keys of block j, `HIDDEN` where that must not be seen."""
+    size = q.shape[-2]
+    scores = jnp.einsum("bgrqk,bgsk->bgrqs", q[i], k[j], preferred_element_type=jnp.float32) * scale
+    back = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
+    seen = back >= 0 if window is None else (back >= 0) & (back < window)
+    if segments is not None:
+        seen = seen & (segments[i][:, None, None, :, None] == segments[j][:, None, None, None, :])
+    return jnp.where(seen, scores, HIDDEN)
+
+
+def splash_attention(
+    q_BxLxHxK: jax.Array,
+    k_BxLxGxK: jax.Array,
+    v_BxLxGxV: jax.Array,
+    segments_BxL: jax.Array | None,
+    window: int | None,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The same by splash attention, jax's kernel for TPUs, each device on its own rows and heads.
+
+    Args:
+        q_BxLxHxK: queries; groups of H / G share a key.
+        k_BxLxGxK: keys.
+        v_BxLxGxV: values.
+        segments_BxL: int32: a token sees those of its own segment. None: a row is one.
+        window: how many tokens one sees, itself included; None for all before it.
+        scale: of the scores.
+        interpret: run the kernel's program on any device, slowly.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    length = q_BxLxHxK.shape[1]
+    short = -length % LANES
+    size = next(size for size in (512, 256, 128) if (length + short) % size == 0)
+    whole = (length + short, length + short)
+    mask = splash.CausalMask(whole) if window is None else splash.LocalMask(whole, (window - 1, 0), 0)
+    sizes = splash.BlockSizes(
+        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
+    )
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+        """Of this device's rows and heads. What fills rows up are later tokens, which no query that counts sees."""
+        kernel = splash.make_splash_mha(
+            splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+            interpret=interpret,
+        )  # fmt: skip
+
+        def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+            q, k, v = (jnp.pad(x, [(0, short), (0, 0), (0, 0)]).swapaxes(0, 1) for x in (q * scale, k, v))
+            ids = None if segments is None else jnp.pad(segments, (0, short))
+            mixed = kernel(q, k, v, None if ids is None else splash.SegmentIds(ids, ids))
+            return mixed.swapaxes(0, 1)[:length]
+
+        return jax.vmap(row, in_axes=(0, 0, 0, None if segments is None else 0))(q, k, v, segments)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        return local(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)
+    # XLA does not know how to share the kernel's work out.
+    rows, shared = row_axes(mesh), mesh.shape.get(TENSOR, 1)
+    heads = TENSOR if shared > 1 and k_BxLxGxK.shape[2] % shared == 0 else None
+    spec = P(rows, None, heads, None)
+    return jax.shard_map(
+        local, in_specs=(spec, spec, spec, None if segments_BxL is None else P(rows, None)), out_specs=spec,
+        check_vma=False,
+    )(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)  # fmt: skip

@@ -1,0 +1,226 @@
+"""Kernels of attention: XLA's in blocks and splash attention beside the plain one, and which one is chosen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.model import attention_kernels
+from roxxel_dist.model.attention_kernels import (
+    LONGEST_WHOLE,
+    attend,
+    blocked_attention,
+    kernel_for,
+    key_size,
+    score_bytes,
+    splash_attention,
+)
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.kv_cache import Reading
+from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.transformer import Transformer
+
+LONG = LONGEST_WHOLE + 1
+
+
+def plain(q, k, v, segments, window):
+    """All scores at once, in a few lines of jax."""
+    length = q.shape[1]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    back = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (back >= 0) & (back < (window or length))
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = jnp.einsum("blhk,bshk->bhls", q, k) * q.shape[-1] ** -0.5
+    return jnp.einsum("bhls,bshv->blhv", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+
+
+def inputs(length, *, heads=2, groups=1, size=8, value_size=8, packed=False, rows=2, dtype=jnp.float32):
+    """(q, k, v, segments, a weight for each number of the output)."""
+    keys = jax.random.split(jax.random.key(length), 5)
+    q, k, v, weight = (
+        jax.random.normal(key, (rows, length, *shape), dtype)
+        for key, shape in zip(
+            keys, ((heads, size), (groups, size), (groups, value_size), (heads, value_size)), strict=False
+        )
+    )
+    segments = jnp.cumsum(jax.random.bernoulli(keys[4], 0.01, (rows, length)), 1, dtype=jnp.int32) if packed else None
+    return q, k, v, segments, weight
+
+
+def with_gradients(attention, q, k, v, weight):
+    def loss(q, k, v):
+        mixed = attention(q, k, v)
+        return (mixed * weight).sum(), mixed
+
+    (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    return mixed, *gradients
+
+
+def check_same(one, other, atol=2e-5):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
+        assert np.abs(a).max() > 0.1
+
+
+@given(
+    length=st.integers(1, 700),
+    window=st.none() | st.integers(1, 800),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    value_size=st.sampled_from([4, 8]),
+    packed=st.booleans(),
+)
+def test_blocks_are_the_plain_attention(length, window, heads, value_size, packed):
+    q, k, v, segments, weight = inputs(
+        length, heads=heads[0], groups=heads[1], value_size=value_size, packed=packed, rows=1
+    )
+    scale = q.shape[-1] ** -0.5
+    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, segments, window, scale), q, k, v, weight)
+    whole = with_gradients(lambda q, k, v: plain(q, k, v, segments, window), q, k, v, weight)
+    for a, b in zip(blocks, whole, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+
+
+@pytest.mark.parametrize("ids", [[3, 1, 3], [0, 5, 2]])
+def test_segments_need_not_be_in_order(ids):
+    """Two parts of a row with one number see each other, however many blocks are between."""
+    q, k, v, _, weight = inputs(1300)
+    segments = jnp.repeat(jnp.asarray(ids, jnp.int32), jnp.asarray([400, 500, 400]), total_repeat_length=1300)
+    segments = jnp.stack([segments, segments[::-1]])
+    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, segments, None, 8**-0.5), q, k, v, weight)
+    check_same(blocks, with_gradients(lambda q, k, v: plain(q, k, v, segments, None), q, k, v, weight))
+
+
+def test_blocks_in_bfloat16():
+    q, k, v, _, weight = inputs(700, dtype=jnp.bfloat16)
+    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, None, 300, 8**-0.5), q, k, v, weight)
+    assert all(x.dtype == jnp.bfloat16 for x in blocks)
+    exact = with_gradients(lambda q, k, v: plain(*map(jnp.float32, (q, k, v)), None, 300), q, k, v, weight)
+    check_same([np.float32(x) for x in exact], [np.float32(x) for x in blocks], atol=0.1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_short_rows_have_all_scores_at_once_and_long_ones_never(packed):
+    for length in (LONGEST_WHOLE, LONG):
+        q, k, v, segments, _ = inputs(length, packed=packed, rows=1)
+        reading = Reading(jnp.arange(length), segments_BxL=segments)
+        text = str(jax.make_jaxpr(lambda *x, reading=reading: attend(*x, reading, None, kernel="xla"))(q, k, v))
+        assert (f"{length},{length}]" in text) == (length == LONGEST_WHOLE)
+
+
+def temporaries(loss, *arguments):
+    return jax.jit(jax.grad(loss)).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("fields", [{}, {"mla": True}, {"sliding_window": True, "context_window": 100}])
+def test_the_memory_of_a_long_row(fields, monkeypatch):
+    """A step of a row of 8,192 tokens takes at most 0.35 of what all scores at once take."""
+    length = 8192
+    shape = ModelConfig(dim=64, num_blocks=2, vocab_size=50, max_context=length, gradient_checkpointing=True, **fields)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))))
+    batch = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
+
+    def loss(state, batch):
+        return next_token_loss(nnx.merge(graphdef, state), batch)
+
+    blocks = temporaries(loss, state, batch)
+    monkeypatch.setattr(attention_kernels, "LONGEST_WHOLE", length)
+    jax.clear_caches()
+    assert blocks <= 0.35 * temporaries(loss, state, batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "packed"),
+    [({}, True), ({"mla": True}, False), ({"kv_heads": 1, "scan_layers": True, "gradient_checkpointing": True}, True)],
+)
+def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
+    tokens = jax.random.randint(jax.random.key(0), (1, LONG), 0, 50)
+    segments = jnp.cumsum(tokens == 0, axis=1) if packed else None
+    shape = ModelConfig(dim=32, num_blocks=1, vocab_size=50, max_context=LONG, **fields)
+
+    model = Transformer(shape, nnx.Rngs(0))
+    blocks = model(tokens, segments)
+    monkeypatch.setattr(attention_kernels, "LONGEST_WHOLE", LONG)
+    np.testing.assert_allclose(blocks, model(tokens, segments), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "packed", "value_size", "groups"), [(None, False, 64, 2), (70, True, 32, 1), (None, True, 64, 4)]
+)
+def test_splash_attention_is_the_plain_one(window, packed, value_size, groups):
+    """Its program, interpreted: the hardware that it is for is not here."""
+    q, k, v, segments, weight = inputs(200, heads=4, groups=groups, size=64, value_size=value_size, packed=packed)
+
+    def splash(q, k, v):
+        return splash_attention(q, k, v, segments, window, 64**-0.5, interpret=True)
+
+    check_same(
+        with_gradients(splash, q, k, v, weight),
+        with_gradients(lambda q, k, v: plain(q, k, v, segments, window), q, k, v, weight),
+    )
+
+
+def test_splash_attention_on_several_devices():
+    """Each device has its rows, and its heads where these divide."""
+    mesh = make_mesh(4, tensor=2)
+    q, k, v, segments, _ = inputs(130, heads=4, groups=2, size=64, value_size=64, packed=True)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P("data"))
+        cut = [jax.device_put(x, rows) for x in (q, k, v, segments)]
+        found = jax.jit(lambda q, k, v, s: splash_attention(q, k, v, s, None, 0.125, interpret=True))(*cut)
+    np.testing.assert_allclose(found, plain(q, k, v, segments, None), atol=1e-5)
+
+
+def test_auto_is_xla_on_a_cpu():
+    assert kernel_for("auto", key_size=64, bf16=True, packed=False) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("cudnn", "attention is cudnn: cuDNN is for GPUs, and the devices are cpu: use auto"),
+        ("splash", "attention is splash: splash attention is for TPUs, and the devices are cpu: use auto"),
+    ],
+)
+def test_a_kernel_that_is_not_here_is_refused(kernel, message):
+    model = Transformer(ModelConfig(dim=32, num_blocks=1, vocab_size=50, attention=kernel), nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        model(jnp.zeros((1, 8), jnp.int32))
+    # A cache has a mask of its own, and needs none of them.
+    logits, _ = model(jnp.zeros((1, 8), jnp.int32), cache=model.empty_cache())
+    assert logits.shape == (1, 8, 50)
+
+
+def test_no_such_kernel():
+    with pytest.raises(ValueError, match="attention is 'flash': it must be one of auto, xla, cudnn, splash"):
+        ModelConfig(attention="flash")
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({"head_size": 32}, 32),
+        ({"head_size": 32, "mla": True, "rope_dim": 16}, 48),
+        ({"head_size": 32, "mla": True, "pos_encoding": "none"}, 32),
+        ({"head_size": 32, "mla": True, "rope_dim": 16, "inference": True, "down_dim_kv": 24}, 40),
+    ],
+)
+def test_the_width_of_keys(fields, width, monkeypatch):
+    shape, seen = ModelConfig(dim=64, num_blocks=1, vocab_size=50, **fields), []
+    told = attention_kernels.kernel_for
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k))
+    Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32))
+    assert seen == [width] == [key_size(shape)]
+
+
+def test_what_scores_cost():
+    assert score_bytes("xla", 2, 3, 1024, None) == 2 * 3 * 1024 * 1024 * 4
+    assert score_bytes("xla", 2, 3, 4096, None) == 2 * 3 * (512 * 512 + 4096) * 4
+    assert score_bytes("xla", 2, 3, 4096, 100) == 2 * 3 * (128 * 128 + 4096) * 4
+    assert score_bytes("cudnn", 2, 3, 4096, None) == 2 * 3 * 4096 * 4
