@@ -219,34 +219,29 @@ def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
 
 
 @contextlib.contextmanager
-def folder_for_now(data_path: str | Path | None, name: str) -> Iterator[Path]:
-    """Where `open_corpus` makes text into shards for a command that keeps nothing: a folder that exists for so long.
+def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Path]:
+    """A folder in which `open_corpus` makes text into shards for a command that keeps nothing.
 
-    It is on a disk that all ranks share: the working directory's, as for runs. Rank 0 may take the folder away when its
-    own last step is done: no rank does a step before it has read its rows, and none finishes one alone.
+    It is in the working directory, which all ranks share, as for runs. Rank 0 may take it away when its own last step
+    is done: no rank does a step before it has read its rows, and none finishes one alone.
 
     Args:
         data_path: the data; where it is no text, nothing is made.
-        name: of the command.
+        command: the name of the command, for that of the folder.
     """
-    folder = Path()
     if data_path is None or is_tokens(data_path):
-        yield folder
+        yield Path()
         return
-
-    def make() -> None:
-        nonlocal folder
-        folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=Path.cwd()))
-
-    on_primary("folder for the corpus", make)
+    made: list[str] = []
+    on_primary("folder for the corpus", lambda: made.append(tempfile.mkdtemp(prefix=f".{command}-", dir=Path.cwd())))
 
     def take_away() -> None:
-        if is_primary():
+        for folder in made:
             shutil.rmtree(folder)
 
     try:
         with _ended_by_signals(), interrupt.cleanup(take_away):
-            yield Path(broadcast_from_primary("folder of the corpus", str(folder))) / "data"
+            yield Path(broadcast_from_primary("folder of the corpus", "".join(made))) / "data"
     finally:
         take_away()
 

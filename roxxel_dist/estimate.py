@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.builders import RunComponents, build_components, folder_for_now, open_corpus
+from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
@@ -234,7 +234,7 @@ def _valid(config: Any) -> Any:
 @contextlib.contextmanager
 def _components(config: Any, path: Any, command: str, *, trial: bool = False) -> Iterator[RunComponents]:
     """What the run is made of; shards of text are there for so long."""
-    with folder_for_now(path, command) as folder, open_corpus(config, path, folder) as data:
+    with temporary_folder(path, command) as folder, open_corpus(config, path, folder) as data:
         yield build_components(config, data, trial=trial)
 
 

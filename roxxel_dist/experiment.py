@@ -1,28 +1,20 @@
-"""From a Config and a path to a trained run: corpus, model, optimizer, Trainer and run directory.
-
-A learning rate for a Config and its data, found by a sweep that leaves nothing behind.
-
-What a run writes down, and tells people, before its first step.
-"""
+"""Experiment: a Config becomes corpus, components, Trainer and run directory. `fit` trains, `find_lr` tests rates."""
 
 import contextlib
 import dataclasses
 import difflib
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.builders import RunComponents, build_components, folder_for_now, on_primary, open_corpus
-from roxxel_dist.cluster import determinism, interrupt
+from roxxel_dist.builders import RunComponents, build_components, on_primary, open_corpus, temporary_folder
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
-from roxxel_dist.cluster.mesh import num_devices
-from roxxel_dist.config import RECORD, UsageError, usage_errors
-from roxxel_dist.data.commit import write_file
+from roxxel_dist.config import Config, UsageError, usage_errors
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import check_local, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
@@ -32,143 +24,49 @@ from roxxel_dist.run_directory import (
     CONFIG,
     CURVE,
     DATA,
-    SUMMARY,
     TOKENIZER,
     RunDirectory,
     check_still_there,
     default_run_dir,
 )
 from roxxel_dist.run_metadata import (
+    RunMetadata,
     changed_from,
     check_resumable,
     data_of,
-    describe_environment,
     forked_from,
     saved_config,
-    summarize,
+    write_run_metadata,
 )
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor, write_cursor
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
 from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.init_from import INITIALIZED_FROM, find_checkpoint, params_loader, with_base, with_shape_of
+from roxxel_dist.train.init_from import find_checkpoint, params_loader, with_base, with_shape_of
+from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.resume import max_steps_note
-from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.trainer import Trainer
-
-
-def find_lr(
-    config: Any, data_path: str | Path | None, *, min_lr: float, max_lr: float, num_steps: int
-) -> tuple[float, list[float], list[float]]:
-    """See `Experiment.find_lr`."""
-    with usage_errors():
-        config, _ = with_base(config)
-        config.validate()
-        rates = sweep_rates(min_lr, max_lr, num_steps)
-        data_path = config.primary_path(data_path)
-        if config.deterministic:
-            make_deterministic()
-    pin_threads()
-    initialize()
-    with contextlib.ExitStack() as held:
-        with usage_errors():
-            folder = held.enter_context(folder_for_now(data_path, "find-lr"))
-            made = build_components(config, held.enter_context(open_corpus(config, data_path, folder)))
-            options = made.options
-            stream = sweep_stream(made.curriculum, num_steps, options.seed, made.mesh(), made.grad_accum)
-            weights = None if options.init_from is None else _loader(options.init_from)
-        # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
-        losses = sweep(
-            made.build, made.optimizer, stream, made.loss, rates, grad_accum=made.grad_accum, options=options,
-            load=weights,
-        )  # fmt: skip
-    rates = rates[: len(losses)]
-    with usage_errors():
-        return suggest(rates, losses, num_steps), rates, losses
-
-
-def _loader(init_from: str) -> Callable[[Leaves], Leaves]:
-    """What gives the weights that training would begin with; those of another model are the user's to mend."""
-    load = params_loader(find_checkpoint(init_from))
-
-    def told(like: Leaves) -> Leaves:
-        with usage_errors():
-            return load(like)
-
-    return told
-
-
-def write_down(
-    trainer: Trainer,
-    run: Path,
-    data_path: Any,
-    made: RunComponents,
-    saved: dict[str, Any],
-    changed: list[str],
-    told: str,
-) -> None:
-    """What a person or a later command needs to know about a run.
-
-    Args:
-        trainer: the run, ready to begin.
-        run: its directory.
-        data_path: the primary data set; None where it is in the run directory.
-        made: what the run is made of.
-        saved: the config that the run directory holds; empty for a new run.
-        changed: what the config says otherwise than that one, a line each.
-        told: a line about how the config came about; may be empty.
-    """
-    say, data = trainer.logger.text, made.data
-    summary = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
-    moved = saved.get("init_from") != made.config.init_from
-    if moved or not trainer.finished:
-        record = _record(trainer, made, saved, str(Path(data_path or run / DATA).absolute()))
-        if before := saved.get(RECORD):
-            changed = [*changed, *determinism.changed(before.get("bits", {}), determinism.numerics_fingerprint())]
-        # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
-        write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
-        made.config.save_yaml(run / CONFIG, record)
-        if data.tokenizer is not None:
-            data.tokenizer.save(run / TOKENIZER)
-        write_file(run / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
-    trained, of_all = summary["trainable_parameters"], summary["parameters"]
-    some = "" if trained == of_all else f" ({trained:,} of them trained, {trained / of_all:.2%})"
-    say(f"model: {of_all:,} parameters{some}, {num_devices(trainer.mesh)} device(s), run directory {run}")
-    if told:
-        say(told)
-    train = trainer.plan.amendments[-1].sources["self"].units.tokens
-    parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
-    say(f"data: {parts}, vocabulary {made.config.vocab_size:,}")
-    for name, one in made.curriculum.mix_streamers.items():
-        say(f"data {name}: {one.num_tokens:,} tokens, in {len(one.shards)} shard(s)")
-    if not trainer.start.notes:  # else they have it
-        say(trainer.plan.describe())
-    if note := max_steps_note(trainer.plan, trainer.options):
-        say(note)
-    if saved and not trainer.step:
-        say(f"{run} has no checkpoint yet: it begins again, at step 1")
-    for line in changed:
-        say(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
-
-
-def _record(trainer: Trainer, made: RunComponents, saved: dict[str, Any], place: str) -> dict[str, Any]:
-    """What a config keeps beside its fields: where and with what the run was made, and each time it was resumed."""
-    now = {"data_path": place, "corpus": made.data.fingerprint}
-    record = describe_environment() | now | trainer.start.record | {"bits": determinism.numerics_fingerprint()}
-    if not (before := saved.get(RECORD)):
-        return record
-    this = {"step": trainer.start_step, "commit": record["git_commit"]} | trainer.start.record
-    this |= {"bits": record["bits"], "changed_from": changed_from(saved, made.config)}
-    found = before | now | {"resumes": [*before.get("resumes", []), this]}
-    if INITIALIZED_FROM in this:
-        found[INITIALIZED_FROM] = dict(this[INITIALIZED_FROM])  # where the base is now
-    return found
-
 
 LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
 SAMPLE_AFTER_S = 30.0
 """What a run of less has learned is no text yet, and to write it would take a large part of its time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Past:
+    """What a run goes on from: itself, another run that it is forked from, or nothing."""
+
+    saved: dict[str, Any]
+    """The config that its directory holds; empty for a new run."""
+    fork: CheckpointRef | None
+    """The checkpoint that it is, or was, forked from."""
+    config: dict[str, Any]
+    """`saved`, or that of the run which a new one is forked from."""
+
+    @property
+    def new_fork(self) -> CheckpointRef | None:
+        """The checkpoint that a new run is forked from."""
+        return None if self.saved else self.fork
 
 
 class Experiment:
@@ -185,10 +83,10 @@ class Experiment:
         UsageError: a value breaks its rule, or the base of adapters is not there.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         with usage_errors():
-            based, self._told = with_base(config)
-            self.config: Any = based.with_absolute_paths()
+            based, self._base_message = with_base(config)
+            self.config: Config = based.with_absolute_paths()
         # What was set by whoever made the config, or with the base of the adapters: the rest is a resumed run's own.
         self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
@@ -223,91 +121,58 @@ class Experiment:
         """
         resume = resume or attempt_number() > 0
         with usage_errors():
-            for name, named in (("run_dir", run_dir), ("data_path", data_path), ("fork", fork)):
-                check_local(name, named)
-            saved, parent, before = self._past(Path(run_dir or default_run_dir()), resume, fork)
-            begun_by = parent if fork or from_step is None else None
-            origin = ResumeSpec(fork=begun_by, from_step=from_step, skip_steps=skip_steps)
-            self._name_sets(before, data_path)
-            other_data = self._is_other_data(data_path, saved)
+            for name, path in (("run_dir", run_dir), ("data_path", data_path), ("fork", fork)):
+                check_local(name, path)
+            # A launched run without a name has the launcher's: started again, it is the same.
+            past = self._past(Path(run_dir or default_run_dir()), resume, fork)
+            # A fork that goes back goes back in itself; to name both is an error of `ResumeSpec`.
+            goes_back = from_step is not None and fork is None
+            origin = ResumeSpec(fork=None if goes_back else past.fork, from_step=from_step, skip_steps=skip_steps)
+            self._name_data_sets(past, data_path)
+            is_other_data = self._is_other_data(past, data_path)
             if self.config.deterministic:
                 make_deterministic()
+
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
-        pin_threads(before.get(RECORD, {}).get("pjrt_nproc"))
+        pin_threads(RunMetadata.of(past.config).pjrt_nproc)
         initialize()
         run = Path(broadcast_from_primary("run directory", str(run_dir or default_run_dir())))
-        if resume and not amend and from_step is None and self._was_finished(run, saved, other_data):
+        if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
             return run
-        with _held(run, resume) as directory:
-            with _nothing_left_behind(directory), usage_errors():
-                whose = str(parent) if parent and not saved else ""
-                trial = _is_trial()
-                if trial and saved:  # as it was cut when the trial began
-                    self.config = dataclasses.replace(self.config, warmup_steps=saved["warmup_steps"])
-                changed = check_resumable(before, self.config, amend=amend or bool(whose), whose=whose)
-                path = self.config.primary_path(data_path) or data_of(
-                    before, parent.run if parent and not saved else None
-                )
-                if resume and not before and path is None:
-                    near = difflib.get_close_matches(
-                        run.name, [one.parent.name for one in run.parent.glob(f"*/{CONFIG}")]
-                    )
-                    hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
-                    raise FileNotFoundError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
-                if other_data and not is_tokens(path or ""):
-                    raise ValueError(
-                        f"data_path is {path}, and {run} was begun with {saved[RECORD]['data_path']}: leave it out, or "
-                        f"make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
-                        f"the run with them (amend=True)"
-                    )
-                made = build_components(self.config, self._open(path, run, resume, begins=not before), trial=trial)
-                self._say_cut(made)
-                self.config = made.config
-                prompt = self._prompt(made.data.tokenizer)
-                trainer = self._trainer(run, made, amend, origin)
-                try:
-                    if trainer.finished:
-                        self._check_nothing_new(run, trainer.step, changed_from(saved, self.config))
-                    if self.config.model or self.config.loss:
-                        trainer.try_loss()  # mistakes of a model or a loss, before anything is written down
-                    trainer.go_back()
-                except BaseException:
-                    trainer.close()
-                    raise
-            try:
-                # All ranks learn it, if the disk is full already.
-                told = "" if before else self._told  # a run that goes on has its base already
-                on_primary("record", lambda: write_down(trainer, run, path, made, saved, changed, told))
-                self._run(trainer, run, made.data.tokenizer, prompt)
-            finally:
-                trainer.close()
+
+        with contextlib.ExitStack() as held:
+            directory = RunDirectory(run)
+            held.callback(directory.release)
+            with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
+                on_primary("run directory is free", lambda: directory.claim(resume))
+                is_trial = os.environ.get(TRIAL) == "1"
+                if is_trial and past.saved:  # as it was cut when the trial began
+                    self.config = dataclasses.replace(self.config, warmup_steps=past.saved["warmup_steps"])
+                fork_name = str(past.new_fork or "")
+                changed = check_resumable(past.config, self.config, amend=amend or bool(fork_name), fork=fork_name)
+                path = self._data_path(run, past, data_path, resume, is_other_data)
+                components = build_components(self.config, self._open(path, run, resume, past), trial=is_trial)
+                warmup, steps = components.config.warmup_steps, components.curriculum.total_steps
+                if warmup != self.config.warmup_steps and is_primary():
+                    cut = f"warmup_steps {self.config.warmup_steps} -> {warmup}: half of the trial's {steps:,} steps"
+                    print(f"roxxel-dist: {cut}", flush=True)
+                self.config = components.config
+                prompt = self._prompt(components.data.tokenizer)
+                trainer = self._trainer(run, components, amend, origin)
+                undo.callback(trainer.close)
+                if trainer.finished:
+                    self._check_nothing_new(run, trainer.step, changed_from(past.saved, self.config))
+                if self.config.model or self.config.loss:
+                    trainer.try_loss()  # mistakes of a model or a loss, before anything is written down
+                trainer.go_back()
+                held.enter_context(undo.pop_all())
+            message = "" if past.config else self._base_message  # a run that goes on has its base already
+            # All ranks learn it, if the disk is full already.
+            on_primary(
+                "record", lambda: write_run_metadata(trainer, run, path, components, past.saved, changed, message)
+            )
+            self._run(trainer, run, components.data.tokenizer, prompt)
         return run
-
-    def _say_cut(self, made: RunComponents) -> None:
-        """Say that the warm-up of a trial was cut, where it was."""
-        if made.config.warmup_steps != self.config.warmup_steps and is_primary():
-            cut = f"warmup_steps {self.config.warmup_steps} -> {made.config.warmup_steps}"
-            print(f"roxxel-dist: {cut}: half of the trial's {made.curriculum.total_steps:,} steps", flush=True)
-
-    def _past(
-        self, folder: Path, resume: bool, fork: str | None
-    ) -> tuple[dict[str, Any], CheckpointRef | None, dict[str, Any]]:
-        """(what this run was so far, the run that it is forked from, which of them it goes on from).
-
-        Args:
-            folder: of this run; a launched run without a name has the launcher's: started again, it is the same.
-            resume: see `fit`.
-            fork: see `fit`.
-        """
-        check_still_there(folder)
-        saved = saved_config(folder) if resume else {}
-        parent = forked_from(fork, saved, folder)
-        before = saved_config(parent.run) if parent and not saved else saved
-        # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
-        self.config = self.config.with_defaults({name: value for name, value in before.items() if name != "max_steps"})
-        self.config.validate()
-        self.config = with_shape_of(self.config)
-        return saved, parent, before
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -330,44 +195,89 @@ class Experiment:
         Raises:
             UsageError: the config, the data or the rates do not allow it, or the loss did not fall.
         """
-        return find_lr(self.config, data_path, min_lr=min_lr, max_lr=max_lr, num_steps=num_steps)
+        with usage_errors(), contextlib.ExitStack() as held:
+            self.config.validate()
+            rates = sweep_rates(min_lr, max_lr, num_steps)
+            data_path = self.config.primary_path(data_path)
+            if self.config.deterministic:
+                make_deterministic()
+            pin_threads()
+            initialize()
+            folder = held.enter_context(temporary_folder(data_path, "find-lr"))
+            components = build_components(self.config, held.enter_context(open_corpus(self.config, data_path, folder)))
+            options, grad_accum = components.options, components.grad_accum
+            stream = sweep_stream(components.curriculum, num_steps, options.seed, components.mesh(), grad_accum)
+            load = None if options.init_from is None else params_loader(find_checkpoint(options.init_from))
+            losses = sweep(
+                components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
+                options=options, load=load,
+            )  # fmt: skip
+            rates = rates[: len(losses)]
+            return suggest(rates, losses, num_steps), rates, losses
 
-    def _name_sets(self, before: dict[str, Any], data_path: str | Path | None) -> None:
-        """The data sets of the run that this one goes on with where none are named; "self" is what `data_path` says."""
+    def _past(self, run: Path, resume: bool, fork: str | None) -> _Past:
+        """The run that this one goes on from, whose fields the config takes over where it does not give them."""
+        check_still_there(run)
+        saved = saved_config(run) if resume else {}
+        parent = forked_from(fork, saved, run)
+        past = _Past(saved=saved, fork=parent, config=saved_config(parent.run) if parent and not saved else saved)
+        # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
+        values = {name: value for name, value in past.config.items() if name != "max_steps"}
+        self.config = self.config.with_defaults(values)
+        self.config.validate()
+        self.config = with_shape_of(self.config)
+        return past
+
+    def _name_data_sets(self, past: _Past, data_path: str | Path | None) -> None:
+        """The data sets of the run before where none are named; "self" is what `data_path` says."""
         if self.config.datasets is None:
-            self.config.datasets = before.get("datasets")
-        named = self.config.datasets or {}
-        if data_path and "self" in named:
-            self.config.datasets = {**named, "self": os.path.abspath(data_path)}
+            self.config.datasets = past.config.get("datasets")
+        if data_path and "self" in (self.config.datasets or {}):
+            self.config.datasets = {**(self.config.datasets or {}), "self": os.path.abspath(data_path)}
 
-    def _is_other_data(self, data_path: str | Path | None, saved: dict[str, Any]) -> bool:
+    def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
         """Whether a resumed run is given other data than it has read so far."""
-        before = saved.get(RECORD, {})
-        path = self.config.primary_path(data_path)
-        if path is None or "data_path" not in before or os.path.realpath(path) == os.path.realpath(before["data_path"]):
+        before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
+        if path is None or before.data_path is None or os.path.realpath(path) == os.path.realpath(before.data_path):
             return False
         if not is_tokens(path):
             return True
         with Roxxel(path) as data:
-            return data.fingerprint != before.get("corpus")
+            return data.fingerprint != before.corpus
 
-    def _was_finished(self, run: Path, saved: dict[str, Any], other_data: bool) -> bool:
-        """Say so, if it was, and nothing new is asked of it: its data may be gone by now.
+    def _data_path(
+        self, run: Path, past: _Past, data_path: str | Path | None, resume: bool, is_other_data: bool
+    ) -> str | Path | None:
+        """Where the primary data set is: as named, or as the run before remembers it."""
+        path = self.config.primary_path(data_path) or data_of(past.config, past.new_fork and past.new_fork.run)
+        if resume and not past.config and path is None:
+            near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
+            hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
+            raise FileNotFoundError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
+        if is_other_data and not is_tokens(path or ""):
+            raise ValueError(
+                f"data_path is {path}, and {run} was begun with {RunMetadata.of(past.saved).data_path}: leave it out, "
+                f"or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
+                f"the run with them (amend=True)"
+            )
+        return path
+
+    def _was_finished(self, run: Path, past: _Past, is_other_data: bool) -> bool:
+        """Say so, if the run was, and nothing new is asked of it: its data may be gone by now.
 
         Raises:
             UsageError: the run is finished, and what is asked of it would not be done.
         """
-        cursor, changed = read_cursor(run), changed_from(saved, self.config)
-        step = int(cursor.get("step", 0))
-        longer = "max_steps" in changed and (self.config.max_steps is None or self.config.max_steps > step)
+        cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
+        step, end = int(cursor.get("step", 0)), self.config.max_steps
+        is_longer = "max_steps" in changed and (end is None or end > step)
         # A base that was moved is looked for, and written down, though nothing is trained any more.
-        goes_on = longer or "patience" in changed or saved.get("init_from") != self.config.init_from
-        finished = broadcast_from_primary(
-            "the run was finished", "yes" if cursor.get("finished") and not goes_on else ""
-        )
-        if not finished:
+        goes_on = is_longer or "patience" in changed or past.saved.get("init_from") != self.config.init_from
+        finished = cursor.get("finished") and not goes_on
+        if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
             return False
-        self._check_nothing_new(run, step, changed | ({"data_path": saved[RECORD]["data_path"]} if other_data else {}))
+        other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
+        self._check_nothing_new(run, step, changed | other_data)
         if is_primary():
             print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
         return True
@@ -383,120 +293,89 @@ class Experiment:
             f"amend=True; or begin a new run at a kept checkpoint with fork=RUN@STEP"
         )
 
-    def _open(self, data_path: str | Path | None, run: Path, resume: bool, *, begins: bool) -> Roxxel:
+    def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
         # Rank 0 looks for all: it may be making it already when another rank comes here.
-        made = resume and is_tokens(run / DATA) and not (data_path and is_tokens(data_path))
-        if broadcast_from_primary("corpus is made", "yes" if made else ""):
+        is_made = resume and is_tokens(run / DATA) and not (path and is_tokens(path))
+        if broadcast_from_primary("corpus is made", "yes" if is_made else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
-        return open_corpus(self.config, data_path, run / DATA, begins=begins)
+        return open_corpus(self.config, path, run / DATA, begins=not past.config)
 
     def _prompt(self, tokenizer: Tokenizer | None) -> list[int]:
-        """The ids that the sample at the end continues; found out now, before hours of training."""
+        """The ids that the sample at the end continues; encoded now, before hours of training."""
         if tokenizer is None:
             return []
         return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
-    def _trainer(self, run: Path, made: RunComponents, amend: bool, origin: ResumeSpec) -> Trainer:
-        config = self.config
-        wandb = config.wandb if is_primary() and config.wandb != "off" else None
+    def _trainer(self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec) -> Trainer:
+        config, trackers = self.config, []
+        if is_primary() and config.wandb != "off":
+            trackers = [WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict())]
         return Trainer(
-            made.build,
-            made.optimizer,
-            made.curriculum,
-            made.loss,
+            components.build,
+            components.optimizer,
+            components.curriculum,
+            components.loss,
             run,
-            validation=made.validation,
-            mesh=made.mesh(),
-            grad_accum_steps=made.grad_accum,
+            validation=components.validation,
+            mesh=components.mesh(),
+            grad_accum_steps=components.grad_accum,
             amend=amend,
             origin=origin,
-            trackers=[WandbTracker(run, wandb, config.wandb_project, config=config.to_dict())] if wandb else [],
-            **dataclasses.asdict(made.options),
+            trackers=trackers,
+            **dataclasses.asdict(components.options),
         )
 
     def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
-        begun, wish = time.monotonic(), self.config.sample
+        begun = time.monotonic()
 
         def at_the_end() -> None:
-            """The run is done and saved: what fails here is told, and harms nothing."""
-            model, no_sample = None, ""
-            long = broadcast_from_primary(
-                "long enough for a sample", "yes" if time.monotonic() - begun >= SAMPLE_AFTER_S else ""
-            )
-            if wish == "off" or (wish == "auto" and not long):
-                pass
-            elif tokenizer is None:
-                no_sample = "no tokenizer: no sample"
-            else:
+            """Show a sample and draw the curve. The run is done and saved: what fails here harms nothing."""
+            is_shown = trainer.step == trainer.start_step and (run / CURVE).exists()
+            is_long = time.monotonic() - begun >= SAMPLE_AFTER_S
+            wants_sample = self.config.sample == "on" or (self.config.sample == "auto" and is_long)
+            sample = ""
+            if broadcast_from_primary("a sample at the end", "yes" if wants_sample and not is_shown else ""):
                 try:
-                    model = trainer.state.local_model()  # every rank has a part of it
+                    sample = self._sample(trainer, tokenizer, prompt)
                 except Exception as error:
-                    no_sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
-            if not is_primary() or (trainer.step == trainer.start_step and (run / CURVE).exists()):
-                return
-            say = trainer.logger.text
-            for what, act in (
-                ("sample", lambda: no_sample if model is None else self._sample(model, tokenizer, prompt)),
-                ("loss curve", lambda: "" if _is_trial() else _draw(run)),
-            ):
-                try:
-                    if text := act():
-                        say(text)
-                except Exception as error:
-                    say(f"no {what}: {error!r}")
-            say(f"run directory: {run}")
+                    sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
+            if is_primary() and not is_shown:
+                curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
+                for text in filter(None, (sample, curve, f"run directory: {run}")):
+                    trainer.logger.text(text)
 
         trainer.run(at_the_end)
         self.stopped = trainer.stopped
         barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
 
-    def _sample(self, model: Any, tokenizer: Any, prompt: list[int]) -> str:
-        context, seed = self.config.max_context, self.config.seed
-        new = generate(
-            model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=seed, eos_id=tokenizer.eos_id
-        )
+    def _sample(self, trainer: Trainer, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
+        """Some lines that the model writes, on rank 0; every rank has a part of the model."""
+        if tokenizer is None:
+            return "no tokenizer: no sample"
+        model, context = trainer.state.local_model(), self.config.max_context
+        if not is_primary():
+            return ""
+        count, seed = min(SAMPLE_TOKENS, context // 2), self.config.seed
+        new = generate(model, prompt, count, max_context=context, seed=seed, eos_id=tokenizer.eos_id)
         text = printable(self.config.sample_prompt + tokenizer.decode(new))
         return "\n".join(["a sample of what it writes now:", *text.split("\n")[:SAMPLE_LINES]])
-
-
-def printable(text: str) -> str:
-    """The text with all that could command a terminal as Python writes it, but for line ends and tabs."""
-    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)
-
-
-@contextlib.contextmanager
-def _held(run: Path, resume: bool) -> Iterator[RunDirectory]:
-    """The run directory, held by rank 0 for all."""
-    directory = RunDirectory(run)
-    try:
-        with _nothing_left_behind(directory):
-            on_primary("run directory is free", lambda: directory.claim(resume))
-        yield directory
-    finally:
-        directory.release()
 
 
 @contextlib.contextmanager
 def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     """If the run cannot begin, take away what was made for it."""
 
-    def take_away() -> None:
+    def discard() -> None:
         if is_primary():
             directory.discard()
 
     try:
-        with interrupt.cleanup(take_away):
+        with interrupt.cleanup(discard):
             yield
     except BaseException:
-        take_away()
+        discard()
         raise
-
-
-def _is_trial() -> bool:
-    """Whether this is a trial of a sweep. It draws no curve: matplotlib alone takes a second to import."""
-    return os.environ.get(TRIAL) == "1"
 
 
 def _draw(run: Path) -> str:
@@ -504,4 +383,6 @@ def _draw(run: Path) -> str:
         draw_losses(read_runs([run]), run / CURVE)
     except ImportError:
         return "no loss curve: pip install 'roxxel-dist[plot]' draws one"
+    except Exception as error:
+        return f"no loss curve: {error!r}"
     return f"loss curve: {run / CURVE}"

@@ -1,9 +1,10 @@
-"""The folder of a run: what is in it, who may write to it, and how it is left when a run cannot begin."""
+"""The run directory: its files, its lock, and what is taken away where a run cannot begin."""
 
 import contextlib
 import difflib
 import os
 import shutil
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
 from roxxel_dist.data import file_lock
-from roxxel_dist.data.commit import COMMIT, SUFFIX, make_folder
+from roxxel_dist.data.commit import COMMIT, SUFFIX
 from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.train.run_lock import HELD, LOCK
+from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 METRICS, LOGS = "metrics.jsonl", "logs"
@@ -31,9 +32,9 @@ class RunDirectory:
         self.path = path
         logs = () if os.environ.get(STATUS_ENV) == "1" else (LOGS,)  # a launcher's stay: they say why it was refused
         inside = (DATA, CHECKPOINTS, *logs, LOG, METRICS, LOCK)
-        mine = (*(path / name for name in inside), path, *path.parents)
-        self._new = [one for one in mine if not os.path.exists(one)]  # Path.exists raises for a name that is too long
-        self._lock: int | None = None
+        files = (*(path / name for name in inside), path, *path.parents)
+        self._new = [file for file in files if not os.path.exists(file)]  # Path.exists raises for too long a name
+        self._let_go: Callable[[], None] = lambda: None
 
     def claim(self, resume: bool) -> None:
         """Make the folder and hold it until `release`.
@@ -46,28 +47,17 @@ class RunDirectory:
         if os.path.exists(self.path / CONFIG) and not resume:
             raise ValueError(f"{self.path} holds a run already: continue it with resume=True, or name another run_dir")
         try:
-            make_folder(self.path)
-            self._lock = file_lock.take_lock(self.path / LOCK)
-        except OSError as error:
-            raise ValueError(
-                f"run_dir is {self.path}, which cannot be written ({error.strerror}): choose another folder, or "
-                f"change its permissions"
-            ) from error
-        if self._lock is None:
+            self._let_go = hold(self.path, nested=False)
+        except RunIsHeld:
             self._new = []
-            who = file_lock.holder(self.path / LOCK)
-            raise ValueError(f"{who} is training in {self.path}: wait for its end, or name another")
-        HELD.add(self.path.absolute())
+            raise
         save_requests.sweep(self.path)
-        for left in self.path.glob(".*.tmp"):  # by somebody who was killed while he wrote
-            left.unlink(missing_ok=True)
+        for temporary in self.path.glob(".*.tmp"):  # of a writer that was killed
+            temporary.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let others have it."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            HELD.discard(self.path.absolute())
+        self._let_go()
 
     def discard(self) -> None:
         """Take away what was made since this object was; what was there before stays."""

@@ -1,47 +1,87 @@
-"""What a run writes down about itself (config, versions, commit, sizes), and what a later command reads of that."""
+"""Metadata of a run: versions, commit, data, sizes, each resume; and which fields of its config a resume may change."""
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
-from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.builders import RunComponents
+from roxxel_dist.cluster import determinism
+from roxxel_dist.cluster.mesh import num_devices
+from roxxel_dist.config import RECORD, Config, load_yaml
+from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import by_part
-from roxxel_dist.run_directory import CONFIG, DATA
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef
-from roxxel_dist.train.init_from import INITIALIZED_FROM
+from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, write_cursor
+from roxxel_dist.train.resume import max_steps_note
+from roxxel_dist.train.trainer import Trainer
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
 FREE_MODEL_FIELDS = ("dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference")
-"""Of the model, what a resumed run may change; a rate of dropout not between 0 and above 0."""
-DATA_FIELDS = ("seed", "phases", "epochs", "batch_size", "grad_accum", "val_fraction", "tokenizer_type")
-"""What decides which tokens a step reads."""
+"""Fields of the model that a resumed run may change; a rate of dropout not between 0 and above 0."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
-"""Of that, what decides it only where no phases are given."""
-STATE_FIELDS = ("optimizer", "use_bf16", "init_from")
-"""What decides what a checkpoint holds, beside the model, and what the first one held."""
+"""Fields that decide which tokens a step reads where no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
-"""Of that, what an amendment may change."""
+FIXED_FIELDS = ("model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type")
+"""Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
 
 
-def describe_environment() -> dict[str, Any]:
-    """Versions, git commit of the working folder, processes and devices, and the thread pool that decides bits."""
-    return {
-        "versions": {name: version(name) for name in PACKAGES},
-        "git_commit": git_commit(Path.cwd()),
-        "processes": jax.process_count(),
-        "devices": jax.device_count(),
-        "platform": jax.devices()[0].platform,
-        "pjrt_nproc": int(os.environ["PJRT_NPROC"]),
-    }
+@dataclass(frozen=True, kw_only=True)
+class RunMetadata:
+    """Where and with what a run was made: the section `record` of its config.yaml."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    """The commit of the working folder, with "+changes" if files differ from it."""
+    processes: int = 1
+    devices: int = 1
+    platform: str = ""
+    pjrt_nproc: int | None = None
+    """Threads of XLA's pool, which decide bits."""
+    data_path: str | None = None
+    corpus: str | None = None
+    """The fingerprint of the data."""
+    forked_from: dict[str, Any] | None = None
+    """"run" and "step" of the checkpoint whose whole state the run begins with."""
+    initialized_from: dict[str, Any] | None = None
+    """"run" and "step" of the checkpoint that the weights come from, or that the adapters stand on."""
+    bits: dict[str, Any] = field(default_factory=dict)
+    """What decides the last bits of a number, see `determinism.numerics_fingerprint`."""
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and where it went back from."""
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Self:
+        """The metadata in the saved config of a run; the defaults where it has none."""
+        record = saved.get(RECORD, {})
+        return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
+
+    @classmethod
+    def now(cls, **values: Any) -> Self:
+        """The metadata of this process and its environment."""
+        return cls(
+            versions={name: version(name) for name in PACKAGES},
+            git_commit=git_commit(Path.cwd()),
+            processes=jax.process_count(),
+            devices=jax.device_count(),
+            platform=jax.devices()[0].platform,
+            pjrt_nproc=int(os.environ["PJRT_NPROC"]),
+            bits=determinism.numerics_fingerprint(),
+            **values,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, without those that there are not."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, [])}
 
 
 def git_commit(folder: Path) -> str | None:
@@ -60,8 +100,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
-    """Sizes of a model: parameters in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes),
-    dtype.
+    """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
 
     Of arrays that are cut over devices or processes, the whole counts, once.
     """
@@ -78,35 +117,110 @@ def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, ja
     }
 
 
-def check_resumable(saved: dict[str, Any], config: Any, *, amend: bool = False, whose: str = "") -> list[str]:
-    """What a run's config says otherwise than the saved one, a line each; `whose` names that, if it is another run's.
+def write_run_metadata(
+    trainer: Trainer,
+    run: Path,
+    data_path: str | Path | None,
+    components: RunComponents,
+    saved: dict[str, Any],
+    changed: list[str],
+    message: str,
+) -> None:
+    """Write config, tokenizer and sizes into the directory of a run that is about to begin, and log its first lines.
+
+    Args:
+        trainer: the run, ready to begin.
+        run: its directory.
+        data_path: the primary data set; None where it is in the run directory.
+        components: what the run is made of.
+        saved: the config that the run directory holds; empty for a new run.
+        changed: the fields that differ from that config, a line each.
+        message: a line about how the config came about; may be empty.
+    """
+    log, data, config = trainer.logger.text, components.data, components.config
+    sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
+    if not trainer.finished or saved.get("init_from") != config.init_from:
+        metadata = _metadata(trainer, components, saved, str(Path(data_path or run / DATA).absolute()))
+        if RECORD in saved:
+            changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, determinism.numerics_fingerprint())]
+        # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
+        write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
+        config.save_yaml(run / CONFIG, metadata.to_dict())
+        if data.tokenizer is not None:
+            data.tokenizer.save(run / TOKENIZER)
+        write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
+    trained, total = sizes["trainable_parameters"], sizes["parameters"]
+    share = "" if trained == total else f" ({trained:,} of them trained, {trained / total:.2%})"
+    log(f"model: {total:,} parameters{share}, {num_devices(trainer.mesh)} device(s), run directory {run}")
+    if message:
+        log(message)
+    train = trainer.plan.amendments[-1].sources["self"].units.tokens
+    parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
+    log(f"data: {parts}, vocabulary {components.vocab_size:,}")
+    for name, data_set in components.curriculum.mix_streamers.items():
+        log(f"data {name}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
+    if not trainer.start.notes:  # else the plan is among them
+        log(trainer.plan.describe())
+    if note := max_steps_note(trainer.plan, trainer.options):
+        log(note)
+    if saved and not trainer.step:
+        log(f"{run} has no checkpoint yet: it begins again, at step 1")
+    for line in changed:
+        log(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
+
+
+def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
+    """The metadata of a new run, or of one before with another entry in `resumes`."""
+    origin = trainer.start.record
+    if RECORD not in saved:
+        return RunMetadata.now(data_path=data_path, corpus=components.data.fingerprint, **origin)
+    before, now = RunMetadata.of(saved), RunMetadata.now()
+    resume = {"step": trainer.start_step, "commit": now.git_commit, **origin, "bits": now.bits}
+    resume["changed_from"] = changed_from(saved, components.config)
+    return replace(
+        before,
+        data_path=data_path,
+        corpus=components.data.fingerprint,
+        initialized_from=origin.get("initialized_from", before.initialized_from),  # where the base is now
+        resumes=[*before.resumes, resume],
+    )
+
+
+def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
+    """The fields in which a config differs from the one that its run was saved with, a line each.
+
+    Args:
+        saved: the saved config, of the run itself or of the one that it is forked from.
+        config: the config to go on with.
+        amend: whether the curriculum may be another one from here on.
+        fork: the checkpoint that the run is forked from; empty for a run that goes on.
 
     Raises:
         ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
     """
+    fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
     # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
-    shape = {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - set(FREE_MODEL_FIELDS)
-    fixed = {"model"} | shape
-    fixed |= {*STATE_FIELDS, *DATA_FIELDS} - (set() if config.phases is None else set(WITHOUT_PHASES))
-    fixed -= set(AMENDABLE) if amend else set()
-    if "fingerprint" in saved.get(RECORD, {}).get(INITIALIZED_FROM, {}):
+    fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
+    if amend:
+        fixed -= {*AMENDABLE}
+    if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):
         fixed.discard("init_from")  # what adapters stand on may be moved: it is known again by that
-    changed, other = [], whose or "the run that shall be resumed"
-    for name, value in config.to_dict().items():
-        if name in saved and saved[name] != value and not (name == "vocab_size" and value is None):
-            if name in fixed:
-                raise ValueError(
-                    f"{name} is {value}, and {other} has {saved[name]}: leave it as it was, or "
-                    f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
-                )
-            counts = name == "dropout_rate" or (name == "lora_dropout" and config.use_lora)
-            if counts and config.model is None and bool(value) != bool(saved[name]):
-                raise ValueError(
-                    f"{name} is {value}, and {other} has {saved[name]}: its checkpoints hold random streams of dropout "
-                    f"only where there is some, so use {'a rate above 0' if saved[name] else '0'}, or start a new run"
-                )
-            changed.append(f"{name} {saved[name]} -> {value}")
-    return changed
+    dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
+    lines, other = [], fork or "the run that shall be resumed"
+    for name, before in changed_from(saved, config, with_base=True).items():
+        value = getattr(config, name)
+        if name in fixed:
+            raise ValueError(
+                f"{name} is {value}, and {other} has {before}: leave it as it was, or "
+                f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
+            )
+        if name in dropouts and config.model is None and bool(value) != bool(before):
+            raise ValueError(
+                f"{name} is {value}, and {other} has {before}: its checkpoints hold random streams of dropout "
+                f"only where there is some, so use {'a rate above 0' if before else '0'}, or start a new run"
+            )
+        lines.append(f"{name} {before} -> {value}")
+    return lines
 
 
 def saved_config(run: Path) -> dict[str, Any]:
@@ -116,15 +230,17 @@ def saved_config(run: Path) -> dict[str, Any]:
     return {**saved, "init_from": os.path.abspath(init_from)} if isinstance(init_from, str) else saved
 
 
-def changed_from(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """What the saved config of a run says otherwise than the one that it is resumed with: the old values by name."""
-    # A base that was moved is where it is now for older steps too.
-    fields = {name: now for name, now in config.to_dict().items() if name != "init_from"}
+def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
+    """What the saved config of a run says otherwise than the one that it is resumed with: the old values by name.
+
+    Without `init_from`, if not `with_base`: a base that was moved is where it is now for older steps too.
+    """
     return {
         name: saved[name]
-        for name, now in fields.items()
+        for name, now in config.to_dict().items()
         # Without a vocab_size it is that of the data, which the saved config knows.
         if name in saved and saved[name] != now and not (name == "vocab_size" and now is None)
+        if with_base or name != "init_from"
     }
 
 

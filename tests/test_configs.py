@@ -11,7 +11,7 @@ from commands import rows, run
 from reader import ROOT
 
 from roxxel_dist import Config, Roxxel
-from roxxel_dist.builders import build_components, folder_for_now, open_corpus
+from roxxel_dist.builders import build_components, open_corpus, temporary_folder
 from roxxel_dist.cli import main
 from roxxel_dist.config import load_yaml
 from roxxel_dist.estimate import abstract_train_state
@@ -103,7 +103,7 @@ def test_it_fits_together_as_it_stands(here, name):
     config, _ = with_base(Config.from_yaml(f"configs/{name}.yaml"))
     config = config.with_absolute_paths()
     path = config.primary_path("data/corpus" if name == "demo" else None)
-    with folder_for_now(path, "plan") as folder, open_corpus(config, path, folder) as data:
+    with temporary_folder(path, "plan") as folder, open_corpus(config, path, folder) as data:
         made = build_components(config, data)
         plan = made.curriculum.plan(config.seed)
         check_batches(made.curriculum.shapes, made.grad_accum)

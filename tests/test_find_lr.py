@@ -11,7 +11,7 @@ import pytest
 from commands import run
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.builders import folder_for_now
+from roxxel_dist.builders import temporary_folder
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError
 from roxxel_dist.data.build import build
@@ -64,7 +64,7 @@ def test_a_signal_leaves_no_folder(text, number):
     folders = []
 
     def sweep():
-        with folder_for_now(text, "find-lr") as folder:
+        with temporary_folder(text, "find-lr") as folder:
             folders.append(folder.parent)
             assert folder.parent.is_dir()
             os.kill(os.getpid(), number)

@@ -12,16 +12,21 @@ HELD: set[Path] = set()
 """The run directories that this process holds; the kernel would refuse it a second lock on a file as it does others."""
 
 
-def hold(run: Path) -> Callable[[], None]:
+class RunIsHeld(ValueError):
+    """Another process trains in the run directory."""
+
+
+def hold(run: Path, *, nested: bool = True) -> Callable[[], None]:
     """Hold a run directory, made where it is missing, for this process; returns what lets it go.
 
-    Where this process holds it already, that lock stays, and what is returned does nothing.
+    Where this process holds it already and may do so again (`nested`), what is returned does nothing.
 
     Raises:
-        ValueError: another process holds it, or it cannot be written.
+        RunIsHeld: it is held.
+        ValueError: it cannot be written.
     """
     run = run.absolute()
-    if run in HELD:
+    if nested and run in HELD:
         return lambda: None
     try:
         make_folder(run)
@@ -32,7 +37,7 @@ def hold(run: Path) -> Callable[[], None]:
             f"permissions"
         ) from error
     if lock is None:
-        raise ValueError(f"{holder(run / LOCK)} is training in {run}: wait for its end, or name another folder")
+        raise RunIsHeld(f"{holder(run / LOCK)} is training in {run}: wait for its end, or name another folder")
     HELD.add(run)
 
     def let_go() -> None:
