@@ -23,7 +23,7 @@ from roxxel_dist.cluster.mesh import make_mesh, row_shards
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import Config, UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
-from roxxel_dist.curriculum_builder import build_curriculum, check_named_sets, validation_sets
+from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets, shard_paths
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
@@ -65,14 +65,10 @@ class RunComponents:
     """Nothing is left to hold out: `curriculum` is without it already."""
 
     def mesh(self, processes: int | None = None) -> Mesh:
-        """The devices of this run, of all processes.
+        """The devices of this run, shared by `processes`, in order; by default by those that run.
 
-        Args:
-            processes: how many are to share the local devices, in order; by default those that run.
-
-        Raises:
-            ValueError: too few devices, axes that do not divide them, a process without a device, or a phase whose
-                batch does not divide by them.
+        Raises ValueError for too few devices, axes that do not divide them, a process without a device, or a phase
+        whose batch does not divide by them.
         """
         config, every = self.config, processes or process_count()
         mesh = make_mesh(config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices)
@@ -92,14 +88,9 @@ class RunComponents:
 def build_components(config: Config, data: Roxxel, *, trial: bool = False) -> RunComponents:
     """The components of a run of `config` on `data`. Touches no device and no run directory.
 
-    Args:
-        config: left as it is.
-        data: the corpus, from `open_corpus`.
-        trial: of a sweep: a warm-up longer than half of the run is cut to that, for one that is searched beside the
-            number of epochs or the size of a batch fits some of the trials alone.
-
-    Raises:
-        ValueError: a field breaks its rule, or does not fit the data.
+    In a trial of a sweep a warm-up longer than half of the run is cut to that: one that is searched beside the number
+    of epochs or the size of a batch fits some of the trials alone. Raises ValueError for a field that breaks its
+    rule, or does not fit the data.
     """
     config = with_shape_of(config)
     vocab_size = _vocab_size(config, data)
@@ -111,7 +102,7 @@ def build_components(config: Config, data: Roxxel, *, trial: bool = False) -> Ru
         config = dataclasses.replace(config, warmup_steps=half)
     optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
     optimizer.config.check(curriculum.total_steps)
-    validation = validation_sets(config, data)
+    validation = open_data_sets(config, "validation", data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
     return RunComponents(
         config=config,
@@ -140,11 +131,7 @@ def _vocab_size(config: Config, data: Roxxel) -> int:
 
 
 def model_builder(config: Config) -> Callable[[], nnx.Module]:
-    """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time.
-
-    Raises:
-        ValueError: `model` names no function.
-    """
+    """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time."""
     rngs = {"params": config.seed, "dropout": config.seed + 1}
     if config.model is None:
         shape = config.part(ModelConfig)
@@ -174,14 +161,8 @@ def model_builder(config: Config) -> Callable[[], nnx.Module]:
 def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
     """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
 
-    Args:
-        config: a `Config`.
-        data_path: a text file, a folder of text, or shards.
-        into: where text becomes shards.
-        begins: whether the run begins with the weights of `init_from`, and has none of its own yet.
-
-    Raises:
-        ValueError: nothing is named, or it cannot be read; text is not read where `init_from` cannot be stood on.
+    Raises ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of
+    `init_from`, text is not read where they are of another model.
     """
     if data_path is None:
         raise ValueError(
@@ -199,7 +180,8 @@ def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, beg
     for field, name in (("model", config.model), ("loss", config.loss)):
         if name is not None:
             find_function(field, name)
-    check_named_sets(config)
+    shard_paths(config, "datasets")
+    shard_paths(config, "validation")
     if config.init_from is not None and begins:
         _check_base(config, config.init_from, tokenizer)
     progress = Progress.from_env(process_index())
@@ -224,10 +206,6 @@ def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Pat
 
     It is in the working directory, which all ranks share, as for runs. Rank 0 may take it away when its own last step
     is done: no rank does a step before it has read its rows, and none finishes one alone.
-
-    Args:
-        data_path: the data; where it is no text, nothing is made.
-        command: the name of the command, for that of the folder.
     """
     if data_path is None or is_tokens(data_path):
         yield Path()
@@ -265,11 +243,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def on_primary(what: str, act: Callable[[], Any]) -> None:
-    """Do something on rank 0 alone; its error is everybody's.
-
-    Raises:
-        UsageError: on every rank, with the message of what went wrong on rank 0.
-    """
+    """Do something on rank 0 alone; a UsageError there is raised on every rank."""
     message = ""
     if is_primary():
         try:
@@ -283,10 +257,10 @@ def on_primary(what: str, act: Callable[[], Any]) -> None:
 
 def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
     """Raises ValueError for a data set with tokens that a model of `vocab_size` does not know."""
-    for name, one in sets.items():
-        if (one.vocab_size or 0) > vocab_size:
+    for name, data_set in sets.items():
+        if (data_set.vocab_size or 0) > vocab_size:
             raise ValueError(
-                f"the data {name!r} has {one.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
+                f"the data {name!r} has {data_set.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
                 f"the tokenizer of the data to train on, or use a larger vocab_size"
             )
 

@@ -1,25 +1,22 @@
 """The curriculum of a Config, over the part of the data that is trained on, and its named data sets. No jax."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import NoShardsError, is_tokens
 
+SetField = Literal["datasets", "validation"]
+
 
 def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
-    """(phases over the training part of the data, the held-out part).
-
-    Raises:
-        ValueError: a phase breaks its rules, or reads more tokens than the model does.
-    """
+    """(phases over the training part of the data, the held-out part); raises ValueError for a phase that cannot be."""
     max_context = config.max_context
     phases: list[Any] = config.phases or [
         Phase(epochs=config.epochs, batch_size=config.batch_size * config.grad_accum, seq_len=max_context + 1)
     ]
-    curriculum = Curriculum(data, phases, blended_sets(config, data))
+    curriculum = Curriculum(data, phases, open_data_sets(config, "datasets", data))
     curriculum, held_out = curriculum.hold_out(0 if config.validation else config.val_fraction)
     for i, phase in enumerate(curriculum.phases):
         if (phase.seq_len or 0) > max_context + 1:
@@ -30,50 +27,32 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     return curriculum, held_out
 
 
-def blended_sets(config: Config, data: Roxxel) -> dict[str, Roxxel]:
-    """The data sets of the config's `datasets` by name, without "self", which is `data`.
+def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, Roxxel]:
+    """The data sets that `datasets` or `validation` names, without "self", which is `data`.
 
     Raises:
         ValueError: one is no data set, or was made with another tokenizer than `data`.
     """
-    others = {name: path for name, path in (config.datasets or {}).items() if name != "self"}
-    return _opened("datasets", others, data)
-
-
-def validation_sets(config: Config, data: Roxxel) -> dict[str, Roxxel]:
-    """The data sets of the config's `validation` by name; none where it names none.
-
-    Raises:
-        ValueError: one is no data set, or was made with another tokenizer than `data`.
-    """
-    return _opened("validation", config.validation or {}, data)
-
-
-def check_named_sets(config: Config) -> None:
-    """Raises ValueError where `datasets`, but for "self", or `validation` names what are no shards."""
-    for field, paths in (("datasets", config.datasets), ("validation", config.validation)):
-        for name, path in (paths or {}).items():
-            if field == "validation" or name != "self":
-                _check_shards(field, name, path)
-
-
-def _check_shards(field: str, name: str, path: str) -> None:
-    if not is_tokens(path):
-        raise NoShardsError(
-            f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
-            f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
-        )
-
-
-def _opened(field: str, paths: Mapping[str, str], data: Roxxel) -> dict[str, Roxxel]:
-    sets = {}
-    for name, path in paths.items():
-        _check_shards(field, name, path)
-        sets[name] = one = Roxxel(path)
-        prints = data.tokenizer_fingerprint, one.tokenizer_fingerprint
+    sets = {name: Roxxel(path) for name, path in shard_paths(config, field).items()}
+    for name, data_set in sets.items():
+        prints = data.tokenizer_fingerprint, data_set.tokenizer_fingerprint
         if None not in prints and prints[0] != prints[1]:
             raise ValueError(
                 f"{field} {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
                 f"build both with the same tokenizer.json"
             )
     return sets
+
+
+def shard_paths(config: Config, field: SetField) -> dict[str, str]:
+    """The paths that `datasets` or `validation` names, without "self"; raises ValueError where one has no shards."""
+    paths = {
+        name: path for name, path in (getattr(config, field) or {}).items() if (field, name) != ("datasets", "self")
+    }
+    for name, path in paths.items():
+        if not is_tokens(path):
+            raise NoShardsError(
+                f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
+                f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
+            )
+    return paths

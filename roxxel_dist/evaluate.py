@@ -17,7 +17,7 @@ from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.curriculum_builder import validation_sets
+from roxxel_dist.curriculum_builder import open_data_sets
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import find_shards, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
@@ -191,8 +191,8 @@ def _components(
         named = dataclasses.replace(config, validation=dict(overrides.validation))
         named.validate()
         made = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
-        sets = validation_sets(named, data)
-        check_vocabularies(sets, made.config.vocab_size or 0)
+        sets = open_data_sets(named, "validation", data)
+        check_vocabularies(sets, made.vocab_size)
     if not any(one.num_tokens for one in sets.values()):
         raise ValueError(
             f"{run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "

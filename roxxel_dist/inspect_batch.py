@@ -5,7 +5,7 @@ from pathlib import Path
 
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.curriculum_builder import blended_sets, build_curriculum
+from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.place import place_of
@@ -25,16 +25,13 @@ def saved_plan(run: Path) -> Plan | None:
 
 
 def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
-    """What one step reads, a line a row: data set, token, shard, document, and how the row begins.
+    """The rows that a step reads, a line each: data set, token, shard, document, and how the row begins.
 
     Args:
         source: a run directory, or a config file.
         step: counted from 1, as in the log.
         data_path: the shards; a run remembers its own.
         text: the whole rows, decoded.
-
-    Raises:
-        ValueError: there is no such run, step or data.
     """
     source = Path(source)
     path = source / CONFIG if source.is_dir() else source
@@ -52,7 +49,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
         if not 1 <= step <= plan.total_steps:
             raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
         rows = plan.rows(step - 1)
-        sets = {"self": data, **blended_sets(config, data)}
+        sets = {"self": data, **open_data_sets(config, "datasets", data)}
         lines = [
             f"step {step} of {plan.total_steps}, phase {plan.phase(step - 1) + 1} of {len(plan.shapes)}: "
             f"{len(rows.offset)} rows x {rows.seq_len} tokens"
@@ -63,7 +60,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
                 raise ValueError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
             place = place_of(sets[name], offset)
             ids = sets[name].read(rows.offset[row : row + 1], rows.seq_len)[0].tolist()
-            said = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))
+            text_of_row = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))
             where = f"{name} token {offset:,} ({place.path.name}, document {place.document}, +{place.position:,})"
-            lines.append(f"row {row}: {where}" + (f"\n{said}" if text else f": {said[:SHOWN]!r}"))
+            lines.append(f"row {row}: {where}" + (f"\n{text_of_row}" if text else f": {text_of_row[:SHOWN]!r}"))
     return "\n".join(lines)

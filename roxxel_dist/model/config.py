@@ -1,15 +1,4 @@
-"""The shape of the built-in Transformer.
-
-Rules that fields of several groups share.
-
-How a token knows its place.
-
-Attention: heads, how far they reach, and what they keep of the past.
-
-The feed-forward layer: one, or a mixture of experts.
-
-Low-rank adapters.
-"""
+"""ModelConfig, the shape of the built-in Transformer: positions, attention, feed-forward layers, adapters."""
 
 import math
 from collections.abc import Collection, Mapping
