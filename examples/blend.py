@@ -107,6 +107,7 @@ def main(
             save_path=folder / "run",
             log_every=10,
             checkpoint_every=50,
+            val_fraction=0.0,
             seed=SEED,
             mesh=mesh,
             data_sharding=NamedSharding(mesh, P("data", None)),

@@ -129,6 +129,7 @@ def main(
             eval_every=every,
             checkpoint_every=every,
             log_every=every,
+            val_fraction=0.0,
             seed=SEED,
             mesh=mesh,
             data_sharding=NamedSharding(mesh, P("data", None)),

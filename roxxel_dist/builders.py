@@ -210,16 +210,16 @@ def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Pat
     if data_path is None or is_tokens(data_path):
         yield Path()
         return
-    made: list[str] = []
-    on_primary("folder for the corpus", lambda: made.append(tempfile.mkdtemp(prefix=f".{command}-", dir=Path.cwd())))
+    folders: list[str] = []
+    on_primary("folder for the corpus", lambda: folders.append(tempfile.mkdtemp(prefix=f".{command}-", dir=Path.cwd())))
 
     def take_away() -> None:
-        for folder in made:
+        for folder in folders:
             shutil.rmtree(folder)
 
     try:
         with _ended_by_signals(), interrupt.cleanup(take_away):
-            yield Path(broadcast_from_primary("folder of the corpus", "".join(made))) / "data"
+            yield Path(broadcast_from_primary("folder of the corpus", "".join(folders))) / "data"
     finally:
         take_away()
 

@@ -181,16 +181,9 @@ class Config(Fields):
                 object.__setattr__(self, "given", self.given | {name})
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
-        """The same settings, where the fields that were not given have other values than their defaults.
-
-        Args:
-            values: by field name; what is no field is left out.
-
-        Returns:
-            A new `Config`, in which the same fields are given.
-        """
-        others = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
-        config = dataclasses.replace(self, **others)
+        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields."""
+        defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
+        config = dataclasses.replace(self, **defaults)
         config.given, config.of_run = self.given, self.of_run
         return config
 
@@ -216,13 +209,7 @@ class Config(Fields):
         return data_path or (self.datasets or {}).get("self")
 
     def part(self, component: type[T]) -> T:
-        """The fields of one component as its frozen dataclass.
-
-        Args:
-            component: such as `ModelConfig` or `OptimizerConfig`.
-
-        Returns:
-            An object of that class.
+        """The fields of one component, such as `ModelConfig`, as its frozen dataclass.
 
         Raises:
             ValueError: a value breaks its rule.
@@ -248,30 +235,17 @@ class Config(Fields):
                 Phase.of(phase)
 
     def check_types(self) -> None:
-        """Check the type of every field.
-
-        Raises:
-            ValueError: names the first field whose value is of another type than the field.
-        """
+        """Raises ValueError for the first field whose value is of another type than the field."""
         for name, value in self.to_dict().items():
             if not _fits(value, FIELD_TYPES[name]):
                 raise ValueError(f"{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name.
-
-        Returns:
-            Plain values, as they would stand in YAML.
-        """
+        """Every field by name, as plain values for YAML."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
-        """Write all fields, in one move, to the disk.
-
-        Args:
-            path: the file.
-            record: what else is worth keeping about a run; read past when the file is loaded.
-        """
+        """Write all fields in one move; `record` is a section of metadata that is read past when the file is loaded."""
         import yaml
 
         content = {**self.to_dict(), **({RECORD: dict(record)} if record else {})}
@@ -367,11 +341,11 @@ def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     for key, value in values.items():
         if key in SECTIONS and key not in FIELD_TYPES and value is None:
             continue  # a section in which nothing stands
-        section = key in SECTIONS and isinstance(value, Mapping)
-        for name, one in value.items() if section else [(key, value)]:
+        fields = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
+        for name, field in fields.items():
             if str(name) in flat:
                 raise ValueError(f"{source}: {name!r} is given twice, in sections or outside: keep one of the two")
-            flat[str(name)] = one
+            flat[str(name)] = field
     return flat
 
 
@@ -423,7 +397,7 @@ def _read(name: str, value: Any) -> Any:
 def _with_numbers(value: Any) -> Any:
     """The same with text such as 5e-4 as a number, wherever it stands."""
     if isinstance(value, dict):
-        return {key: _with_numbers(one) for key, one in value.items()}
+        return {key: _with_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_numbers(one) for one in value]
+        return [_with_numbers(inner) for inner in value]
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value

@@ -81,7 +81,8 @@ class RunMetadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name, without those that there are not."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, [])}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, []) or name == "git_commit"}
 
 
 def git_commit(folder: Path) -> str | None:
@@ -128,14 +129,8 @@ def write_run_metadata(
 ) -> None:
     """Write config, tokenizer and sizes into the directory of a run that is about to begin, and log its first lines.
 
-    Args:
-        trainer: the run, ready to begin.
-        run: its directory.
-        data_path: the primary data set; None where it is in the run directory.
-        components: what the run is made of.
-        saved: the config that the run directory holds; empty for a new run.
-        changed: the fields that differ from that config, a line each.
-        message: a line about how the config came about; may be empty.
+    `saved` is the config that the directory holds, `changed` a line for each field that differs from it, and `message`
+    a line about how the config came about. Without a `data_path` the data is in the run directory.
     """
     log, data, config = trainer.logger.text, components.data, components.config
     sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
@@ -187,16 +182,10 @@ def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any]
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
-    """The fields in which a config differs from the one that its run was saved with, a line each.
+    """The fields in which a config differs from the saved one of its run, or of its `fork`, a line each.
 
-    Args:
-        saved: the saved config, of the run itself or of the one that it is forked from.
-        config: the config to go on with.
-        amend: whether the curriculum may be another one from here on.
-        fork: the checkpoint that the run is forked from; empty for a run that goes on.
-
-    Raises:
-        ValueError: a field changed on which the checkpoint's shapes or the order of the data depend.
+    Raises ValueError for a field on which the checkpoint's shapes or the order of the data depend; `amend` allows
+    another curriculum.
     """
     fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
     # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.

@@ -88,13 +88,7 @@ def parse(
 ) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong.
 
-    Args:
-        kind: the dataclass of the command's arguments.
-        words: the command line.
-        name: the command's.
-        underscores: whether flags are written with _ rather than with -.
-        marks: more of tyro's marks, for all fields.
-        default: what holds where a flag is not given, instead of the defaults of `kind`.
+    `marks` are more of tyro's marks, for all fields; `default` holds where a flag is not given.
     """  # fmt: skip
     words = normalise_switches(words, kind)
     if not {"-h", "--help"} & set(words):
@@ -214,11 +208,7 @@ class TrainArgs(ConfigArgs):
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
-    """(arguments, Config) of a `train` command line.
-
-    Raises:
-        ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
-    """
+    """(arguments, Config) of a `train` command line; raises as `parse_config` does."""
     words = normalise_switches(words, TrainArgs)
     given = dict(flags_in(words))
     if given.get("run_dir") == "":
@@ -245,14 +235,8 @@ def parse_config(
 ) -> tuple[ConfigArgsT, Config]:
     """(arguments, Config) of a command that takes every field of a Config beside its own flags.
 
-    Args:
-        kind: the command's arguments.
-        words: the command line.
-        command: its name.
-        path: the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
-
-    Raises:
-        ValueError: a value or a file that cannot be used. A word that is no flag exits with 2 and a message.
+    `path` is the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
+    Raises ValueError for a value or a file that cannot be used; a word that is no flag exits with 2 and a message.
     """
     words, model_args = _without_model_args(normalise_switches(words, kind))
     flags = dict(flags_in(words))
@@ -316,9 +300,9 @@ def as_flags(message: str) -> str:
     --data_path PATH."""
     names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite"}
 
-    def flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
-        return found[0] if name not in names else f"--{name}" if value == "True" else f"--{name} {value}"
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        return match[0] if name not in names else f"--{name}" if value == "True" else f"--{name} {value}"
 
     return re.sub(r"(?<![\w.-])([a-z_]+)=(True|[A-Z][A-Z_]*)(?!\w)", flag, message)
 
