@@ -24,7 +24,7 @@ from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.run_metadata import data_of, saved_config
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, CheckpointRef
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.evaluator import Validation
@@ -103,7 +103,7 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
             data = held.enter_context(_data(wanted.run, saved, overrides.data_path))
             made, sets = _components(config, data, plan, overrides, wanted.run)
             options, mesh = made.options, _mesh(made)
-            base = CheckpointMetadata.from_dict(store.meta(step)).base
+            base = store.metadata(step).base
             # Moments are not read: it takes the memory of the weights alone.
             parts, state, settings = init_state(
                 made.build, lambda params: {}, mesh, fsdp=options.fsdp,

@@ -158,16 +158,7 @@ def _of_hugging_face(folder: Path) -> Weights:
 
 
 def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False) -> tuple[Any, Tokenizer, Any, int]:
-    """(model with dropout off, tokenizer, Config, step) of a run, from its newest checkpoint or the one of `step`.
-
-    Args:
-        run_dir: a run directory, RUN@STEP, or what `weights.weights_of` reads besides.
-        step: the checkpoint of this step.
-        best: the one with the lowest val_loss; the newest where none was validated.
-
-    Raises:
-        ValueError: the folder holds no run, no checkpoint, or not that step.
-    """
+    """(model with dropout off, tokenizer, Config, step) of a run; arguments and errors are those of `weights_of`."""
     weights = weights_of(run_dir, step=step, best=best)
     if weights.tokenizer is None:
         raise ValueError(
@@ -188,15 +179,7 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 
 
 def model_of(weights: Weights, path: str | Path) -> Any:
-    """The module of some weights, with dropout off.
-
-    Args:
-        weights: from `weights_of`.
-        path: where they are from, for messages.
-
-    Raises:
-        ValueError: they are of another model than the config says.
-    """
+    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
     build = model_builder(weights.config)
     parts, like, _, inputs = split_module(nnx.eval_shape(build))
     # What adapters of the user's own model stand on is not in a run: the model makes it.

@@ -86,7 +86,7 @@ def check_weights(source: CheckpointRef, like: dict[str, Any]) -> None:
         with _errors_of(source), HfFolder(source.run) as folder:
             return folder.check_params(like)
     with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
-        base = base_of(source.run, CheckpointMetadata.from_dict(store.meta(step)))
+        base = base_of(source.run, store.metadata(step))
         if base is None:
             restack.check_params(store, step, like)
             return None
@@ -104,7 +104,7 @@ def params_loader(source: CheckpointRef) -> Callable[[Leaves], Leaves]:
             with _errors_of(source), HfFolder(source.run) as folder:
                 return folder.restore_params(like)
         with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
-            metadata = CheckpointMetadata.from_dict(store.meta(step))
+            metadata = store.metadata(step)
             base = base_of(source.run, metadata)
             if base is None:
                 return restack.restore_params(store, step, like)
@@ -182,7 +182,7 @@ def fingerprint(source: CheckpointRef) -> str:
             about: Any = [files.bytes, files.shapes()]
     else:
         with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
-            saved = CheckpointMetadata.from_dict(store.meta(step))
+            saved = store.metadata(step)
             about = [store.val_loss(step), saved.early_stopping.best_loss, saved.corpus, saved.curriculum]
     return FINGERPRINT_KIND + hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -115,7 +115,7 @@ class _Run:
         step, options = self.store.latest_step(), self.options
         if step is None:
             return ResumePoint(0, self.curriculum.plan(options.seed), CheckpointMetadata(**self.fingerprint))
-        saved = CheckpointMetadata.from_dict(self.store.meta(step))
+        saved = self.store.metadata(step)
         before = Plan.from_state(saved.plan)
         finished = step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)
         if finished and not self.amend:
@@ -144,7 +144,7 @@ class _Run:
     def fork(self, source: CheckpointRef) -> ResumePoint:
         """A checkpoint of another run."""
         with open_checkpoint("fork", source) as (store, step):
-            saved = CheckpointMetadata.from_dict(store.meta(step))
+            saved = store.metadata(step)
         before, seed = Plan.from_state(saved.plan), self.options.seed
         if before.seed != seed:
             raise ValueError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
@@ -168,7 +168,7 @@ class _Run:
         kept, folder = self.store.steps(), self.store.folder
         if not kept:
             raise ValueError(f"from_step is {step}: {folder} has no checkpoint; leave it out to begin")
-        newest, job = CheckpointMetadata.from_dict(self.store.meta(kept[-1])), os.environ.get(JOB_ENV, "")
+        newest, job = self.store.metadata(kept[-1]), os.environ.get(JOB_ENV, "")
         if job and newest.went_back == job:  # started again by its launcher, with the same words
             self.amend = False
             return self.resume_latest()
@@ -189,7 +189,7 @@ class _Run:
             raise ValueError(
                 f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer"
             )
-        metadata = CheckpointMetadata.from_dict(self.store.meta(step))
+        metadata = self.store.metadata(step)
         if self.amend:
             metadata.early_stopping.evals_since_best = 0
         metadata = replace(metadata, went_back=job, **self.fingerprint)
@@ -300,7 +300,7 @@ def delete_later_checkpoints(store: CheckpointStore, start: ResumePoint, last_st
     """Make the checkpoint that the run goes back to the newest one, with its new plan, on the disk."""
     if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
         write_cursor(store.folder.parent, start.step, last_step, finished=False)
-    store.go_back(start.step, start.metadata.to_dict())
+    store.delete_later(start.step, start.metadata.to_dict())
 
 
 def rewind(
@@ -317,7 +317,7 @@ def rewind(
         plan = plan.amend(bad.step - 1, skip=1)
     except ValueError as error:  # steps that went well before: nothing is the same twice here
         raise bad from error
-    early_stopping = CheckpointMetadata.from_dict(store.meta(good)).early_stopping
+    early_stopping = store.metadata(good).early_stopping
     return good, plan, replace(metadata, early_stopping=early_stopping, rewinds=metadata.rewinds + 1)
 
 

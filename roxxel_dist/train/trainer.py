@@ -412,7 +412,7 @@ class Trainer:
         self._progress.say("restore")
         step, self.plan, self._metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
-        self.store.go_back(step, self._checkpoint_metadata(step).to_dict())
+        self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
         # Of shapes alone: there may be no room for two states.
         like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
         del self._state

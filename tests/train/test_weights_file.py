@@ -175,7 +175,7 @@ def test_what_a_run_has_cut_off_goes_at_once(tmp_path):
     """Back to step 2: later files are of steps that never were, and the same number may come again."""
     store = checkpoints(tmp_path, {2: 2.0, 4: 1.0})
     assert export(store, (NEWEST, 4)) == []
-    store.go_back(2, {})
+    store.delete_later(2, {})
     assert export(store, enabled=False) == []
     assert names(tmp_path) == ["checkpoints"]
     store.close()

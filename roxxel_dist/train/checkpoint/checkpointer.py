@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.train.bad_steps import LossMonitorState
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.train_state import TrainState, TrainView, split_module
 
@@ -93,7 +92,7 @@ class Checkpointer:
         return step
 
     def _is_of_trainer(self, step: int) -> bool:
-        return bool(CheckpointMetadata.from_dict(self.store.meta(step)).plan)
+        return bool(self.store.metadata(step).plan)
 
     def _restore_run(self, step: int) -> None:
         """Load a checkpoint that a `Trainer` has saved."""

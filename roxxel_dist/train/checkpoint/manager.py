@@ -32,14 +32,8 @@ class Exporter:
     """Writes the weights of a run's newest and best checkpoints into files of their own.
 
     They are read back from a finished checkpoint by one process alone, in the background: training waits for nothing,
-    and nothing that goes wrong here is more than a line. Where it is not enabled, it only deletes files that are not
-    the run's any more.
-
-    Args:
-        run: the run directory.
-        checkpoints: the folder of its checkpoints.
-        log: where lines for people go.
-        enabled: whether to write anything.
+    and nothing that goes wrong here is more than a line in `log`. Where it is not enabled, it only deletes files that
+    are not the run's any more.
     """
 
     def __init__(self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool) -> None:
@@ -50,12 +44,7 @@ class Exporter:
         self._thread: threading.Thread | None = None
 
     def begin(self, newest: int, best: int | None) -> None:
-        """Make the files those of a run that begins, or goes on, with these checkpoints.
-
-        Args:
-            newest: step of the newest one; 0 where there is none.
-            best: step of the one with the lowest val_loss.
-        """
+        """Make the files those of a run that begins, or goes on, with checkpoints of these steps; 0 for none."""
         for name in (NEWEST, BEST):
             path = self._run / name
             # The run went back, and these steps never were; at once, for the same step may come again.
@@ -123,15 +112,9 @@ class Exporter:
 
 
 class CheckpointManager:
-    """Saves, and logs how it went. All ranks make the same calls.
+    """Saves the checkpoints of a run, and logs how it went. All ranks make the same calls.
 
-    Args:
-        folder: the run directory.
-        store: its checkpoints.
-        last_step: of the run.
-        log: where lines for people go.
-        logged: whether a step is logged: what somebody asks for is saved at such a step.
-        export: whether to write the weights into files of their own too.
+    What somebody asks for is saved at the next step that is `logged`; `export` has the weights written into files too.
     """
 
     def __init__(
@@ -161,11 +144,7 @@ class CheckpointManager:
         return self._requests.should_save(step)
 
     def save(self, step: int, state: TrainState, metadata: CheckpointMetadata, val_loss: float | None) -> None:
-        """Begin to save; of the first checkpoint, wait until it is there.
-
-        Raises:
-            SaveError: there is no checkpoint, and this one could not be saved: the run ends before more work is lost.
-        """
+        """Begin to save; of the first checkpoint, wait until it is there, and raise SaveError if it is not."""
         first = self._store.latest_step() is None
         self._store.save(step, state, metadata.to_dict(), val_loss=val_loss)
         if first:  # on all ranks at the same step, which is what a wait costs once
@@ -192,11 +171,7 @@ class CheckpointManager:
         return self._store.latest_step()
 
     def finish(self, step: int) -> None:
-        """Wait for the last save.
-
-        Raises:
-            SaveError: it failed.
-        """
+        """Wait for the last save; SaveError if it failed."""
         self._store.wait()
         self.poll()
         self._requests.finish(step)
@@ -204,11 +179,7 @@ class CheckpointManager:
             self._exporter.want(NEWEST, newest)
 
     def mark_finished(self, step: int) -> None:
-        """Write down that the run has no step left, once its weights are written.
-
-        Raises:
-            TimeoutError: rank 0 does not come to its end.
-        """
+        """Write down that the run has no step left, once its weights are written."""
         self._exporter.wait(WEIGHTS_LIMIT_S)
         barrier("weights", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
         self._write_cursor(step, finished=True)

@@ -22,7 +22,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.metadata import META
+from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -242,6 +242,10 @@ class CheckpointStore:
         """
         return self._read(step)["meta"]
 
+    def metadata(self, step: int) -> CheckpointMetadata:
+        """`meta`, of a checkpoint that a `Trainer` has saved; empty of others."""
+        return CheckpointMetadata.from_dict(self.meta(step))
+
     def restore(self, step: int, like: Any) -> Any:
         """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
 
@@ -270,7 +274,7 @@ class CheckpointStore:
         """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
         return files.parameter_shapes(self._read(step)["shapes"])
 
-    def go_back(self, step: int, meta: dict[str, Any]) -> None:
+    def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
 
         Raises:
