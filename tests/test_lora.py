@@ -18,8 +18,9 @@ from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.run_metadata import check_resumable, saved_config
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef, read_cursor
-from roxxel_dist.train.init_from import with_base
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointRef, read_cursor
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.init_from import check_base, fingerprint, with_base
 from roxxel_dist.train.train_state import split_module
 from roxxel_dist.weights import load_run
 
@@ -149,6 +150,21 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     config.init_from = str(tmp_path / "other")
     with pytest.raises(UsageError, match="its weights are not those that the adapters were trained for"):
         Experiment(config).fit(run_dir=run, resume=True)
+
+
+def test_a_base_is_known_by_the_metadata_of_its_checkpoint(work, tmp_path):
+    """Wherever it lies, and though its run goes back to that checkpoint."""
+    shutil.copytree(work / "base", tmp_path / "base")
+    copy = CheckpointRef(tmp_path / "base", 36)
+    before = fingerprint(copy)
+    assert before == fingerprint(CheckpointRef(work / "base", 36))
+    store = CheckpointStore(tmp_path / "base" / "checkpoints", max_to_keep=None)
+    store.delete_later(36, {**store.meta(36), "rewinds": 1, "went_back": "job"})
+    store.close()
+    assert fingerprint(copy) == before
+    check_base(BaseModelRef(*copy, "base", "2ca2b83692306b02"))  # a hash of all weights, of an earlier version
+    with pytest.raises(ValueError, match="its weights are not those that the adapters were trained for"):
+        check_base(BaseModelRef(work / "base", 40, "base", before))
 
 
 @pytest.mark.long

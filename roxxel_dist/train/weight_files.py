@@ -144,7 +144,7 @@ def write_tensors(
 
 
 def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> None:
-    """Write parameters in one instant, in memory twice while it lasts.
+    """Write parameters in one instant; they are in memory about three times while it lasts.
 
     Args:
         path: the file; what it holds is replaced.
