@@ -6,14 +6,13 @@ Steps are compiled from shapes alone, so the model may be larger than the memory
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,10 +31,9 @@ from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.run_metadata import data_of, saved_config
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.compile import AotCompiler, batch_key
-from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
-from roxxel_dist.train.optimizer import Optimizer, first_state
+from roxxel_dist.train.optimizer import first_state
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
@@ -216,13 +214,13 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
             path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:
                 config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
-            made = held.enter_context(_components(config, path, "plan"))
-            if made.data.tokenizer is not None:
-                made.data.tokenizer.encode(config.sample_prompt)
+            components = held.enter_context(_components(config, path, "plan"))
+            if components.data.tokenizer is not None:
+                components.data.tokenizer.encode(config.sample_prompt)
         notes = [note] if note and not saved else []
         if path is not None and not is_tokens(path):
-            notes.append(f"{path} is text: shards of it were made, and are gone")
-        return _estimate(made, request, notes)
+            notes.append(f"{path} is text: shards of it were components, and are gone")
+        return _estimate(components, request, notes)
 
 
 def _valid(config: Any) -> Any:
@@ -259,33 +257,33 @@ def _check_shares(request: EstimateRequest) -> None:
         )
 
 
-def _estimate(made: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
+def _estimate(components: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
     """The estimate of a run's components. What cannot be is found in the order in which a `Trainer` finds it."""
     enable_compilation_cache()
     with usage_errors():
-        mesh, config, curriculum = made.mesh(request.processes), made.config, made.curriculum
-        options, sharding = made.options, batch_sharding(mesh)
-        check_batches(curriculum.shapes, made.grad_accum)
+        mesh, config, curriculum = components.mesh(request.processes), components.config, components.curriculum
+        options, sharding = components.options, batch_sharding(mesh)
+        check_batches(curriculum.shapes, components.grad_accum)
         plan = curriculum.plan(config.seed)
         # Amendments, and what was left out, are in the plan that a run saved.
         kept = None if request.run is None else saved_plan(request.run)
         if kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed):
             plan = kept
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        parts, state, settings = abstract_train_state(made.build, made.optimizer, mesh, options, plan.total_steps)
+        parts, state, settings = abstract_train_state(components, mesh, plan.total_steps)
         if weights is not None:
             check_weights(weights, parts.of_base(state.params, settings))
             notes = [*notes, f"the weights are those of {weights}"]
         compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
         dtype = jnp.bfloat16 if options.bf16_compute else None
-        eval_step = make_eval_step(parts, made.loss, dtype)
+        eval_step = make_eval_step(parts, components.loss, dtype)
         train = curriculum.primary_streamer
-        Validation(made.validation, train, eval_step, compiler, sharding, options.eval_iters).check(*plan.shapes)
-        datasets = {**curriculum.datasets, **made.validation}
-        check_vocabulary(parts, made.loss, state, settings, mesh, plan.shapes[0], datasets)
+        Validation(components.validation, train, eval_step, compiler, sharding, options.eval_iters).check(*plan.shapes)
+        datasets = {**curriculum.datasets, **components.validation}
+        check_vocabulary(parts, components.loss, state, settings, mesh, plan.shapes[0], datasets)
         train_step = make_step(
-            parts, made.loss, made.optimizer, state, sharding,
-            grad_accum=made.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+            parts, components.loss, components.optimizer, state, sharding,
+            grad_accum=components.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
     last = last_step(plan, options)
     steps = spans(plan, last)
@@ -306,7 +304,7 @@ def _estimate(made: RunComponents, request: EstimateRequest, notes: list[str]) -
     flops_of, phases = model.flops_per_token(), list[PhaseEstimate]()
     for span, needs in zip(steps, memory, strict=True):
         shape = plan.segment(span[1] - 1).shape
-        layout = batch_layout(sharding, shape.batch_size, shape.seq_len, made.grad_accum)
+        layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum)
         phases.append(_phase(plan, span, layout, needs, flops_of(shape.seq_len), processes, speed))
     params = {**model.frozen, **model.params}
     other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
@@ -321,7 +319,7 @@ def _estimate(made: RunComponents, request: EstimateRequest, notes: list[str]) -
         flops=sum(phase.flops for phase in phases),
         notes=tuple(notes),
         datasets=_datasets(plan, last),
-        validation={name: data.num_tokens for name, data in made.validation.items()},
+        validation={name: data.num_tokens for name, data in components.validation.items()},
         vocab_size=config.vocab_size or 0,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in model.params.values()),
@@ -333,7 +331,7 @@ def _estimate(made: RunComponents, request: EstimateRequest, notes: list[str]) -
         },
         arrays=tuple(_array(name, leaf) for name, leaf in params.items()),
         fsdp=config.fsdp,
-        grad_accum=made.grad_accum,
+        grad_accum=components.grad_accum,
         devices=mesh.size,
         processes=processes,
         platform=device.platform,
@@ -384,16 +382,18 @@ def _phase(
 
 
 def abstract_train_state(
-    model: Callable[[], nnx.Module], optimizer: Optimizer, mesh: Mesh, options: LoopOptions, total_steps: int
+    components: RunComponents, mesh: Mesh, total_steps: int
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
     """What does not change, the state before the first step and the settings of all steps: shapes and shardings.
 
     Raises:
         ValueError: what the model or the optimizer asks for cannot be.
     """
+    optimizer, options = components.optimizer, components.options
     parts, state, settings = abstract_state(
-        model, first_state(optimizer), mesh, fsdp=options.fsdp, dtype=jnp.bfloat16 if options.use_bf16 else None
-    )
+        components.build, first_state(optimizer), mesh, fsdp=options.fsdp,
+        dtype=jnp.bfloat16 if options.use_bf16 else None,
+    )  # fmt: skip
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
     return parts, state, settings | numbers
@@ -536,9 +536,9 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
         config = _valid(with_base(config)[0])
         pin_threads()
         initialize()
-        with _components(config, config.primary_path(data_path), "cost", trial=True) as made:
-            options, plan = made.options, made.curriculum.plan(made.config.seed)
-            model = TrainView(*abstract_train_state(made.build, made.optimizer, made.mesh(), options, plan.total_steps))
+        with _components(config, config.primary_path(data_path), "cost", trial=True) as components:
+            options, plan = components.options, components.curriculum.plan(components.config.seed)
+            model = TrainView(*abstract_train_state(components, components.mesh(), plan.total_steps))
             flops_of, last = model.flops_per_token(), last_step(plan, options)
             flops = (
                 (plan.tokens(stop) - plan.tokens(first)) * flops_of(plan.segment(stop - 1).shape.seq_len)

@@ -81,13 +81,15 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
     Raises:
         UsageError: there is no such run, checkpoint or data, or they do not fit each other.
     """
-    wanted, overrides = CheckpointRef.parse(run), overrides or EvalOverrides()
+    checkpoint, overrides = CheckpointRef.parse(run), overrides or EvalOverrides()
     with usage_errors():
-        if best and wanted.step is not None:
-            raise ValueError(f"RUN is {wanted}, and --best takes the step with the lowest val_loss: use one of the two")
-        saved = saved_config(wanted.run)
+        if best and checkpoint.step is not None:
+            raise ValueError(
+                f"RUN is {checkpoint}, and --best takes the step with the lowest val_loss: use one of the two"
+            )
+        saved = saved_config(checkpoint.run)
         if not saved:
-            raise ValueError(no_run(wanted.run))
+            raise ValueError(no_run(checkpoint.run))
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
@@ -96,24 +98,24 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
     determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:
         with usage_errors():
-            store, step = held.enter_context(_checkpoint(wanted, best))
+            store, step = held.enter_context(_checkpoint(checkpoint, best))
             plan = Plan.from_state(store.meta(step)["plan"])
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-            data = held.enter_context(_data(wanted.run, saved, overrides.data_path))
-            made, sets = _components(config, data, plan, overrides, wanted.run)
-            options, mesh = made.options, _mesh(made)
+            data = held.enter_context(_data(checkpoint.run, saved, overrides.data_path))
+            components, sets = _components(config, data, plan, overrides, checkpoint.run)
+            options, mesh = components.options, _mesh(components)
             base = store.metadata(step).base
             # Moments are not read: it takes the memory of the weights alone.
             parts, state, settings = init_state(
-                made.build, lambda params: {}, mesh, fsdp=options.fsdp,
+                components.build, lambda params: {}, mesh, fsdp=options.fsdp,
                 dtype=jnp.bfloat16 if options.use_bf16 else None, restored=True,
                 load=None if base is None else base_params_loader(base.at(options.init_from)),
             )  # fmt: skip
             compiler = AotCompiler(mesh)
             held.callback(compiler.close)
-            eval_step = make_eval_step(parts, made.loss, jnp.bfloat16 if options.bf16_compute else None)
-            train = made.curriculum.primary_streamer
+            eval_step = make_eval_step(parts, components.loss, jnp.bfloat16 if options.bf16_compute else None)
+            train = components.curriculum.primary_streamer
             validation = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
             validation.check(shape)
             validation.prepare(state, settings, shape)
@@ -123,9 +125,9 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
         compiler.wait_together()
         losses = validation.run(state, settings, shape, one_in_flight=InflightThrottler(mesh).limit == 1)
         means = validation.summarize(fetch(losses), shape)
-        rows = read_rows(wanted.run / METRICS)
+        rows = read_rows(checkpoint.run / METRICS)
         return Evaluation(
-            run=wanted.run,
+            run=checkpoint.run,
             step=step,
             losses=means,
             data=_by_data_set(means, validation.reads(shape)),
@@ -134,14 +136,14 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
 
 
 @contextlib.contextmanager
-def _checkpoint(wanted: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
+def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
     """The checkpoints of the run, and the step meant; ValueError where there is none, or no longer one."""
-    with open_checkpoint("RUN", wanted) as (store, newest):
+    with open_checkpoint("RUN", checkpoint) as (store, newest):
         step = store.best_step() if best else newest
         if step is None:
             raise ValueError(
-                f"--best: no checkpoint of {wanted.run} was saved with a val_loss; kept are "
-                f"{', '.join(map(str, store.steps()))}, name one as {wanted.run}@{newest}"
+                f"--best: no checkpoint of {checkpoint.run} was saved with a val_loss; kept are "
+                f"{', '.join(map(str, store.steps()))}, name one as {checkpoint.run}@{newest}"
             )
         try:
             yield store, step
@@ -149,7 +151,7 @@ def _checkpoint(wanted: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointS
             if (store.folder / str(step)).exists():
                 raise
             raise UsageError(  # it leaves the place where others become one
-                f"RUN is {wanted}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, or "
+                f"RUN is {checkpoint}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, or "
                 f"one that it keeps (keep_every, keep_steps, max_to_keep)"
             ) from error
 
@@ -185,29 +187,29 @@ def _components(
         config = dataclasses.replace(config, eval_iters=overrides.eval_iters)
     fraction = 0.0 if config.validation else config.val_fraction
     if overrides.validation is None:
-        made = build_components(config, data)
-        sets = made.validation
+        components = build_components(config, data)
+        sets = components.validation
     else:
         named = dataclasses.replace(config, validation=dict(overrides.validation))
         named.validate()
-        made = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
+        components = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
         sets = open_data_sets(named, "validation", data)
-        check_vocabularies(sets, made.vocab_size)
-    if not any(one.num_tokens for one in sets.values()):
+        check_vocabularies(sets, components.vocab_size)
+    if not any(data_set.num_tokens for data_set in sets.values()):
         raise ValueError(
             f"{run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "
             f"data): name some, as in --validation '{{code: data/code}}'"
         )
-    return made, sets
+    return components, sets
 
 
-def _mesh(made: RunComponents) -> Mesh:
+def _mesh(components: RunComponents) -> Mesh:
     """The devices: as many as the run had, or all there are where those are fewer, or cannot be shared out so."""
-    config, here = made.config, len(jax.devices())
+    config, here = components.config, len(jax.devices())
     groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
     if config.n_devices > here or (config.n_devices or here) % groups:
         return make_mesh()
-    return made.mesh()
+    return components.mesh()
 
 
 def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:

@@ -107,7 +107,7 @@ def test_it_fits_together_as_it_stands(here, name):
         made = build_components(config, data)
         plan = made.curriculum.plan(config.seed)
         check_batches(made.curriculum.shapes, made.grad_accum)
-        _, state, _ = abstract_train_state(made.build, made.optimizer, made.mesh(), made.options, plan.total_steps)
+        _, state, _ = abstract_train_state(made, made.mesh(), plan.total_steps)
     known = [phase.get("steps") for phase in config.phases or [{}]]
     assert plan.total_steps == sum(known) if all(known) else plan.total_steps > 0
     assert state.params
