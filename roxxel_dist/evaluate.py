@@ -36,18 +36,6 @@ from roxxel_dist.train.train_step import fetch, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalOverrides:
-    """What is measured otherwise than in the run; all None measures as the run does."""
-
-    data_path: str | None = None
-    """Shards instead of those that the run remembers."""
-    validation: Mapping[str, str] | None = None
-    """Data sets to validate on, name: path, instead of the run's."""
-    eval_iters: int | None = None
-    """Batches to read of each data set."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The losses of a checkpoint."""
 
@@ -67,7 +55,14 @@ class Evaluation:
         return None if self.logged_val_loss is None else self.losses["val_loss"] - self.logged_val_loss
 
 
-def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: bool = False) -> Evaluation:
+def evaluate(
+    run: str | Path,
+    *,
+    best: bool = False,
+    data_path: str | None = None,
+    validation: Mapping[str, str] | None = None,
+    eval_iters: int | None = None,
+) -> Evaluation:
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
 
     Config and data are those that the run has now. On the devices, processes and versions that the run had, they give
@@ -75,13 +70,15 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
 
     Args:
         run: RUN or RUN@STEP; without a step the newest checkpoint.
-        overrides: what is measured otherwise than in the run.
         best: the checkpoint with the lowest val_loss; no step is named then.
+        data_path: shards instead of those that the run remembers.
+        validation: data sets to validate on, name: path, instead of the run's.
+        eval_iters: batches to read of each data set, instead of as many as the run does.
 
     Raises:
         UsageError: there is no such run, checkpoint or data, or they do not fit each other.
     """
-    checkpoint, overrides = CheckpointRef.parse(run), overrides or EvalOverrides()
+    checkpoint = CheckpointRef.parse(run)
     with usage_errors():
         if best and checkpoint.step is not None:
             raise ValueError(
@@ -102,8 +99,10 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
             plan = Plan.from_state(store.meta(step)["plan"])
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-            data = held.enter_context(_data(checkpoint.run, saved, overrides.data_path))
-            components, sets = _components(config, data, plan, overrides, checkpoint.run)
+            data = held.enter_context(_data(checkpoint.run, saved, data_path))
+            if eval_iters is not None:
+                config = dataclasses.replace(config, eval_iters=eval_iters)
+            components, sets = _components(config, data, plan, validation, checkpoint.run)
             options, mesh = components.options, _mesh(components)
             base = store.metadata(step).base
             # Moments are not read: it takes the memory of the weights alone.
@@ -116,21 +115,21 @@ def evaluate(run: str | Path, overrides: EvalOverrides | None = None, *, best: b
             held.callback(compiler.close)
             eval_step = make_eval_step(parts, components.loss, jnp.bfloat16 if options.bf16_compute else None)
             train = components.curriculum.primary_streamer
-            validation = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
-            validation.check(shape)
-            validation.prepare(state, settings, shape)
+            evaluator = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
+            evaluator.check(shape)
+            evaluator.prepare(state, settings, shape)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
             state = state._replace(**store.restore_model(step, weights))
         # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.
         compiler.wait_together()
-        losses = validation.run(state, settings, shape, one_in_flight=InflightThrottler(mesh).limit == 1)
-        means = validation.summarize(fetch(losses), shape)
+        losses = evaluator.run(state, settings, shape, one_in_flight=InflightThrottler(mesh).limit == 1)
+        means = evaluator.summarize(fetch(losses), shape)
         rows = read_rows(checkpoint.run / METRICS)
         return Evaluation(
             run=checkpoint.run,
             step=step,
             losses=means,
-            data=_by_data_set(means, validation.reads(shape)),
+            data=_by_data_set(means, evaluator.reads(shape)),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
 
@@ -151,8 +150,8 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
             if (store.folder / str(step)).exists():
                 raise
             raise UsageError(  # it leaves the place where others become one
-                f"RUN is {checkpoint}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, or "
-                f"one that it keeps (keep_every, keep_steps, max_to_keep)"
+                f"RUN is {checkpoint}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, "
+                f"or one that it keeps (keep_every, keep_steps, max_to_keep)"
             ) from error
 
 
@@ -176,21 +175,19 @@ def _data(run: Path, saved: Mapping[str, Any], data_path: str | None) -> Roxxel:
 
 
 def _components(
-    config: Any, data: Roxxel, plan: Plan, overrides: EvalOverrides, run: Path
+    config: Any, data: Roxxel, plan: Plan, validation: Mapping[str, str] | None, run: Path
 ) -> tuple[RunComponents, Mapping[str, Roxxel]]:
     """(what the run is made of, the data sets to validate on by name)."""
     # The rows to train on are not read, so nothing but the primary data set need be there any more.
     names = ("steps", "batch_size", "seq_len", "packing")
     phases = [{name: getattr(shape, name) for name in names} for shape in plan.shapes]
     config = dataclasses.replace(config, datasets=None, phases=phases)
-    if overrides.eval_iters is not None:
-        config = dataclasses.replace(config, eval_iters=overrides.eval_iters)
     fraction = 0.0 if config.validation else config.val_fraction
-    if overrides.validation is None:
+    if validation is None:
         components = build_components(config, data)
         sets = components.validation
     else:
-        named = dataclasses.replace(config, validation=dict(overrides.validation))
+        named = dataclasses.replace(config, validation=dict(validation))
         named.validate()
         components = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
         sets = open_data_sets(named, "validation", data)

@@ -36,10 +36,11 @@ def evaluate(words: list[str]) -> int:
     with usage_errors():
         validation = _named_sets(args.validation)
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.evaluate import EvalOverrides, evaluate, table
+    from roxxel_dist.evaluate import evaluate, table
 
-    overrides = EvalOverrides(data_path=args.data_path, validation=validation, eval_iters=args.eval_iters)
-    evaluation = evaluate(args.run, overrides, best=args.best)
+    evaluation = evaluate(
+        args.run, best=args.best, data_path=args.data_path, validation=validation, eval_iters=args.eval_iters
+    )
     if is_primary():
         print(json.dumps(_as_json(evaluation)) if args.json else table(evaluation), flush=True)
     return 0

@@ -138,8 +138,8 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch, capsys):
         for step in (1, 2):
             log.row({"step": step, "train_loss": 1.0})
     assert capsys.readouterr().err == (
-        "no W&B from here on: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training goes on, and "
-        "the rows are in metrics.jsonl\n"
+        "no W&B from here on: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training goes on, the "
+        "rows are in metrics.jsonl\n"
     )
 
 
