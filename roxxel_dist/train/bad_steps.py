@@ -55,15 +55,10 @@ def update_monitor(
     *,
     skip: bool,
 ) -> tuple[LossMonitorState, jax.Array]:
-    """(monitor state after a step, bool[] whether the step is bad).
+    """(monitor state after a step, bool[] whether the step is bad), of int32[] and float32[] scalars.
 
-    Args:
-        health: the monitor state until now.
-        step: int32[], counted from 1.
-        loss: float32[].
-        grad_norm: float32[].
-        spike_factor: float32[]: a loss above so many times the running mean is bad; 0 for never.
-        skip: whether bad steps are left out, so that there may be many.
+    The step counts from 1. A loss above `spike_factor` times the running mean is bad too, never for 0. With `skip`, bad
+    steps are left out, so that there may be many, and the latest one is noted.
     """
     spike = (spike_factor > 0) & (health.good >= WARM) & (loss > spike_factor * health.mean)
     bad = ~jnp.isfinite(loss) | ~jnp.isfinite(grad_norm) | spike
@@ -95,12 +90,7 @@ class BadStep(FloatingPointError):
 
 
 class BadStepMonitor:
-    """Looks at the monitor state that is fetched with each logged step.
-
-    Args:
-        log: where lines for people go.
-        skip: whether bad steps were left out.
-    """
+    """Looks at the monitor state that is fetched with each logged step; with `skip`, bad steps were left out."""
 
     def __init__(self, log: Callable[[str], None], *, skip: bool) -> None:
         self._log, self._skip, self._skipped = log, skip, 0

@@ -45,13 +45,7 @@ class AotCompiler:
         """What each program took to trace and compile."""
 
     def prepare(self, key: Hashable, jitted: Callable[..., Any], *args: Any) -> None:
-        """Begin to compile `jitted` for such arguments, unless `key` is known.
-
-        Args:
-            key: the name of the program for `get`.
-            jitted: a function of `jax.jit`.
-            args: arrays, or jax.ShapeDtypeStructs with shardings.
-        """
+        """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known."""
         if key not in self._programs:
             self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args))
 

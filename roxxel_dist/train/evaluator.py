@@ -27,12 +27,9 @@ EVAL_LIMIT_S = 3600.0
 
 
 def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:
-    """Up to `iters` batches in the shape of a phase, none read twice.
+    """Up to `iters` batches in the shape of a phase, none read twice. Raises ValueError where a batch has no tokens.
 
     Where the data holds less than one batch of such windows, the windows are halved until it does.
-
-    Raises:
-        ValueError: it has fewer tokens than a batch has rows.
     """
     length = shape.seq_len
     while (fit := _windows(data, length) // shape.batch_size) == 0:

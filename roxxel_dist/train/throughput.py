@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -122,24 +122,10 @@ PEAKS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
 )
 
 
-class Device(Protocol):
-    """What is asked of a jax device here."""
-
-    @property
-    def device_kind(self) -> str:
-        """Its name, as "NVIDIA H100 80GB HBM3"."""
-        ...
-
-
 def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
-    """The most FLOP/s of one jax device in dense matrix products.
+    """The most FLOP/s of one jax device (`jax.Device.device_kind`) in dense matrix products of a dtype.
 
-    Args:
-        device_kind: as `jax.Device.device_kind` says it.
-        dtype: of the products, a name or a numpy dtype; bfloat16 or float16 where the device has it.
-
-    Returns:
-        FLOP/s, or None where no source says it: an unknown device, or another dtype.
+    None where no source says it: an unknown device, or another dtype.
     """
     name = jax.dtypes.canonicalize_dtype(dtype).name
     kind = device_kind.removeprefix("NVIDIA ").strip()
@@ -149,36 +135,26 @@ def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
     return None
 
 
-def mfu(
-    tokens_per_s: float, flops_per_token: float, devices: Sequence[Device], dtype: Any = "bfloat16"
-) -> float | None:
-    """Model FLOPs utilisation: the share (0 to 1) of the devices' peak that training uses.
+def mfu(tokens_per_s: float, flops_per_token: float, devices: Sequence[Any], dtype: Any = "bfloat16") -> float | None:
+    """Model FLOPs utilisation: the share (0 to 1) of the devices' peak that training uses; None where it is not known.
 
     Args:
         tokens_per_s: over all devices.
         flops_per_token: of a training step, forward and backward. What rematerialisation computes twice is not counted:
             it is no use to the model.
-        devices: all that work, those of other processes too.
+        devices: jax devices, all that work, those of other processes too.
         dtype: of the matrix products.
-
-    Returns:
-        None where the peak of a device is not known.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
-    known = [peak for peak in peaks if peak is not None]
-    if not known or len(known) < len(peaks):
+    if not peaks or None in peaks:
         return None
-    return tokens_per_s * flops_per_token / sum(known)
+    return tokens_per_s * flops_per_token / sum(filter(None, peaks))
 
 
 def peak_memory_gb(devices: Sequence[Any] | None = None) -> dict[str, float]:
-    """The most memory held so far, in GB of 10^9 bytes, under the name for the log.
+    """The most memory held so far, in GB of 10^9 bytes: {"vram_gb": of the fullest device of this process}.
 
-    Args:
-        devices: jax devices of this process; by default all of its own.
-
-    Returns:
-        {"vram_gb": of the fullest device}, or {"ram_gb": of this process} where devices do not report, as on CPU.
+    Or {"ram_gb": of this process} where devices do not report, as on CPU.
     """
     stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
     peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]

@@ -79,14 +79,9 @@ class ModuleSplit:
         training: bool,
         dtype: Any = None,
     ) -> Any:
-        """The module made of these leaves. `hparams` may hold more than the model's.
+        """The module made of these leaves, floating parameters cast to `dtype`; `training` has dropout on.
 
-        Args:
-            params: what is trained.
-            rest: random streams, running statistics.
-            hparams: inputs of every step: the module's hparams, and what is frozen.
-            training: whether dropout is on.
-            dtype: what floating parameters, frozen ones too, are cast to; None leaves them as they are.
+        `hparams` are the inputs of every step: the module's hparams, what is frozen, and perhaps more.
         """
         graphdef = self.training if training else self.evaluating
         weights = {**params, **{name: hparams[name] for name in self.frozen.names}}
@@ -201,28 +196,26 @@ def init_state(
     restored: bool = False,
     load: Callable[[Leaves], Leaves] | None = None,
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
-    """The state before the first step, on the mesh.
+    """(what does not change, the state before the first step, the inputs of every step by name), on the mesh.
+
+    A module is the same on every process, and its arrays are copied; a callable has random streams of its own, and is
+    traced and computed straight into its shards. The inputs of every step are the module's hparams, float32[] scalars,
+    and what is frozen of its parameters.
 
     Args:
-        model: a module, the same on every process, whose arrays are copied; or a callable that makes one, with random
-            streams of its own, which is traced and computed straight into its shards.
+        model: one of these.
         init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
         mesh: devices of all processes.
         fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks for
             itself (`nnx.with_partitioning`) holds in any case.
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
-        restored: the state will be read from a checkpoint: of a callable's parameters, and of all moments, nothing is
-            computed; `jax.ShapeDtypeStruct`s with shardings stand for them.
-        load: gives the parameters, placed as those that it is shown, instead of the ones the module begins with. Of a
-            module with adapters it gives what is frozen, for a state that is restored too.
-
-    Returns:
-        What does not change, the state, and the inputs of every step by name: the module's hparams, float32[] scalars,
-        and what is frozen of its parameters.
+        restored: the state will be read from a checkpoint: `jax.ShapeDtypeStruct`s with shardings stand for a
+            callable's parameters, the moments, the step and the monitor.
+        load: gives the parameters, placed as those that it is shown; of a module with adapters the frozen ones, for a
+            state that is restored too.
 
     Raises:
-        ValueError: a module asks for a mesh axis that is not there, or that does not divide; or what a callable makes,
-            its optimizer's state and its gradients are more than a device has free.
+        ValueError: the mesh has no such axis, or it does not divide; or a device has no room for the state.
         TypeError: the callable returns no module.
     """
     if isinstance(model, nnx.Module):

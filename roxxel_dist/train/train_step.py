@@ -104,14 +104,12 @@ def make_step(
 
     Args:
         split: the model.
-        loss_fn: (model, batch) to what `unpack_loss` takes. Minimised is the loss and, where it returns one, the
-            "balance_loss" with it.
+        loss_fn: (model, batch) to what `unpack_loss` takes; a "balance_loss" is minimised too.
         optimizer: see `optimizer.py`.
         like: the state, or its shapes and shardings.
         sharding: of a (rows, tokens) batch: int32[B, L], or a tuple of such arrays.
         grad_accum: micro-batches, see `micro_batches`; divides a B that is larger.
-        compute_dtype: the type that parameters are cast to for the forward and backward pass, while the optimizer
-            keeps them in their own; None for their own.
+        compute_dtype: of parameters in the forward and backward pass; the optimizer keeps them in their own.
         skip_bad: leave a bad step's update out (see `bad_steps.py`).
     """
 
@@ -230,13 +228,10 @@ def check_vocabulary(
     shape: Shape,
     datasets: Mapping[str, Roxxel],
 ) -> None:
-    """Compare the logits of the model with the vocabulary of the data; nothing is computed.
+    """Raises ValueError where the data has tokens that the model has no logits for; nothing is computed.
 
     A model that is not called with tokens alone, or gives something else than an array for each of them, is left to its
     loss.
-
-    Raises:
-        ValueError: the data has tokens that the model has no logits for.
     """
     name, size = max(((name, data.vocab_size or 0) for name, data in datasets.items()), key=lambda item: item[1])
 

@@ -1,7 +1,6 @@
-"""What the steps read is compared with its checksums ahead of them, in a thread beside them.
+"""Verification of the training data: a thread compares what the next steps read with the checksums of the shards.
 
-The plan says what a step will read, so a thread can look at it before. No row is logged, and no checkpoint saved, of
-tokens that were not looked at.
+The plan knows what a step will read. No row is logged, and no checkpoint saved, of tokens that were not verified.
 """
 
 import threading
@@ -13,12 +12,12 @@ STEPS_AT_ONCE, TOKENS_AT_ONCE = 256, 1 << 22
 
 
 class Verification:
-    """Verifies ahead of a training loop.
+    """Verifies the tokens of the steps ahead of a training loop, in a thread.
 
     Args:
-        blocks: what is known of the files; None: nothing is verified.
-        every_step: a step waits for its own tokens before it begins. So it has to be where other processes read too:
-            its loss, and so the row and the checkpoint, are everybody's.
+        blocks: the verified blocks of the files; None: nothing is verified.
+        every_step: a step waits for its own tokens before it begins. It must where other processes read too: its loss,
+            and so the row and the checkpoint, are everybody's.
     """
 
     def __init__(self, blocks: VerifiedBlocks | None, *, every_step: bool) -> None:

@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.resume import ResumePoint
-from roxxel_dist.train.throughput import Device, StepTimer, mfu, peak_memory_gb
+from roxxel_dist.train.throughput import StepTimer, mfu, peak_memory_gb
 from roxxel_dist.train.train_step import BALANCE, Metrics
 
 SHOW_EVERY_S = 0.1
@@ -29,7 +29,7 @@ class MetricsLogger:
         timer: of the steps.
         last_step: of the run.
         start_step: steps done before this process began.
-        flops_per_token: (tokens a row) -> floating-point operations of a step, for a token.
+        flops_per_token: (tokens a row) -> FLOPs of a training step, for a token.
         devices: those of the mesh, of all processes.
     """
 
@@ -40,7 +40,7 @@ class MetricsLogger:
         last_step: int,
         start_step: int,
         flops_per_token: Callable[[int], float],
-        devices: Iterable[Device],
+        devices: Iterable[Any],
     ) -> None:
         self._log, self._timer = log, timer
         self._last_step, self._start_step = last_step, start_step
@@ -110,13 +110,9 @@ class MetricsLogger:
 def make_row(
     done: int, scalars: Mapping[str, Any], losses: Mapping[str, float], more: Mapping[str, float]
 ) -> dict[str, float]:
-    """A row as `training_log.csv` begins: step, losses, balance; then everything else.
+    """A row as `training_log.csv` begins: step (from 1), losses, balance; then everything else.
 
-    Args:
-        done: the step, from 1.
-        scalars: the step's "loss" and others; what has the name of something else in the row is left out.
-        losses: of the validation after it, such as "val_loss".
-        more: speed and place.
+    Of the step's scalars, "loss" and others, what has the name of something else in the row is left out.
     """
     values = dict(scalars)
     row = {"step": done, "train_loss": values.pop("loss"), "train_bal": values.pop(BALANCE, 0.0), **losses}
