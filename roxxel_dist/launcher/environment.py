@@ -23,6 +23,15 @@ def assignments(words: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
     return dict(_pair(word if "=" in word or word not in own else f"{word}={own[word]}", "--env") for word in words)
 
 
+def lines_of(flag: str, path: str | Path, what: str) -> list[str]:
+    """The lines of the file that a flag names, which holds `what` a line. Raises ValueError where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{flag} {path}: cannot be read ({reason}); name a file with {what} a line") from error
+
+
 def read_env_file(path: str | Path) -> dict[str, str]:
     """The variables of a file: a `K=V` a line, as it stands; empty lines and lines that begin with `#` are left out.
 
@@ -31,13 +40,8 @@ def read_env_file(path: str | Path) -> dict[str, str]:
     Raises:
         ValueError: the file cannot be read, or a line is no `K=V`; names file and line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"--env-from {path}: cannot be read ({reason}); name a file with a K=V a line") from error
     variables: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of("--env-from", path, "a K=V"), 1):
         word = line.strip().removeprefix("export ").lstrip()
         if word and not word.startswith("#"):
             name, value = _pair(word, f"--env-from {path}, line {number}")

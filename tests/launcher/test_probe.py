@@ -147,12 +147,12 @@ def test_a_port_is_held_known_and_let_go(start: Start) -> None:
     here = {"address": "127.0.0.1", "nonce": "abc123"}
     port = first.ask(ask="listen", port=0, **here)["port"]
     for _ in range(3):
-        assert 0 < second.ask(ask="reach", port=port, **here)["ms"] < 60_000
+        assert 0 < second.ask(ask="connect", port=port, **here)["ms"] < 60_000
     assert "in use" in second.ask(ask="listen", port=port, **here)["why"]
-    assert "somebody else" in second.ask(ask="reach", port=port, address="127.0.0.1", nonce="other1")["why"]
+    assert "somebody else" in second.ask(ask="connect", port=port, address="127.0.0.1", nonce="other1")["why"]
     assert "why" in first.ask(ask="listen", port=0, address="192.0.2.1", nonce="a")
     assert first.end() == 0
-    assert "refused" in second.ask(ask="reach", port=port, **here)["why"]
+    assert "refused" in second.ask(ask="connect", port=port, **here)["why"]
     with socket.socket() as again:  # with no option: not even a closed connection is left on it
         again.bind(("127.0.0.1", port))
 

@@ -86,7 +86,7 @@ def test_a_training_goes_on_after_a_requeue(train: Trained) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_training_is_longer_than_its_time_limit(train: Trained) -> None:
-    # SLURM asks after 75 s (120 less the grace and the slack): steps take 90, and most of a start on a busy machine 40.
+    # SLURM asks after 75 s (120 less the grace and the slack): all steps take 90 s, a start on a busy machine 40 s.
     two, number = train(600, "--slurm-time", 2, "--grace", 30, step_s=0.15)
     job = check(two, number, 600)
     assert int(job["Restarts"]) >= 1

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from roxxel_dist.cli import COMMANDS
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_TIMEOUT_TEXT
+from roxxel_dist.launcher.host.worker import SUBCOMMANDS
 
 pytestmark = pytest.mark.xdist_group("launch")
 # Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.
@@ -239,3 +241,8 @@ def test_a_rank_that_only_waits_for_the_others_leaves_when_the_limit_is_over(tmp
     done = worker("end.py", cwd=tmp_path, ROXXEL_EXIT_TIMEOUT="0.2")
     assert (done.returncode, done.stdout) == (EXIT_HANG, "out\n")
     assert done.stderr == f"roxxel-dist: {EXIT_TIMEOUT_TEXT}\n"
+
+
+def test_the_commands_that_a_rank_can_run_are_those_of_the_command_line() -> None:
+    """All but those for jobs that run already; `ps` behind `--` is the system's."""
+    assert COMMANDS.keys() - {"ps", "logs", "attach", "stop"} == SUBCOMMANDS

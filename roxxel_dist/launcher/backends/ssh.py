@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from roxxel_dist.launcher.backends import base
+from roxxel_dist.launcher.environment import lines_of
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
 from roxxel_dist.launcher.placement import ranks_on
 from roxxel_dist.launcher.spec import HostOptions
@@ -100,14 +101,9 @@ def read_hostfile(path: str | Path) -> tuple[list[str], int | None]:
     Raises:
         ValueError: the file cannot be read, or a line cannot be understood; names file and line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"--hostfile {path}: cannot be read ({reason}); name a file with a host a line") from error
     hosts: list[str] = []
     slots: set[int | None] = set()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of("--hostfile", path, "a host"), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue

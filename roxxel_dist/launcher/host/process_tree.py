@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, not after a fork, where a lock may be held for ever
 PF_EXITING = 0x4
-PARENT, SESSION, FLAGS, STARTED = 1, 3, 6, 19
-"""Fields of /proc/PID/stat, counted from the one after the name."""
+STATE, PARENT, SESSION, FLAGS, STARTED = 0, 1, 3, 6, 19
+"""Fields of `stat`."""
 KILL_S = 8.0
 """How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
 HEARTBEAT_TIMEOUT_S = 10.0
@@ -69,12 +69,13 @@ def is_ending(pid: int) -> bool:
     It closes its files before anybody can see that it ended: who read from it may be gone earlier.
     """
     try:
-        return bool(int(_stat(pid)[FLAGS]) & PF_EXITING)
+        return bool(int(stat(pid)[FLAGS]) & PF_EXITING)
     except OSError:
         return True
 
 
-def _stat(pid: int) -> list[bytes]:
+def stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat behind the name, which may hold anything. Raises OSError for one that is gone."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
@@ -84,14 +85,14 @@ def processes() -> Iterator[tuple[int, list[bytes]]]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError):  # it ended meanwhile
-                yield int(name), _stat(int(name))
+                yield int(name), stat(int(name))
 
 
 def descendants(ancestor: int) -> dict[int, bytes]:
     """The processes below one, each with when it started (in the kernel's units)."""
     children: dict[int, list[tuple[int, bytes]]] = {}
-    for pid, stat in processes():
-        children.setdefault(int(stat[PARENT]), []).append((pid, stat[STARTED]))
+    for pid, fields in processes():
+        children.setdefault(int(fields[PARENT]), []).append((pid, fields[STARTED]))
     below: dict[int, bytes] = {}
     parents = [ancestor]
     while parents:
@@ -106,7 +107,7 @@ def send(pid: int, started: bytes, number: int) -> None:
     with suppress(OSError):  # it is gone, or another user's
         pidfd = os.pidfd_open(pid)
         try:
-            if _stat(pid)[STARTED] == started:
+            if stat(pid)[STARTED] == started:
                 signal.pidfd_send_signal(pidfd, number)
         finally:
             os.close(pidfd)
@@ -143,9 +144,9 @@ class Subreaper:
         Not to what has left it: libraries start helpers so that they outlive a Ctrl-C until they are told to end.
         """
         if self.code is None:
-            for pid, stat in list(processes()):  # before the first one is asked: who is started by a handler is not
-                if int(stat[SESSION]) == self.child:
-                    send(pid, stat[STARTED], signal.SIGTERM)
+            for pid, fields in list(processes()):  # before the first one is asked: who is started by a handler is not
+                if int(fields[SESSION]) == self.child:
+                    send(pid, fields[STARTED], signal.SIGTERM)
 
     def kill(self, limit_s: float) -> bool:
         """SIGKILL all that is below this process, until nothing is; false where something was left at the limit."""

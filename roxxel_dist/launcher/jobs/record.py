@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked_words
+from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.preflight.host_info import boot_id
 from roxxel_dist.launcher.spec import JobSpec
@@ -136,9 +137,9 @@ def is_alive(process: Process) -> bool:
 def _process(pid: int) -> Process | None:
     """A process of this machine; None for one that is gone or waits to be reaped."""
     with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        if stat[0] not in "ZX":
-            return Process(host=socket.gethostname(), boot=boot_id(), pid=pid, start=int(stat[19]))
+        fields = stat(pid)
+        if fields[STATE] not in b"ZX":
+            return Process(host=socket.gethostname(), boot=boot_id(), pid=pid, start=int(fields[STARTED]))
     return None
 
 

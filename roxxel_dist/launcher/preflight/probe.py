@@ -51,8 +51,8 @@ def answer(question: Message, held: ExitStack) -> Message:
                 reply = {"address": local_address(question["towards"])}
             case "listen":
                 reply = {"port": _listen(question["address"], question["port"], question["nonce"], held)}
-            case "reach":
-                reply = {"ms": reach(question["address"], question["port"], question["nonce"])}
+            case "connect":
+                reply = {"ms": connect_ms(question["address"], question["port"], question["nonce"])}
             case "touch":
                 file = touch(question["run_dir"])
                 held.callback(file.unlink, missing_ok=True)
@@ -91,7 +91,7 @@ def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
     return server.getsockname()[1]
 
 
-def reach(address: str, port: int, nonce: str) -> float:
+def connect_ms(address: str, port: int, nonce: str) -> float:
     """Milliseconds until the probe that listens there said its nonce. Raises OSError where it does not."""
     begun = time.monotonic()
     try:

@@ -145,7 +145,7 @@ def _port(pool: Pool, hosts: Sequence[str], address: str, port: int | None) -> t
         problem = f"--port {port}: cannot be used" if port else "a free port cannot be had"
         text = f"{first}: {problem} on {address} ({held['why']}); leave --port out to take a free one, or give another"
         return 0, [CheckResult("error", "port", (first,), text)]
-    answers = pool.ask({host: {"ask": "reach", "port": held["port"], **here} for host in others})
+    answers = pool.ask({host: {"ask": "connect", "port": held["port"], **here} for host in others})
     place, results = f"{address}:{held['port']}", []
     for host in (host for host in answers if "why" in answers[host]):
         text = (

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.host.process_tree import PARENT, STARTED
+from roxxel_dist.launcher.host.process_tree import PARENT, STARTED, stat
 from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
@@ -62,9 +62,9 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
                 ours = os.path.realpath(kept) == os.path.realpath(run_dir)
             if not (is_worker or ours) or own_id == outer != run_id:
                 continue
-            stat = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            seconds = uptime - int(stat[STARTED]) / os.sysconf("SC_CLK_TCK")
-            parent = _strings(Path("/proc", stat[PARENT], "cmdline"))
+            fields = stat(int(name))
+            seconds = uptime - int(fields[STARTED]) / os.sysconf("SC_CLK_TCK")
+            parent = _strings(Path("/proc", fields[PARENT].decode(), "cmdline"))
             orphan = AGENT not in parent and WORKER not in parent  # a fork of a rank looks like the rank
             rank = {"run_id": own_id, "ours": ours, "orphan": orphan, "seconds": seconds, "stuck": False}
             ranks.append({"pid": int(name), **rank})
