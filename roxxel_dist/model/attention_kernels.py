@@ -72,10 +72,10 @@ def attend(
     if chosen == "xla" and length <= LONGEST_WHOLE:
         same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
         return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, mask=same)
-    scale = size**-0.5 if scale is None else scale
+    factor: float = size**-0.5 if scale is None else scale
     if chosen == "splash":
-        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
-    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
+        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, factor)
+    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, factor)
 
 
 def kernel_for(kernel: AttentionKernel, *, key_size: int, bf16: bool, packed: bool, whole_rows: bool = True) -> Kernel:
@@ -229,7 +229,7 @@ def blocked_attention(
         may_meet = ((least <= most) & (least.swapaxes(0, 1) <= most[:, None])).any(-1)
         first = jnp.maximum(first, may_meet.argmax(-1))
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
-    out = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), segments, first, window, scale)
+    out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), segments, first, window, scale)
     out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
     return out.reshape(batch, count * size, heads, -1)[:, :length]
 
@@ -350,7 +350,7 @@ def splash_attention(
         def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
             q, k, v = (jnp.pad(x, [(0, short), (0, 0), (0, 0)]).swapaxes(0, 1) for x in (q * scale, k, v))
             ids = None if segments is None else jnp.pad(segments, (0, short))
-            mixed = kernel(q, k, v, None if ids is None else splash.SegmentIds(ids, ids))
+            mixed: Any = kernel(q, k, v, None if ids is None else splash.SegmentIds(ids, ids))
             return mixed.swapaxes(0, 1)[:length]
 
         return jax.vmap(row, in_axes=(0, 0, 0, None if segments is None else 0))(q, k, v, segments)

@@ -137,7 +137,8 @@ class _Worker(threading.Thread):
 
     def __init__(self, tracker: Tracker, log: Callable[[str], None]) -> None:
         super().__init__(name=f"roxxel-{type(tracker).__name__}", daemon=True)
-        self.tracker, self.status = tracker, None
+        self.tracker = tracker
+        self.status: Mapping[str, Any] | None = None
         self._log, self._failed, self._dropped = log, False, 0
         self._calls: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 

@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,7 @@ class WandbTracker:
         """Send one logged step."""
         if self._run is None:
             self._begin()
+        assert self._run is not None
         step = int(row["step"])
         if step > self._last:
             metrics = {name: value for name, value in row.items() if name != "step" and math.isfinite(value)}
@@ -138,7 +139,7 @@ class WandbTracker:
             settings=wandb.Settings(**settings),
         )
 
-    def _summarize(self, rows: list[Mapping[str, float]]) -> None:
+    def _summarize(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Have the summary say the lowest val_loss, with these rows."""
         best = min(rows, key=lambda row: row.get("val_loss", math.inf), default={})
         if best.get("val_loss", math.inf) < self._best:
