@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from roxxel_dist.cluster.mesh import make_mesh, row_shards
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import Config, UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets, shard_paths
 from roxxel_dist.data.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.attention_kernels import kernel_for, key_size
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.model.user_code import find_function
@@ -37,7 +39,7 @@ from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.train_state import split_module
-from roxxel_dist.train.train_step import LossFn
+from roxxel_dist.train.train_step import LossFn, micro_batches
 
 BUILD_LIMIT_S = 6 * 3600.0
 
@@ -61,6 +63,8 @@ class RunComponents:
     """The corpus as it is on disk, held-out part included."""
     grad_accum: int
     """Micro-batches a step."""
+    kernel: AttentionKernel
+    """What computes attention; of a model of the user's own, what the config says."""
     options: LoopOptions
     """Nothing is left to hold out: `curriculum` is without it already."""
 
@@ -85,12 +89,14 @@ class RunComponents:
         return mesh
 
 
-def build_components(config: Config, data: Roxxel, *, trial: bool = False) -> RunComponents:
-    """The components of a run of `config` on `data`. Touches no device and no run directory.
+def build_components(
+    config: Config, data: Roxxel, *, trial: bool = False, begun_with: AttentionKernel | None = None
+) -> RunComponents:
+    """The components of a run of `config` on `data`. Puts nothing on a device, and touches no run directory.
 
     In a trial of a sweep a warm-up longer than half of the run is cut to that: one that is searched beside the number
-    of epochs or the size of a batch fits some of the trials alone. Raises ValueError for a field that breaks its
-    rule, or does not fit the data.
+    of epochs or the size of a batch fits some of the trials alone. `attention: auto` keeps the kernel that the run was
+    `begun_with`. Raises ValueError for a field that breaks its rule, or does not fit the data or the devices.
     """
     config = with_shape_of(config)
     vocab_size = _vocab_size(config, data)
@@ -104,16 +110,18 @@ def build_components(config: Config, data: Roxxel, *, trial: bool = False) -> Ru
     optimizer.config.check(curriculum.total_steps)
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
+    kernel = attention_kernel(config, curriculum.shapes, begun_with)
     return RunComponents(
         config=config,
         vocab_size=vocab_size,
-        build=model_builder(config),
+        build=model_builder(config, kernel),
         loss=token_losses if config.loss is None else find_function("loss", config.loss),
         optimizer=optimizer,
         curriculum=curriculum,
         validation=validation or {HELD_OUT: held_out},
         data=data,
         grad_accum=config.grad_accum,
+        kernel=kernel,
         options=dataclasses.replace(config.part(LoopOptions), val_fraction=0.0),
     )
 
@@ -130,11 +138,36 @@ def _vocab_size(config: Config, data: Roxxel) -> int:
     return size
 
 
-def model_builder(config: Config) -> Callable[[], nnx.Module]:
-    """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time."""
+def attention_kernel(
+    config: Config, shapes: Sequence[Shape], begun_with: AttentionKernel | None = None
+) -> AttentionKernel:
+    """The kernel of attention of a run with batches of these shapes, on the devices that are here.
+
+    auto keeps what the run was `begun_with`. Raises ValueError for a kernel, named or begun with, that cannot run here.
+    """
+    if config.model is not None:
+        return config.attention
+    keeps = config.attention == "auto" and begun_with is not None
+    row_shards = max(1, (config.n_devices or jax.device_count()) // config.tensor_devices)
+    rows = [shape.batch_size // micro_batches(config.grad_accum, shape.batch_size) for shape in shapes]
+    return kernel_for(
+        begun_with if begun_with is not None and keeps else config.attention,
+        key_size=key_size(config.part(ModelConfig)),
+        bf16=config.use_bf16 or config.bf16_compute,
+        packed=any(shape.packing == "documents" for shape in shapes),
+        whole_rows=all(count % row_shards == 0 for count in rows),
+        begun=keeps,
+    )
+
+
+def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[[], nnx.Module]:
+    """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time.
+
+    `kernel` is that of attention, whatever the config says: a model is used on other devices than it was trained on.
+    """
     rngs = {"params": config.seed, "dropout": config.seed + 1}
     if config.model is None:
-        shape = config.part(ModelConfig)
+        shape = dataclasses.replace(config.part(ModelConfig), attention=kernel)
         return lambda: Transformer(shape, nnx.Rngs(**rngs))
     make = find_function("model", config.model)
 

@@ -22,13 +22,16 @@ from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.display import aligned, duration, size
 from roxxel_dist.inspect_batch import saved_plan
+from roxxel_dist.model.attention_kernels import LONGEST_WHOLE, score_bytes
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import by_part
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG
-from roxxel_dist.run_metadata import data_of, saved_config
+from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
 from roxxel_dist.stream import Stream
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
@@ -140,6 +143,10 @@ class PhaseEstimate:
     """Of each device; None where the compiler gave up because it does not fit."""
     seconds: float | None
     """Of its steps alone, without validations, saves and compilations; None where no speed is known."""
+    attention: str
+    """The kernel of attention; of a model of the user's own, what the config says."""
+    score_bytes: int | None
+    """What the scores of a layer take of each device; None for a model of the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,12 +221,20 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
             path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:
                 config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
-            components = held.enter_context(_components(config, path, "plan"))
+            begun_with, not_simulated = kernel_begun_with(saved), ""
+            kernel = begun_with if config.attention == "auto" else config.attention
+            if request.devices and kernel in ("cudnn", "splash"):
+                config, begun_with = dataclasses.replace(config, attention="xla"), None
+                not_simulated = (
+                    f"attention by {kernel} is not simulated: the memory of phases is that of xla, in its place"
+                )
+            components = held.enter_context(_components(config, path, "plan", begun_with=begun_with))
             if components.data.tokenizer is not None:
                 components.data.tokenizer.encode(config.sample_prompt)
         notes = [note] if note and not saved else []
+        notes += [not_simulated] if not_simulated else []
         if path is not None and not is_tokens(path):
-            notes.append(f"{path} is text: shards of it were components, and are gone")
+            notes.append(f"{path} is text: shards of it were made, and are gone")
         return _estimate(components, request, notes)
 
 
@@ -230,10 +245,12 @@ def _valid(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _components(config: Any, path: Any, command: str, *, trial: bool = False) -> Iterator[RunComponents]:
+def _components(
+    config: Any, path: Any, command: str, *, trial: bool = False, begun_with: AttentionKernel | None = None
+) -> Iterator[RunComponents]:
     """What the run is made of; shards of text are there for so long."""
     with temporary_folder(path, command) as folder, open_corpus(config, path, folder) as data:
-        yield build_components(config, data, trial=trial)
+        yield build_components(config, data, trial=trial, begun_with=begun_with)
 
 
 def _saved(run: Path) -> dict[str, Any]:
@@ -305,7 +322,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
     for span, needs in zip(steps, memory, strict=True):
         shape = plan.segment(span[1] - 1).shape
         layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum)
-        phases.append(_phase(plan, span, layout, needs, flops_of(shape.seq_len), processes, speed))
+        phases.append(_phase(plan, span, layout, needs, flops_of(shape.seq_len), processes, speed, components))
     params = {**model.frozen, **model.params}
     other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
     limit = int(request.device_memory_gb * 1e9) if request.device_memory_gb else _memory_limit(mesh.local_devices)
@@ -353,6 +370,7 @@ def _phase(
     flops_per_token: float,
     processes: int,
     speed: "_Speed",
+    components: RunComponents,
 ) -> PhaseEstimate:
     first, stop = span
     shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
@@ -378,7 +396,21 @@ def _phase(
         rows_a_process=shape.batch_size * pieces // layout.pieces,
         memory=memory,
         seconds=seconds,
+        attention=components.kernel,
+        score_bytes=_score_bytes(shape, layout, components),
     )
+
+
+def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -> int | None:
+    """What the attention scores of a layer take of each device, for a micro-batch."""
+    kernel = components.kernel
+    if components.config.model is not None or kernel == "auto":
+        return None
+    config = components.config.part(ModelConfig)
+    heads = config.heads()[0]
+    heads = heads // layout.together if heads % layout.together == 0 else heads
+    rows = shape.batch_size // micro_batches(components.grad_accum, shape.batch_size)
+    return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.window) // layout.pieces
 
 
 def abstract_train_state(
@@ -626,9 +658,17 @@ def _memory(run: RunEstimate) -> list[str]:
     return [
         "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
         *aligned(rows),
+        *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
         "what a device has is not known: give --device_memory_gb" if limit is None else f"a device has {size(limit)}",
         f"by XLA's account of the compiled step, for {device}{exact}",
     ]
+
+
+def _scores(phase: PhaseEstimate) -> str:
+    """What the kernel of attention takes, which is among the temporaries."""
+    is_whole = phase.attention == "xla" and phase.seq_len - 1 <= LONGEST_WHOLE
+    how = "all scores of a row at once" if is_whole else "scores in blocks"
+    return f"attention of phase {phase.phase}: {phase.attention}, {how}, {size(phase.score_bytes or 0)} a layer"
 
 
 def _sharding(run: RunEstimate, every_array: bool) -> list[str]:

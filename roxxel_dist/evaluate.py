@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from roxxel_dist.builders import RunComponents, build_components, check_vocabularies
+from roxxel_dist.builders import RunComponents, attention_kernel, build_components, check_vocabularies
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
@@ -23,7 +23,7 @@ from roxxel_dist.data.locate import find_shards, is_tokens
 from roxxel_dist.data.tokenizer import Tokenizer
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
-from roxxel_dist.run_metadata import data_of, saved_config
+from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
@@ -102,6 +102,7 @@ def evaluate(
             data = held.enter_context(_data(checkpoint.run, saved, data_path))
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
+            config = _with_kernel(config, plan, saved)
             components, sets = _components(config, data, plan, validation, checkpoint.run)
             options, mesh = components.options, _mesh(components)
             base = store.metadata(step).base
@@ -172,6 +173,15 @@ def _data(run: Path, saved: Mapping[str, Any], data_path: str | None) -> Roxxel:
                 f"{known}: build the data with {run / TOKENIZER}"
             )
     return data
+
+
+def _with_kernel(config: Any, plan: Plan, saved: Mapping[str, Any]) -> Any:
+    """The config with the run's kernel of attention, for its bits; with auto where that cannot run here."""
+    try:
+        kernel = attention_kernel(config, plan.shapes, kernel_begun_with(saved))
+    except ValueError:
+        kernel = "auto"
+    return dataclasses.replace(config, attention=kernel)
 
 
 def _components(

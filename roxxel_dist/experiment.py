@@ -35,6 +35,7 @@ from roxxel_dist.run_metadata import (
     check_resumable,
     data_of,
     forked_from,
+    kernel_begun_with,
     saved_config,
     write_run_metadata,
 )
@@ -151,7 +152,8 @@ class Experiment:
                 fork_name = str(past.new_fork or "")
                 changed = check_resumable(past.config, self.config, amend=amend or bool(fork_name), fork=fork_name)
                 path = self._data_path(run, past, data_path, resume, is_other_data)
-                components = build_components(self.config, self._open(path, run, resume, past), trial=is_trial)
+                data, kernel = self._open(path, run, resume, past), kernel_begun_with(past.config)
+                components = build_components(self.config, data, trial=is_trial, begun_with=kernel)
                 warmup, steps = components.config.warmup_steps, components.curriculum.total_steps
                 if warmup != self.config.warmup_steps and is_primary():
                     cut = f"warmup_steps {self.config.warmup_steps} -> {warmup}: half of the trial's {steps:,} steps"

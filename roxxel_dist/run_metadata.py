@@ -17,7 +17,7 @@ from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import by_part
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, write_cursor
@@ -26,8 +26,11 @@ from roxxel_dist.train.trainer import Trainer
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
-FREE_MODEL_FIELDS = ("dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference")
-"""Fields of the model that a resumed run may change; a rate of dropout not between 0 and above 0."""
+FREE_MODEL_FIELDS = (
+    "dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference", "attention",
+)  # fmt: skip
+"""Fields of the model that a resumed run may change; a rate of dropout not between 0 and above 0, a kernel of attention
+only by name."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 """Fields that decide which tokens a step reads where no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
@@ -66,8 +69,8 @@ class RunMetadata:
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
     @classmethod
-    def now(cls, **values: Any) -> Self:
-        """The metadata of this process and its environment."""
+    def now(cls, kernel: AttentionKernel, **values: Any) -> Self:
+        """The metadata of this process and its environment; `kernel` is that of attention."""
         return cls(
             versions={name: version(name) for name in PACKAGES},
             git_commit=git_commit(Path.cwd()),
@@ -75,7 +78,7 @@ class RunMetadata:
             devices=jax.device_count(),
             platform=jax.devices()[0].platform,
             pjrt_nproc=int(os.environ["PJRT_NPROC"]),
-            bits=determinism.numerics_fingerprint(),
+            bits=determinism.numerics_fingerprint() | {"attention": kernel},
             **values,
         )
 
@@ -137,7 +140,7 @@ def write_run_metadata(
     if not trainer.finished or saved.get("init_from") != config.init_from:
         metadata = _metadata(trainer, components, saved, str(Path(data_path or run / DATA).absolute()))
         if RECORD in saved:
-            changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, determinism.numerics_fingerprint())]
+            changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())
@@ -168,8 +171,8 @@ def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any]
     """The metadata of a new run, or of one before with another entry in `resumes`."""
     origin = trainer.start.record
     if RECORD not in saved:
-        return RunMetadata.now(data_path=data_path, corpus=components.data.fingerprint, **origin)
-    before, now = RunMetadata.of(saved), RunMetadata.now()
+        return RunMetadata.now(components.kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
+    before, now = RunMetadata.of(saved), RunMetadata.now(components.kernel)
     resume = {"step": trainer.start_step, "commit": now.git_commit, **origin, "bits": now.bits}
     resume["changed_from"] = changed_from(saved, components.config)
     return replace(
@@ -179,6 +182,12 @@ def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any]
         initialized_from=origin.get("initialized_from", before.initialized_from),  # where the base is now
         resumes=[*before.resumes, resume],
     )
+
+
+def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
+    """The kernel of attention of a run, from its saved config; None where there is no run."""
+    # Runs from before there was a choice had XLA's.
+    return saved.get(RECORD, {}).get("bits", {}).get("attention", "xla") if saved else None
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
@@ -196,6 +205,12 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
         fixed.discard("init_from")  # what adapters stand on may be moved: it is known again by that
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
     lines, other = [], fork or "the run that shall be resumed"
+    kernel = kernel_begun_with(saved)
+    if kernel and not fork and config.model is None and config.attention not in ("auto", kernel):
+        raise ValueError(
+            f"attention is {config.attention}, and {other} began with {kernel}: leave it as it was, or start a new "
+            f"run (at a checkpoint of this one with fork=RUN@STEP)"
+        )
     for name, before in changed_from(saved, config, with_base=True).items():
         value = getattr(config, name)
         if name in fixed:

@@ -218,6 +218,20 @@ def test_what_is_too_large_is_a_problem(corpus):
     assert again.phases[0].memory == fits.phases[0].memory
 
 
+def test_the_kernel_of_attention_and_its_scores(corpus):
+    fields = {"max_context": 2048, "batch_size": 8, "max_steps": 1, "head_size": 8}
+    config = Config(**ONE | fields | {"phases": None, "attention": "cudnn"})
+    found = estimate(config, corpus_path(corpus), SIMULATED)
+    [phase] = found.phases
+    heads, rows = config.dim // 8, 8 // found.devices
+    assert (phase.attention, phase.score_bytes) == ("xla", rows * heads * (512 * 512 + 2048) * 4)
+    assert "attention by cudnn is not simulated: the memory of phases is that of xla, in its place" in found.notes
+    told = table(found)
+    assert f"attention of phase 1: xla, scores in blocks, {size(phase.score_bytes)} a layer" in told
+    with pytest.raises(UsageError, match="attention is cudnn: cuDNN is for GPUs, and the devices here are cpu"):
+        estimate(config, corpus_path(corpus), EstimateRequest())
+
+
 def test_what_cannot_be_asked(corpus):
     config, data = Config(**ALL), corpus_path(corpus)
     for asked, message in (

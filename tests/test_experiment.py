@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.config import UsageError, load_yaml
 from roxxel_dist.curriculum.describe import describe
 from roxxel_dist.data.build import build
+from roxxel_dist.evaluate import evaluate
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
@@ -100,6 +102,39 @@ def test_the_shape_of_a_model_cannot_change(finished):
     with pytest.raises(UsageError, match="n_heads is 4, and the run that shall be resumed has 2"):
         Experiment(Config(n_heads=4, max_steps=5)).fit(run_dir=finished, resume=True)
     assert (finished / "config.yaml").read_bytes() == before
+
+
+def begun_with(run, kernel):
+    """The run, as if attention had been computed by another kernel."""
+    saved = load_yaml(run / "config.yaml")
+    assert (saved["attention"], saved["record"]["bits"]["attention"]) == ("auto", "xla")
+    saved["record"]["bits"]["attention"] = kernel
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+
+
+def test_a_run_keeps_its_kernel_of_attention(finished):
+    with pytest.raises(UsageError, match="attention is cudnn, and the run that shall be resumed began with xla"):
+        Experiment(Config(attention="cudnn", max_steps=5)).fit(run_dir=finished, resume=True)
+    Experiment(Config(attention="xla", max_steps=4)).fit(run_dir=finished, resume=True)
+    assert "changed since the run began: attention auto -> xla" in log_of(finished)
+    assert load_yaml(finished / "config.yaml")["record"]["resumes"][-1]["bits"]["attention"] == "xla"
+
+
+def test_a_run_of_a_kernel_that_is_not_here(finished, tmp_path):
+    begun_with(finished, "cudnn")
+    with pytest.raises(UsageError, match="the run began with attention cudnn, which a resume keeps, and cuDNN is"):
+        Experiment(Config(max_steps=5)).fit(run_dir=finished, resume=True)
+    with pytest.raises(UsageError, match="attention is xla, and the run that shall be resumed began with cudnn"):
+        Experiment(Config(attention="xla", max_steps=5)).fit(run_dir=finished, resume=True)
+    fork = Experiment(Config(attention="xla", max_steps=4)).fit(run_dir=tmp_path / "fork", fork=f"{finished}@3")
+    assert load_yaml(fork / "config.yaml")["record"]["bits"]["attention"] == "xla"
+    assert evaluate(finished).losses
+
+
+def test_a_kernel_that_is_not_here_leaves_nothing(text, tmp_path):
+    with pytest.raises(UsageError, match="attention is splash: splash attention is for TPUs, and the devices here"):
+        Experiment(config(attention="splash")).fit(text, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_keeps_its_config(finished):

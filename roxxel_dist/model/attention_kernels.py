@@ -72,14 +72,16 @@ def attend(
     if chosen == "xla" and length <= LONGEST_WHOLE:
         same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
         return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, mask=same)
-    factor: float = size**-0.5 if scale is None else scale
+    scale = scale or 1 / math.sqrt(size)
     if chosen == "splash":
-        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, factor)
-    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, factor)
+        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
+    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
 
 
-def kernel_for(kernel: AttentionKernel, *, key_size: int, bf16: bool, packed: bool, whole_rows: bool = True) -> Kernel:
-    """The kernel that computes attention on this process's devices: the named one, or for auto the fastest.
+def kernel_for(
+    kernel: AttentionKernel, *, key_size: int, bf16: bool, packed: bool, whole_rows: bool = True, begun: bool = False
+) -> Kernel:
+    """The kernel that computes attention on this process's devices: the named one, or for auto the device's own.
 
     Args:
         kernel: auto: cuDNN on a GPU and splash attention on a TPU where they can do it, and else XLA.
@@ -87,48 +89,65 @@ def kernel_for(kernel: AttentionKernel, *, key_size: int, bf16: bool, packed: bo
         bf16: whether queries, keys and values are bfloat16.
         packed: whether a row may have several documents.
         whole_rows: whether each device has whole rows, and not parts of one.
+        begun: whether it is what a run began with and keeps, for the message.
 
     Raises:
-        ValueError: the named kernel cannot do it, with the rule and what to use instead.
+        ValueError: the named kernel cannot do it, with the rule and what to do instead.
     """
     device = jax.devices()[0]
     if kernel == "auto":
         native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
-        # Of cuDNN's deterministic backward pass the memory is that of all scores, see docs/decisions.md.
-        slow = native == "cudnn" and is_deterministic()
-        return "xla" if slow or _obstacle(native, device, key_size, bf16, packed, whole_rows) else native
-    if obstacle := _obstacle(kernel, device, key_size, bf16, packed, whole_rows):
-        raise ValueError(f"attention is {kernel}: {obstacle}")
+        # A deterministic backward pass of cuDNN takes the memory of all scores, see docs/decisions.md.
+        large = native == "cudnn" and is_deterministic()
+        return "xla" if large or broken_rule(native, device, key_size, bf16, packed, whole_rows) else native
+    if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows):
+        rule, fix = broken
+        if begun:
+            raise ValueError(
+                f"the run began with attention {kernel}, which a resume keeps, and {rule}: resume it where that can "
+                f"run, or begin a new run at its checkpoint with fork=RUN@STEP and attention=xla"
+            )
+        raise ValueError(f"attention is {kernel}: {rule}: {fix}")
     return kernel
 
 
-def _obstacle(kernel: Kernel, device: Any, key_size: int, bf16: bool, packed: bool, whole_rows: bool) -> str:
-    """Why a kernel cannot do it, and what to do; empty where it can."""
+def broken_rule(
+    kernel: Kernel, device: Any, key_size: int, bf16: bool, packed: bool, whole_rows: bool
+) -> tuple[str, str] | None:
+    """(why a kernel cannot do it, what to do instead); None where it can."""
     if kernel == "xla":
-        return ""
+        return None
     name, home = ("cuDNN", "gpu") if kernel == "cudnn" else ("splash attention", "tpu")
+    batch = "use a batch_size that divides by devices x grad_accum, or xla"
     capability = _compute_capability(device)
     widest = 256 if capability >= (9, 0) else 128
     rules = [
-        (device.platform == home, f"{name} is for {home.upper()}s, and the devices are {device.platform}: use auto"),
-        (whole_rows, f"{name} needs whole rows on each device: use a batch_size that divides by the devices, or xla"),
+        (
+            device.platform == home,
+            f"{name} is for {home.upper()}s, and the devices here are {device.platform}",
+            "use auto",
+        ),
+        (whole_rows, f"{name} needs whole rows on each device", batch),
     ]
     if kernel == "cudnn":
         rules += [
-            (capability >= (8, 0), f"cuDNN needs compute capability 8.0 of NVIDIA, not {device.device_kind}: use xla"),
-            (bf16, "cuDNN computes in bfloat16: set bf16_compute or use_bf16, or use xla"),
             (
-                key_size % 8 == 0 and key_size <= widest,
-                f"keys are {key_size} wide, and cuDNN needs a multiple of 8, at most {widest}: use xla",
+                capability >= (8, 0),
+                f"cuDNN needs compute capability 8.0, and this is a {device.device_kind}",
+                "use xla",
             ),
-            (not packed, "cuDNN sees no bounds between the documents of a row: use packing contiguous, or xla"),
+            (bf16, "cuDNN computes in bfloat16", "set bf16_compute or use_bf16, or use xla"),
+            (key_size % 8 == 0, f"cuDNN needs keys of a multiple of 8 channels, and they have {key_size}", "use xla"),
+            (key_size <= widest, f"cuDNN takes keys of {widest} channels here, and they have {key_size}", "use xla"),
+            (not packed, "cuDNN knows no documents within a row", "use packing contiguous, or xla"),
             (
                 capability[0] == 9 or not is_deterministic(),
-                f"deterministic is true, and of cuDNN's backward pass that is known for compute capability 9.0 alone, "
-                f"not for {device.device_kind}: use xla, or set deterministic to false",
+                "deterministic is true, and cuDNN's backward pass is known to be deterministic on compute capability "
+                f"9.0 alone, not on a {device.device_kind}",
+                "use xla, or set deterministic to false",
             ),
         ]
-    return next((rule for holds, rule in rules if not holds), "")
+    return next(((rule, fix) for holds, rule, fix in rules if not holds), None)
 
 
 def _compute_capability(device: Any) -> tuple[int, int]:

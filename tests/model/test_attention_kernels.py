@@ -1,11 +1,13 @@
 """Kernels of attention: XLA's in blocks and splash attention beside the plain one, and which one is chosen."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +18,7 @@ from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
     attend,
     blocked_attention,
+    broken_rule,
     kernel_for,
     key_size,
     score_bytes,
@@ -69,6 +72,7 @@ def check_same(one, other, atol=2e-5):
         assert np.abs(a).max() > 0.1
 
 
+@settings(parent=settings.default, max_examples=max(8, settings.default.max_examples // 4))
 @given(
     length=st.integers(1, 700),
     window=st.none() | st.integers(1, 800),
@@ -184,8 +188,8 @@ def test_auto_is_xla_on_a_cpu():
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("cudnn", "attention is cudnn: cuDNN is for GPUs, and the devices are cpu: use auto"),
-        ("splash", "attention is splash: splash attention is for TPUs, and the devices are cpu: use auto"),
+        ("cudnn", "attention is cudnn: cuDNN is for GPUs, and the devices here are cpu: use auto"),
+        ("splash", "attention is splash: splash attention is for TPUs, and the devices here are cpu: use auto"),
     ],
 )
 def test_a_kernel_that_is_not_here_is_refused(kernel, message):
@@ -195,6 +199,45 @@ def test_a_kernel_that_is_not_here_is_refused(kernel, message):
     # A cache has a mask of its own, and needs none of them.
     logits, _ = model(jnp.zeros((1, 8), jnp.int32), cache=model.empty_cache())
     assert logits.shape == (1, 8, 50)
+
+
+HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+BLACKWELL = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
+AMPERE = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+VOLTA = SimpleNamespace(platform="gpu", device_kind="Tesla V100", compute_capability="7.0")
+OTHER = SimpleNamespace(platform="gpu", device_kind="MI300", compute_capability="gfx942")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "fields", "deterministic", "rule"),
+    [
+        ("cudnn", HOPPER, {}, False, None),
+        ("cudnn", HOPPER, {}, True, None),
+        ("cudnn", HOPPER, {"key_size": 192}, False, None),
+        ("cudnn", AMPERE, {}, False, None),
+        ("cudnn", BLACKWELL, {}, False, None),
+        ("splash", TPU, {"bf16": False, "packed": True, "key_size": 12}, True, None),
+        ("xla", OTHER, {"bf16": False, "whole_rows": False}, True, None),
+        ("cudnn", AMPERE, {"key_size": 192}, False, "cuDNN takes keys of 128 channels here, and they have 192"),
+        ("cudnn", HOPPER, {"key_size": 12}, False, "cuDNN needs keys of a multiple of 8 channels, and they have 12"),
+        ("cudnn", VOLTA, {}, False, "cuDNN needs compute capability 8.0, and this is a Tesla V100"),
+        ("cudnn", OTHER, {}, False, "cuDNN needs compute capability 8.0, and this is a MI300"),
+        ("cudnn", HOPPER, {"bf16": False}, False, "cuDNN computes in bfloat16"),
+        ("cudnn", HOPPER, {"packed": True}, False, "cuDNN knows no documents within a row"),
+        ("cudnn", HOPPER, {"whole_rows": False}, False, "cuDNN needs whole rows on each device"),
+        ("cudnn", BLACKWELL, {}, True, "deterministic is true, and cuDNN's backward pass is known to be deterministic"),
+        ("cudnn", TPU, {}, False, "cuDNN is for GPUs, and the devices here are tpu"),
+        ("splash", HOPPER, {}, False, "splash attention is for TPUs, and the devices here are gpu"),
+        ("splash", TPU, {"whole_rows": False}, False, "splash attention needs whole rows on each device"),
+    ],
+)
+def test_what_a_kernel_asks_for(kernel, device, fields, deterministic, rule, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true" if deterministic else "")
+    asked = {"key_size": 64, "bf16": True, "packed": False, "whole_rows": True} | fields
+    found = broken_rule(kernel, device, **asked)
+    assert (found is None) == (rule is None)
+    assert rule is None or found[0].startswith(rule)
 
 
 def test_no_such_kernel():
