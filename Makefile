@@ -60,7 +60,7 @@ bench-train: $(VENV)/demo-installed ## what the training loop costs over the bar
 bench-launch: $(VENV)/bench-installed ## how soon a job is gone, or goes on, when something fails; needs root
 	$(MEASURE) launch
 
-bench-model: $(VENV)/demo-installed ## what experts, and decoding with a cache, cost against the plain forms
+bench-model: $(VENV)/demo-installed ## what decoding with a cache costs against the plain form
 	$(MEASURE) model
 
 bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes

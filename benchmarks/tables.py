@@ -53,13 +53,6 @@ TABLES = (
         left_out="A GPU or TPU (`make bench-gpu` has a program for a GPU); several processes; remote storage.",
     ),
     Table(
-        name="model", part="model", title="A mixture of experts",
-        question="Does a layer with 2 of 8 experts cost less than computing all eight?",
-        how="The compiled layer alone, by wall time, in turns with the two plain forms.",
-        quick="3 rounds, not 5",
-        left_out="A GPU or TPU; experts sharded over devices.",
-    ),
-    Table(
         name="decode", part="model", title="Decoding with a cache",
         question="Does a token cost the same behind a long prompt as behind a short one, and what does the cache save?",
         how="Wall time of many new tokens less that of one, so that reading the prompt does not count.",

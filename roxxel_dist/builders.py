@@ -106,7 +106,7 @@ def build_components(
     half = curriculum.total_steps // 2
     if trial and (config.warmup_steps or 0) > half:
         config = dataclasses.replace(config, warmup_steps=half)
-    optimizer = NamedOptimizer(config.part(OptimizerConfig), stacked=config.scan_layers and config.model is None)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig))
     optimizer.config.check(curriculum.total_steps)
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)

@@ -1,6 +1,7 @@
 """A run's model as a folder for other programs: its weights in one of three formats, its config and its tokenizer."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.data.commit import sync_folder
 from roxxel_dist.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of
+from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
 from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
@@ -130,9 +131,7 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
     found |= {"torch_dtype": dtypes[0] if len(dtypes) == 1 else "float32"}
     sizes = {}
     for name, tensors in layout.items():
-        each = params[name].nbytes // len(tensors.names) // sum(tensors.widths)
-        for names in tensors.names:
-            sizes |= {one: each * width for one, width in zip(names, tensors.widths, strict=True)}
+        sizes |= {one: math.prod(shape) * params[name].itemsize for one, shape in their_shapes(tensors).items()}
     write_tensors(folder, _all_tensors(params, layout), sizes, limit, weights.step)
     _write_json(folder / HF_CONFIG, found)
     ends = {name: found[name] for name in ("bos_token_id", "eos_token_id")}

@@ -18,15 +18,13 @@ from flax import nnx
 from roxxel_dist.builders import model_builder
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
-from roxxel_dist.model.lora import A, merge_adapters, target_of
-from roxxel_dist.model.scan_layers import unstacked
+from roxxel_dist.model.lora import A, merge_adapters, stacked_scales, target_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
-from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint import files, layout
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
 from roxxel_dist.train.checkpoint.metadata import META, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
-from roxxel_dist.train.scan_layers import scales_by_form
 from roxxel_dist.train.train_state import split_module
 from roxxel_dist.train.weight_files import WHOLE, TensorFiles, has_tensors, read_weights, step_of
 
@@ -38,7 +36,7 @@ class Weights:
     config: Any
     """The `Config`, its vocabulary known."""
     params: dict[str, np.ndarray]
-    """Parameters by name, such as "blocks.0.attention.qkv.kernel", of the type that they are stored in, blocks apart.
+    """Parameters by name, such as "blocks.attention.qkv.kernel", of the type that they are stored in.
     Adapters are among them, and what they stand on."""
     step: int
     """Optimizer steps done; 0 for a model of Hugging Face, and for files that do not say it."""
@@ -86,10 +84,8 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     else:
         params, done = _of_files(run, step, best=best)
         metadata = _metadata_of_adapters(load_yaml(run / CONFIG), params)
-    scales = dict(metadata.adapter_scales or {})
-    if config.model is None and config.scan_layers:
-        config, params = replace(config, scan_layers=False), unstacked(params)
-        scales = scales_by_form(params, scales)
+    params = _of_this_layout(config, params)
+    scales = stacked_scales(metadata.adapter_scales or {}, params)
     folders = (run,)
     if metadata.base is not None and (base := base_of(run, metadata)) is not None:
         check_base(base)
@@ -97,6 +93,20 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     return Weights(config=config, params=params, step=done, tokenizer=tokenizer, scales=scales, folders=folders)
+
+
+def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The parameters of a run; converted where they are of an older layout."""
+    if config.model is not None:
+        return params
+    _, trained, _, frozen = split_module(nnx.eval_shape(model_builder(config)))
+    shapes = {name: leaf.shape for name, leaf in (trained | frozen).items()}
+    if all(shapes.get(name) == array.shape for name, array in params.items()):
+        return params
+    try:
+        return layout.convert(params, {name: shape for name, shape in shapes.items() if layout.sources(name, params)})
+    except ValueError:  # of another model: `model_of` says so
+        return params
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:

@@ -71,11 +71,11 @@ def test_says_which_form_a_table_is_and_how_busy_the_machine_was(tmp_path):
 
 def test_tables_that_were_not_measured_or_did_not_end_are_told(tmp_path):
     written(tmp_path, RESULTS[:1], failed="ImportError: no <jax>")
-    whole = written(tmp_path, RESULTS[:1], name="model")
-    (tmp_path / "model.jsonl").write_text("\n".join(whole.splitlines()[:-1]) + "\n")
+    whole = written(tmp_path, RESULTS[:1], name="decode")
+    (tmp_path / "decode.jsonl").write_text("\n".join(whole.splitlines()[:-1]) + "\n")
     text = page.page(page.read(tmp_path))
     assert "**failed: ImportError: no &lt;jax>**" in text
-    assert "- A mixture of experts: failed: stopped before its end" in text
+    assert "- Decoding with a cache: failed: stopped before its end" in text
     assert text.count("**Not measured yet**") == len(TABLES) - 2
 
 
@@ -109,10 +109,10 @@ def test_a_group_that_fails_is_a_line_and_the_next_is_measured(tmp_path, capsys)
 
 
 def test_a_program_that_falls_before_its_first_line_is_written_down_as_failed(tmp_path):
-    table = next(table for table in TABLES if table.name == "model")
-    written(tmp_path, RESULTS, name="model")
+    table = next(table for table in TABLES if table.name == "decode")
+    written(tmp_path, RESULTS, name="decode")
     assert bench.measure(table, True, tmp_path, programs=tmp_path) == 2  # where there is none
-    found = page.parse((tmp_path / "model.jsonl").read_text())
+    found = page.parse((tmp_path / "decode.jsonl").read_text())
     assert found.results == []
     assert "No such file" in found.failed
     assert found.begin["quick"]

@@ -108,7 +108,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
         "0.0002 h for 544 tokens at 1,000 tokens/s",
     ):
         assert line in text
-    for name in ("embedding.embedding", "blocks.0.attention.qkv.kernel", "norm.scale"):
+    for name in ("embedding.embedding", "blocks.attention.qkv.kernel", "norm.scale"):
         assert re.search(rf"^{re.escape(name)}  .*whole", text, re.MULTILINE)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) < 180

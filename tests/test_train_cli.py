@@ -187,7 +187,7 @@ def test_checkpoints_of_another_model_are_named(call, cut):
     """Whoever edits the saved config by hand gets past what compares configs."""
     saved = cut[4] / "config.yaml"
     saved.write_text(saved.read_text().replace("num_blocks: 2", "num_blocks: 3"))
-    refused(call(*cut), "is of another model or optimizer (it has no params/blocks.2.", "use the config")
+    refused(call(*cut), "is of another model or optimizer (params/blocks.", "use the config")
 
 
 @pytest.mark.parametrize(

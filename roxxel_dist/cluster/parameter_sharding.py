@@ -1,4 +1,10 @@
-"""How parameters lie on a mesh: as their module asks, else by its table of axes, else by one rule."""
+"""How parameters lie on a mesh of "data" x "fsdp" x "tensor": as the metadata of each asks, else by one rule.
+
+Along "tensor" devices share the work on the same rows (Shoeybi et al., "Megatron-LM", 2019): a matrix that leads into
+heads, hidden units or the vocabulary is cut by what it gives, the one that leads back by what it takes, so that between
+the two each device has its own heads or hidden units, and their results are added once. Along "fsdp" devices share
+memory alone (Rajbhandari et al., "ZeRO", 2020): the other dimension is cut, and put together where it is used.
+"""
 
 import math
 from typing import Any
@@ -12,6 +18,9 @@ from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_shards
 Axes = tuple[str | None, ...]
 """The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers
 that are stacked in front."""
+MESH_AXES = "mesh_axes"
+"""Metadata of an `nnx.Param`: its `Axes`. They are preferences: an axis that the mesh lacks, or that does not divide
+the dimension, is left out. What `out_sharding` asks for (`nnx.with_partitioning`) must be possible."""
 FSDP_MIN_SIZE = 1 << 16
 """Arrays of fewer elements stay whole, as norms and biases do; matrices from 256 x 256 on are cut. To gather a small
 array costs a collective's delay in every step and saves next to nothing."""
@@ -20,7 +29,7 @@ array costs a collective's delay in every step and saves next to nothing."""
 def parameter_sharding(
     name: str, shape: tuple[int, ...], mesh: Mesh, requested: P | None, fsdp: bool, axes: Axes | None = None
 ) -> NamedSharding:
-    """Where the array `name` lies: as `requested` by its module, else by its `axes`, else by the rule, see `fsdp_spec`.
+    """Where the array `name` lies: as its `out_sharding` requests, else by its `axes`, else by the rule (`fsdp_spec`).
 
     Without `fsdp` no array is cut over "fsdp", and the rule cuts none at all.
 
@@ -28,7 +37,7 @@ def parameter_sharding(
         ValueError: the mesh lacks an axis that the module asks for, or the axis does not divide the dimension.
     """
     if requested is None and axes is not None:
-        return NamedSharding(mesh, table_spec(shape, mesh, axes, fsdp=fsdp))
+        return NamedSharding(mesh, axes_spec(shape, mesh, axes, fsdp=fsdp))
     if requested is None:
         return NamedSharding(mesh, fsdp_spec(shape, mesh) if fsdp else P())
     entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in requested]
@@ -63,7 +72,7 @@ def fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*(axis if i == cut else None for i in range(cut + 1)))
 
 
-def table_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P:
+def axes_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P:
     """What becomes of `axes` on this mesh. Small arrays stay whole.
 
     A dimension that "tensor" does not divide is not cut over it. One that fsdp does not divide leaves that to the

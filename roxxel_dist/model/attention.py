@@ -1,9 +1,14 @@
 """Causal self-attention with grouped key and value heads (Ainslie et al., "GQA", 2023)."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attention_kernels import attend
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import Held, Reading, keep
@@ -17,38 +22,43 @@ class Attention(nnx.Module):
     """Each position reads itself and the ones before it: within its window, and within its document where segments tell
     documents apart.
 
-    `n_heads` queries share `kv_heads` keys and values; all three are one matrix product. Output weights start smaller
-    by the depth, so that the residual stream's variance does not grow with it (GPT-2).
+    `n_heads` queries share `kv_heads` keys and values; all three are one matrix product, whose kernel [D, G, R + 2, K]
+    has beside each of G key heads its value head and the R = H / G queries that read it: where "tensor" divides G, a
+    device has all that its queries need. Where it does not, as with a single key head, the kernel and its product are
+    whole on every device, and only `out` is cut. Output weights start smaller by the depth, so that the residual
+    stream's variance does not grow with it (GPT-2).
     """
 
-    n_heads: int
-    kv_heads: int
-    head_size: int
-
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.n_heads, self.kv_heads, self.head_size = config.heads()
+        self.n_heads, self.kv_heads, self.head_size = n_heads, groups, size = config.heads()
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
         self.rotary: Rotary | None = rotary_of(config)
-        width = (self.n_heads + 2 * self.kv_heads) * self.head_size
-        init = nnx.initializers.normal(INIT_STD)
-        init_out = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
-        self.qkv: nnx.Linear = linear(config, "attention", config.dim, width, init, rngs)
-        self.out: nnx.Linear = linear(config, "attention", config.dim, config.dim, init_out, rngs)
+
+        out = (groups, n_heads // groups + 2, size)
+
+        def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+            # Drawn as it was before the kernel was grouped: a seed gives the same weights.
+            return grouped(nnx.initializers.normal(INIT_STD)(key, shape, dtype), out)
+
+        axes = (FSDP, TENSOR, None, None)
+        self.qkv: nnx.LinearGeneral = linear(config, "attention", config.dim, out, axes, init, rngs)
+        self.out: nnx.LinearGeneral = out_projection(config, n_heads * size, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
     def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
         """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: keys and values [B, slots, kv_heads, K]."""
-        heads = self.qkv(x_BxLxD).reshape(*x_BxLxD.shape[:2], -1, self.head_size)
-        q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.kv_heads], axis=2)
+        qkv_BxLxGxSxK = self.qkv(x_BxLxD)
+        q = qkv_BxLxGxSxK[..., :-2, :].reshape(*x_BxLxD.shape[:2], self.n_heads, self.head_size)
+        k, v = qkv_BxLxGxSxK[..., -2, :], qkv_BxLxGxSxK[..., -1, :]
         if self.rotary is not None:
             q, k = (rotate(x, reading.position_L, self.rotary) for x in (q, k))
         if held is not None and reading.slot_BxL is not None:
             (k, v), held = keep(held, (k, v), reading.slot_BxL, self.window)
-        mixed_BxLxD = attend(q, k, v, reading, self.window, kernel=self.kernel).reshape(x_BxLxD.shape)
+        mixed_BxLxHxK = attend(q, k, v, reading, self.window, kernel=self.kernel)
         if self.gate is not None:
-            mixed_BxLxD = self.gate(mixed_BxLxD, x_BxLxD)
-        return self.out(mixed_BxLxD), held
+            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
+        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), held
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...]:
@@ -61,6 +71,21 @@ class Attention(nnx.Module):
         return 2 * self.n_heads * self.head_size
 
 
+def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.LinearGeneral:
+    """From the heads' outputs side by side, [..., H x K], to [..., D]."""
+    init = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
+    return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
+
+
+def grouped(flat: Any, shape: tuple[int, int, int]) -> Any:
+    """[..., G, R + 2, K] of [..., G R K + 2 G K]: all queries side by side, then all keys, then all values."""
+    groups, per_group, size = shape
+    whole, queries = groups * size, groups * (per_group - 2) * size
+    pieces = flat[..., :queries], flat[..., queries : queries + whole], flat[..., queries + whole :]
+    parts = [piece.reshape(*flat.shape[:-1], groups, -1, size) for piece in pieces]
+    return (np if isinstance(flat, np.ndarray) else jnp).concatenate(parts, axis=-2)
+
+
 class Gate(nnx.Module):
     """Scales each channel of attention's output by a sigmoid of the layer's input.
 
@@ -70,9 +95,11 @@ class Gate(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        n_heads, _, size = config.heads()
         init = nnx.initializers.normal(INIT_STD)
-        self.score: nnx.Linear = nnx.Linear(config.dim, config.dim, use_bias=False, kernel_init=init, rngs=rngs)
+        axes = (FSDP, TENSOR, None)
+        self.score: nnx.LinearGeneral = linear(config, None, config.dim, (n_heads, size), axes, init, rngs)
 
-    def __call__(self, mixed_BxLxD: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-        """The heads' outputs side by side, and the layer's input: an array of the same shape."""
-        return mixed_BxLxD * jax.nn.sigmoid(self.score(x_BxLxD))
+    def __call__(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
+        """The heads' outputs, and the layer's input: an array of the shape of the first."""
+        return mixed_BxLxHxK * jax.nn.sigmoid(self.score(x_BxLxD))

@@ -207,8 +207,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Gradient checkpointing (remat): the backward pass computes each block's activations again, which takes less
     memory and about a third more work."""
     scan_layers: bool = False
-    """Stack the arrays of all blocks and compile one block for all of them: the time to compile no longer grows with
-    num_blocks. The same weights and numbers; checkpoints have the stacked arrays."""
+    """Compile one block for all of them: the time to compile no longer grows with num_blocks. The same weights,
+    checkpoints and numbers."""
     loss_chunk: int = 0
     """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
     pass: with a large vocabulary they are most of the memory. 0 for all at once."""
@@ -253,10 +253,10 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         else:
             n_heads = self._usual_heads()
         head_size = self.head_size or self.dim // n_heads
-        if n_heads * head_size != self.dim:
+        if (self.n_heads is None or self.head_size is None) and n_heads * head_size != self.dim:
             raise ValueError(
                 f"n_heads x head_size must be dim, and {n_heads} x {head_size} is not {self.dim}: "
-                f"leave n_heads and head_size out to have them derived from dim"
+                f"leave n_heads and head_size out to have them derived from dim, or give both"
             )
         kv_heads = self.kv_heads or n_heads
         if n_heads % kv_heads:

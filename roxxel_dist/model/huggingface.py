@@ -1,10 +1,12 @@
 """The same model in the words of Hugging Face: LLaMA, Mistral and Mixtral, there and back.
 
 Pure functions: a config in both forms (`hf_config`, `model_fields`), and for each of our arrays the tensors of theirs
-that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection and expert is one of its
-own; here it is [inputs, outputs], and what is multiplied together lies together.
+that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection, expert and layer is one of
+its own; here it is [inputs, *outputs], and what is multiplied together lies together.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,72 +29,86 @@ LARGEST_EXPANSION = 64
 
 
 class Tensors(NamedTuple):
-    """What one of our arrays is made of."""
+    """What one of our arrays is made of: for each layer, and each expert, some of their tensors one after another."""
 
-    names: tuple[tuple[str, ...], ...]
-    """For each expert, or for one where there are none, the tensors that stand side by side on the last axis."""
-    shape: tuple[int, ...]
-    """Of our array; the first axis is that of experts where it has three."""
-    widths: tuple[int, ...]
-    """How much of the last axis each of the tensors takes."""
-    transposed: bool
-    """The tensors are matrices [outputs, inputs]."""
+    names: tuple[str, ...]
+    """With {i} for the layer and {e} for the expert."""
+    pieces: tuple[tuple[int, ...], ...]
+    """The shape, here, of what each of them holds; there it is [outputs, inputs], or a vector."""
+    axis: int = 0
+    """Of the pieces, along which they come one after another."""
+    stack: tuple[int, ...] = ()
+    """How many layers, and experts, our array has as its first axes."""
+    transposed: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of our array."""
+        inner = list(self.pieces[0])
+        inner[self.axis] = sum(piece[self.axis] for piece in self.pieces)
+        return (*self.stack, *inner)
+
+    def named(self, *index: int) -> list[str]:
+        """Their names for one layer and expert."""
+        layer, expert = (*index, 0, 0)[:2]
+        return [name.format(i=layer, e=expert) for name in self.names]
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Tensors]:
     """Every array of a Transformer by name, and what it is made of. For configs that `hf_config` does not refuse."""
     heads, groups, size = config.heads()
-    dim, hidden, vocab, experts = config.dim, hidden_sizes(config)[0], config.vocab_size or 0, config.n_experts
-
-    def as_it_is(name: str, *shape: int) -> Tensors:
-        return Tensors(((name,),), shape, shape[-1:], transposed=False)
-
-    def matrix(inputs: int, **outputs: int) -> Tensors:
-        return Tensors((tuple(outputs),), (inputs, sum(outputs.values())), tuple(outputs.values()), transposed=True)
-
-    def matrices(inputs: int, **outputs: int) -> Tensors:
-        """One for each expert, with `{e}` in the tensors' names."""
-        names = tuple(tuple(name.format(e=e) for name in outputs) for e in range(experts))
-        return Tensors(names, (experts, inputs, sum(outputs.values())), tuple(outputs.values()), transposed=True)
-
-    found = {"embedding.embedding": as_it_is("model.embed_tokens.weight", vocab, dim)}
-    for i in range(config.num_blocks):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        projections = {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}
-        qkv = {f"{theirs}self_attn.{name}.weight": width for name, width in projections.items()}
-        found |= {
-            f"{ours}attention_norm.scale": as_it_is(f"{theirs}input_layernorm.weight", dim),
-            f"{ours}attention.qkv.kernel": matrix(dim, **qkv),
-            f"{ours}attention.out.kernel": matrix(dim, **{f"{theirs}self_attn.o_proj.weight": dim}),
-            f"{ours}feedforward_norm.scale": as_it_is(f"{theirs}post_attention_layernorm.weight", dim),
+    dim, hidden, vocab, experts = config.dim, hidden_sizes(config)[1], config.vocab_size or 0, config.n_experts
+    layers, block = (config.num_blocks,), "model.layers.{i}."
+    queries, shared = (dim, groups, heads // groups, size), (dim, groups, 1, size)
+    attention, qkv = f"{block}self_attn.", ("q_proj", "k_proj", "v_proj")
+    table = {
+        "embedding.embedding": Tensors(("model.embed_tokens.weight",), ((vocab, dim),), transposed=False),
+        "blocks.attention_norm.scale": Tensors((f"{block}input_layernorm.weight",), ((dim,),), 0, layers, False),
+        "blocks.attention.qkv.kernel": Tensors(
+            tuple(f"{attention}{name}.weight" for name in qkv), (queries, shared, shared), 2, layers
+        ),
+        "blocks.attention.out.kernel": Tensors((f"{attention}o_proj.weight",), ((heads * size, dim),), 0, layers),
+        "blocks.feedforward_norm.scale": Tensors(
+            (f"{block}post_attention_layernorm.weight",), ((dim,),), 0, layers, False
+        ),
+        "norm.scale": Tensors(("model.norm.weight",), ((dim,),), transposed=False),
+    }
+    first, second = ((dim, 1, hidden),) * 2, ((hidden, dim),)
+    if config.use_moe:
+        moe, stack = f"{block}block_sparse_moe.", (*layers, experts)
+        one = f"{moe}experts.{{e}}."
+        table |= {
+            "blocks.feedforward.router.kernel": Tensors((f"{moe}gate.weight",), ((dim, experts),), 0, layers),
+            "blocks.feedforward.gate_up": Tensors((f"{one}w1.weight", f"{one}w3.weight"), first, 1, stack),
+            "blocks.feedforward.down": Tensors((f"{one}w2.weight",), second, 0, stack),
         }
-        if config.use_moe:
-            expert = f"{theirs}block_sparse_moe.experts.{{e}}."
-            gate_up = {f"{expert}w1.weight": hidden, f"{expert}w3.weight": hidden}
-            router = {f"{theirs}block_sparse_moe.gate.weight": experts}
-            found |= {
-                f"{ours}feedforward.router.kernel": matrix(dim, **router),
-                f"{ours}feedforward.gate_up": matrices(dim, **gate_up),
-                f"{ours}feedforward.down": matrices(hidden, **{f"{expert}w2.weight": dim}),
-            }
-        else:
-            gate_up = {f"{theirs}mlp.gate_proj.weight": hidden, f"{theirs}mlp.up_proj.weight": hidden}
-            found |= {
-                f"{ours}feedforward.gate_up.kernel": matrix(dim, **gate_up),
-                f"{ours}feedforward.down.kernel": matrix(hidden, **{f"{theirs}mlp.down_proj.weight": dim}),
-            }
-    found["norm.scale"] = as_it_is("model.norm.weight", dim)
+    else:
+        mlp = f"{block}mlp."
+        names = f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"
+        table |= {
+            "blocks.feedforward.gate_up.kernel": Tensors(names, first, 1, layers),
+            "blocks.feedforward.down.kernel": Tensors((f"{mlp}down_proj.weight",), second, 0, layers),
+        }
     if not config.weight_tying:
-        found["head.kernel"] = matrix(dim, **{"lm_head.weight": vocab})
-    return found
+        table["head.kernel"] = Tensors(("lm_head.weight",), ((dim, vocab),))
+    return table
+
+
+def their_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """Of each tensor that one of our arrays is made of."""
+    shapes = {}
+    for index in np.ndindex(tensors.stack):
+        for name, (first, *rest) in zip(tensors.named(*index), tensors.pieces, strict=True):
+            shapes[name] = (math.prod(rest), first) if tensors.transposed else (first, *rest)
+    return shapes
 
 
 def take_out(array: np.ndarray, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
     """(name, tensor) of all that one of our arrays is made of."""
-    cuts = np.cumsum(tensors.widths)[:-1]
-    for names, one in zip(tensors.names, array if array.ndim == 3 else array[None], strict=True):
-        for name, piece in zip(names, np.split(one, cuts, axis=-1), strict=True):
-            yield name, np.ascontiguousarray(piece.T if tensors.transposed else piece)
+    cuts = np.cumsum([piece[tensors.axis] for piece in tensors.pieces])[:-1]
+    for index in np.ndindex(tensors.stack):
+        for name, piece in zip(tensors.named(*index), np.split(array[index], cuts, tensors.axis), strict=True):
+            yield name, np.ascontiguousarray(piece.reshape(len(piece), -1).T if tensors.transposed else piece)
 
 
 def put_together(
@@ -103,24 +119,29 @@ def put_together(
     Args:
         tensors: what it is made of.
         index: which part; a slice without step for each axis.
-        read: (name, slices) to that part of a tensor. No more is asked for than is needed.
+        read: (name, slices) to that part of a tensor. Asked for is what is needed of its inputs, and of the first axis
+            of its outputs.
     """
-    whole = [slice(*one.indices(size)[:2]) for one, size in zip(index, tensors.shape, strict=True)]
-    experts = tensors.names[whole.pop(0)] if len(tensors.shape) == 3 else tensors.names
-    *before, last = whole
+    whole = [range(*one.indices(size)) for one, size in zip(index, tensors.shape, strict=True)]
+    layers, inner = whole[: len(tensors.stack)], index[len(tensors.stack) :]
+    stack = tuple(len(each) for each in layers)
+    parts = [_inner(tensors, place, inner, read) for place in itertools.product(*layers)]
+    return np.stack(parts).reshape(*stack, *parts[0].shape) if stack else parts[0]
 
-    def one(names: tuple[str, ...]) -> np.ndarray:
-        pieces, begin = [], 0
-        for name, width in zip(names, tensors.widths, strict=True):
-            first, end = max(last.start - begin, 0), min(last.stop - begin, width)
-            begin += width
-            if first < end:
-                inside = (*before, slice(first, end))
-                pieces.append(read(name, inside[::-1]).T if tensors.transposed else read(name, inside))
-        return np.concatenate(pieces, axis=-1)
 
-    parts = [one(names) for names in experts]
-    return np.stack(parts) if len(tensors.shape) == 3 else parts[0]
+def _inner(tensors: Tensors, place: tuple[int, ...], index: tuple[slice, ...], read: Any) -> np.ndarray:
+    """Of one layer and expert."""
+    if not tensors.transposed:
+        return read(tensors.named(*place)[0], index)
+    cut = 2 if tensors.axis == 1 else 1  # the axis of outputs by which rows are read: not that of gate and up
+    pieces = []
+    for name, piece in zip(tensors.named(*place), tensors.pieces, strict=True):
+        begin, end, _ = index[cut].indices(piece[cut])
+        below = math.prod(piece[cut + 1 :])
+        part = read(name, (slice(begin * below, end * below), index[0])).T
+        pieces.append(part.reshape(len(part), *piece[1:cut], end - begin, *piece[cut + 1 :]))
+    rest = [slice(None) if axis in (0, cut) else one for axis, one in enumerate(index)]
+    return np.concatenate(pieces, axis=tensors.axis)[tuple(rest)]
 
 
 def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
@@ -141,7 +162,7 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
     heads, groups, size = config.heads()
     found: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]], "model_type": family,
-        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[0],
+        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[1],
         "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
         "head_dim": size, "hidden_act": ACTIVATIONS[config.activation],
         "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
@@ -205,10 +226,9 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
     if problems := [*_no_numbers(found), *_no_objects(found)]:
         raise ValueError("; ".join(problems))
     dim, heads = found["hidden_size"], found["num_attention_heads"]
+    size = found.get("head_dim") or dim // heads
     activation = OTHER_NAMES.get(found.get("hidden_act", "silu"), found.get("hidden_act", "silu"))
     rope, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
-    if (size := found.get("head_dim") or dim // heads) * heads != dim:
-        problems.append(f"head_dim is {size}: it must be hidden_size / num_attention_heads")
     if activation not in ACTIVATIONS.values():
         problems.append(f"hidden_act is {activation!r}: it must be one of {', '.join(ACTIVATIONS.values())}")
     problems += [f"{name} is True: it must be False" for name in ("attention_bias", "mlp_bias") if found.get(name)]
@@ -219,6 +239,7 @@ def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         "dim": dim, "num_blocks": found["num_hidden_layers"], "vocab_size": found["vocab_size"],
         "n_heads": heads, "kv_heads": found.get("num_key_value_heads") or heads,
+        "head_size": size if size * heads != dim else None,
         "max_context": found["max_position_embeddings"], **_width(dim, found["intermediate_size"]),
         "weight_tying": bool(found.get("tie_word_embeddings", False)), **rope,
         "norm_eps": found.get("rms_norm_eps") or (1e-5 if family == "mixtral" else 1e-6),
@@ -292,6 +313,6 @@ def _width(dim: int, hidden: int) -> dict[str, int]:
     """`expansion` where it says the width, else `hidden_dim`."""
     for expansion in range(1, LARGEST_EXPANSION):
         config = ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion)
-        if hidden_sizes(config)[0] == hidden:
+        if hidden_sizes(config)[1] == hidden:
             return {"expansion": expansion}
     return {"hidden_dim": hidden}

@@ -29,8 +29,7 @@ class Cache(NamedTuple):
     tokens: Held
     """int32 [B, slots] each: the place in its row of the token in each slot, and its segment."""
     layers: tuple[Held, ...]
-    """For each block what its attention keeps: keys and values, or with mla latents and rotary keys. With scan_layers
-    one for all, stacked: arrays [num_blocks, B, slots, ...]."""
+    """For each block what its attention keeps: keys and values, or with mla latents and rotary keys."""
     count_B: jax.Array | None = None
     """int32 [B]: how many of the tokens that are read next are real; those behind them are padding, and not kept. None:
     all are real."""

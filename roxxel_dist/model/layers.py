@@ -25,6 +25,8 @@ from roxxel_dist.model.config import ModelConfig, PositionConfig
 
 FULL_PRECISION = "full_precision"
 """Marks, in the metadata of an `nnx.Param`, one that `bf16_compute` does not cast to bfloat16."""
+COLUMN_AXES = "column_axes"
+"""In the metadata of an `nnx.Param`: how many of its last axes are together the columns of a matrix; 1 if not there."""
 
 
 class Setting(nnx.Variable[jax.Array]):
@@ -94,7 +96,7 @@ class Embedding(nnx.Embed):
         return unrounded_product(query, table.T, out_sharding)
 
 
-def logits_of(output: nnx.Linear | Embedding, x: jax.Array) -> jax.Array:
+def logits_of(output: nnx.LinearGeneral | Embedding, x: jax.Array) -> jax.Array:
     """[..., features] to float32[..., vocabulary] logits, by the embedding or by a matrix of their own."""
     if isinstance(output, Embedding):
         return output.attend(x)

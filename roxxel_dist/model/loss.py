@@ -79,7 +79,7 @@ def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -
     def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
         own = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), wide, state)
         # A copy: NNX objects do not cross jax's trace levels.
-        output: Embedding | nnx.Linear = nnx.merge(graphdef, own, copy=True)
+        output: Embedding | nnx.LinearGeneral = nnx.merge(graphdef, own, copy=True)
         x_BxCxD, targets_BxC = piece
         return _cross_entropy(logits_of(output, x_BxCxD), targets_BxC)
 

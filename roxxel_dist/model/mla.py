@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.model.attention import INIT_STD, Gate
+from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.model.attention import INIT_STD, Gate, out_projection
 from roxxel_dist.model.attention_kernels import attend
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import Held, Reading, keep
@@ -24,9 +25,6 @@ class LatentAttention(nnx.Module):
     are one key and value head for all query heads. That is the absorbed form, which expands no latent of the past.
     """
 
-    n_heads: int
-    head_size: int
-
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_heads, _, self.head_size = config.heads()
         self.window: int | None = config.window
@@ -36,18 +34,19 @@ class LatentAttention(nnx.Module):
         self.rotary: Rotary | None = rotary_of(config)
         self.rope_dim: int = 0 if self.rotary is None else config.rope_dim
 
-        def linear(inputs: int, outputs: int, std: float = INIT_STD) -> nnx.Linear:
-            return plain_or_adapted(config, "attention", inputs, outputs, nnx.initializers.normal(std), rngs)
+        def linear(inputs: int, outputs: int, out_axis: str | None) -> nnx.LinearGeneral:
+            init = nnx.initializers.normal(INIT_STD)
+            return plain_or_adapted(config, "attention", inputs, outputs, (FSDP, out_axis), init, rngs)
 
         heads = self.n_heads * self.head_size
-        self.down_q: nnx.Linear = linear(config.dim, config.down_dim_q)
+        self.down_q: nnx.LinearGeneral = linear(config.dim, config.down_dim_q, None)
         self.norm_q: Norm = make_norm(config, config.down_dim_q, rngs)
-        self.up_q: nnx.Linear = linear(config.down_dim_q, heads + self.n_heads * self.rope_dim)
-        self.down_kv: nnx.Linear = linear(config.dim, self.latent_size + self.rope_dim)
+        self.up_q: nnx.LinearGeneral = linear(config.down_dim_q, heads + self.n_heads * self.rope_dim, TENSOR)
+        self.down_kv: nnx.LinearGeneral = linear(config.dim, self.latent_size + self.rope_dim, None)
         self.norm_kv: Norm = make_norm(config, self.latent_size, rngs)
-        self.up_k: nnx.Linear = linear(self.latent_size, heads)
-        self.up_v: nnx.Linear = linear(self.latent_size, heads)
-        self.out: nnx.Linear = linear(config.dim, config.dim, INIT_STD / (2 * config.num_blocks) ** 0.5)
+        self.up_k: nnx.LinearGeneral = linear(self.latent_size, heads, TENSOR)
+        self.up_v: nnx.LinearGeneral = linear(self.latent_size, heads, TENSOR)
+        self.out: nnx.LinearGeneral = out_projection(config, heads, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
     def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
@@ -66,10 +65,10 @@ class LatentAttention(nnx.Module):
             new = (latent_BxSxC, turned_BxSxR)
             (latent_BxSxC, turned_BxSxR), held = keep(held, new, reading.slot_BxL, self.window)
         mix = self._among_latents if absorbed else self._among_heads
-        mixed_BxLxD = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, reading).reshape(x_BxLxD.shape)
+        mixed_BxLxHxK = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, reading)
         if self.gate is not None:
-            mixed_BxLxD = self.gate(mixed_BxLxD, x_BxLxD)
-        return self.out(mixed_BxLxD), held
+            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
+        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), held
 
     def _among_heads(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
         """Keys and values of each head, expanded from the latents: what training computes."""

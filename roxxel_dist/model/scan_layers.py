@@ -1,11 +1,6 @@
-"""Blocks as one: each of their arrays stacked, and a loop over them.
+"""Blocks as one module: every array of theirs stacked, the block its first axis, and a loop over them."""
 
-A compiler sees one block however many there are. With `scan_layers` the array `blocks.0.attention.qkv.kernel` and its
-likes are one array `blocks.attention.qkv.kernel`, whose first axis is the block.
-"""
-
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,48 +10,8 @@ from flax import nnx
 from roxxel_dist.model.kv_cache import Held, Reading
 from roxxel_dist.model.layers import Setting
 
-BLOCKS = "blocks"
-"""The attribute of a Transformer, and the beginning of the names of all that is in it."""
-_APART = re.compile(rf"{BLOCKS}\.(\d+)\.(.+)")
-
-
-def is_stacked(name: str) -> bool:
-    """Whether an array of that name has the blocks as its first axis."""
-    return name.startswith(f"{BLOCKS}.") and not _APART.fullmatch(name)
-
-
-def stacked_name(name: str) -> str:
-    """The name that an array, or a module, has where the blocks are stacked; the same of what is in none."""
-    return f"{BLOCKS}.{apart[2]}" if (apart := _APART.fullmatch(name)) else name
-
-
-def stacked(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays by the names of a Transformer with `scan_layers`, from those of one without; both ways it is pure.
-
-    Names in other places stay, and so does a mapping that is stacked already.
-    """
-    found: dict[str, Any] = {}
-    layers: dict[str, dict[int, Any]] = {}
-    for name, leaf in params.items():
-        if (apart := _APART.fullmatch(name)) is None:
-            found[name] = leaf
-        else:
-            whole = f"{BLOCKS}.{apart[2]}"
-            found.setdefault(whole, None)  # its place among the others
-            layers.setdefault(whole, {})[int(apart[1])] = leaf
-    return found | {name: jnp.stack([by[i] for i in range(len(by))]) for name, by in layers.items()}
-
-
-def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite of `stacked`: arrays by the names of a Transformer without `scan_layers`."""
-    found: dict[str, Any] = {}
-    for name, leaf in params.items():
-        if not is_stacked(name):
-            found[name] = leaf
-            continue
-        inside = name.removeprefix(f"{BLOCKS}.")
-        found |= {f"{BLOCKS}.{i}.{inside}": leaf[i] for i in range(leaf.shape[0])}
-    return found
+STACKED = "stacked"
+"""Marks, in the metadata of an `nnx.Param`, one whose first axis is the layer."""
 
 
 def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -73,43 +28,69 @@ def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs)
         return jax.tree.map(lambda first, second: first + jnp.uint32(i) * (second - first), before, after)
 
     def leaves(i: jax.Array) -> Any:
-        return _taken(make(nnx.merge(graphdef, keys, moved(i), copy=True)))
+        return nnx.split(make(nnx.merge(graphdef, keys, moved(i), copy=True)), Setting, ...)[2]
 
     nnx.update(module, jax.vmap(leaves)(jnp.arange(count)))
     nnx.update(rngs, moved(count))
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Param):
+            node.set_metadata(STACKED, True)
     return module
 
 
-def _taken(module: nnx.Module) -> Any:
-    """The state of a module without its settings."""
-    return nnx.split(module, Setting, ...)[2]
-
-
 def run_stack(
-    blocks: Any, x_BxLxD: jax.Array, reading: Reading, held: Held | None, *, remat: bool
-) -> tuple[jax.Array, jax.Array, Held | None]:
-    """All blocks one after another: what `Block` returns, with balances added up and `held` stacked.
+    blocks: Any, x_BxLxD: jax.Array, reading: Reading, caches: tuple[Held, ...] | None, *, scan: bool, remat: bool
+) -> tuple[jax.Array, jax.Array, tuple[Held, ...] | None]:
+    """All blocks one after another: [B, L, dim], the sum of their balances, and what a cache holds of each.
 
     Args:
         blocks: from `stack_of`; its random streams go on as the call goes.
         x_BxLxD: what the first one reads.
         reading: what all of them read.
-        held: what a cache holds for them, stacked.
+        caches: what a cache holds for each.
+        scan: compile one block for all. With a cache the loop is unrolled: so each entry changes in its place.
         remat: compute each block again in the backward pass.
     """
-    graphdef, shared, params, rest = nnx.split(blocks, Setting, nnx.Param, ...)
+    graphdef, shared, params, streams = nnx.split(blocks, Setting, nnx.Param, ...)
 
-    def layer(carry: tuple[jax.Array, jax.Array], each: Any) -> Any:
-        (x_BxLxD, balance), (params, rest, held) = carry, each
+    def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: Held | None) -> Any:
         # A copy: NNX objects do not cross jax's trace levels.
-        block: Any = nnx.merge(graphdef, shared, params, rest, copy=True)
-        x_BxLxD, of_block, held = block(x_BxLxD, reading, held)
-        return (x_BxLxD, balance + of_block), (nnx.split(block, Setting, nnx.Param, ...)[3], held)
+        block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
+        x_BxLxD, balance, cache = block(x_BxLxD, reading, cache)
+        return x_BxLxD, balance, nnx.split(block, Setting, nnx.Param, ...)[3], cache
 
-    start = x_BxLxD, jnp.zeros((), jnp.float32)
     # In a loop there is nothing that XLA could merge the second computation with.
-    run = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-    (x_BxLxD, balance), (rest, held) = jax.lax.scan(run, start, (params, rest, held))
+    run = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+    if scan and caches is None:
+
+        def step(x_BxLxD: jax.Array, leaves: Any) -> Any:
+            x_BxLxD, *rest, _ = run(x_BxLxD, *leaves, None)
+            return x_BxLxD, rest
+
+        x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, (params, streams))
+        balance = balances.sum()
+    else:
+        results, count = [], len(jax.tree.leaves(params)[0])
+        for i, leaves in enumerate(zip(_unstacked(params, count), _unstacked(streams, count), strict=True)):
+            x_BxLxD, *rest = run(x_BxLxD, *leaves, None if caches is None else caches[i])
+            results.append(rest)
+        balances, after, updated = zip(*results, strict=True)
+        balance, streams = sum(balances), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
+        caches = None if caches is None else updated
     if not blocks.deterministic:
-        nnx.update(blocks, rest)
-    return x_BxLxD, balance, held
+        nnx.update(blocks, streams)
+    return x_BxLxD, balance, caches
+
+
+def _unstacked(state: Any, count: int) -> list[Any]:
+    """The state of each layer."""
+    leaves, tree = jax.tree.flatten(state)
+
+    def each(leaf: jax.Array) -> list[jax.Array]:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return [leaf[i] for i in range(count)]
+        # Not by index: the gradient of each layer would be an array of all of them, zeros but for one, to be added up.
+        return [piece.squeeze(0) for piece in jax.lax.split(leaf, (1,) * count)]
+
+    pieces = list(map(each, leaves))
+    return [jax.tree.unflatten(tree, [piece[i] for piece in pieces]) for i in range(count)]

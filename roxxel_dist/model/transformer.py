@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.parameter_sharding import constrain_rows
+from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.kv_cache import Cache, Held, Reading, begin, empty_cache
 from roxxel_dist.model.layers import Dropout, Embedding, Norm, Setting, logits_of, make_norm, sinusoids
-from roxxel_dist.model.lora import LoRAParam
+from roxxel_dist.model.lora import LoRAParam, linear
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.mlp import FeedForward
 from roxxel_dist.model.moe import MixtureOfExperts
 from roxxel_dist.model.scan_layers import run_stack, stack_of
-from roxxel_dist.model.sharding import transformer_axes
 
 
 class Block(nnx.Module):
@@ -72,27 +72,23 @@ class Transformer(nnx.Module):
         self.config: ModelConfig = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(INIT_STD)
-        self.embedding: Embedding = Embedding(config.vocab_size, config.dim, embedding_init=init, rngs=rngs)
+
+        def embedding(rows: int, *axes: str | None) -> Embedding:
+            return Embedding(rows, config.dim, embedding_init=init, rngs=rngs, embedding_metadata={MESH_AXES: axes})
+
+        self.embedding: Embedding = embedding(config.vocab_size, TENSOR, FSDP)
         if config.pos_encoding == "learned":
-            self.position: Embedding = Embedding(config.max_context, config.dim, embedding_init=init, rngs=rngs)
+            self.position: Embedding = embedding(config.max_context, None, FSDP)
         # No layer at rate 0: it would carry random state through every step for nothing.
         rate = Setting(config.dropout_rate) if config.dropout_rate else None
-        if config.scan_layers:
-            self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
-        else:
-            self.blocks = nnx.List([Block(config, rate, rngs) for _ in range(config.num_blocks)])
+        self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
         self.norm: Norm = make_norm(config, config.dim, rngs)
         if config.use_moe:
             self.alpha_balance: Setting = Setting(config.alpha_balance)
         if not config.weight_tying:
-            self.head: nnx.Linear = nnx.Linear(
-                config.dim, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs
+            self.head: nnx.LinearGeneral = linear(
+                config, None, config.dim, config.vocab_size, (FSDP, TENSOR), init, rngs
             )
-
-    @staticmethod
-    def parameter_axes(name: str) -> tuple[str | None, ...]:
-        """The axis that each dimension of a parameter is meant for, see `transformer_axes`."""
-        return transformer_axes(name)
 
     @overload
     def __call__(
@@ -162,29 +158,16 @@ class Transformer(nnx.Module):
             reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
         x_BxLxD = constrain_rows(self._embed(tokens_BxL, reading.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
-        x_BxLxD, balance, layers = self._run(x_BxLxD, reading, None if cache is None else cache.layers, remat=remat)
+        x_BxLxD, balance, layers = run_stack(
+            self.blocks, x_BxLxD, reading, None if cache is None else cache.layers,
+            scan=self.config.scan_layers, remat=remat,
+        )  # fmt: skip
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
         return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
 
-    def _run(
-        self, x_BxLxD: jax.Array, reading: Reading, layers: Any, *, remat: bool
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Through all blocks: [B, L, dim], the sum of their balances, and what a cache holds of each."""
-        if self.config.scan_layers:
-            x_BxLxD, balance, held = run_stack(self.blocks, x_BxLxD, reading, layers and layers[0], remat=remat)
-            return x_BxLxD, balance, (held,)
-        run = nnx.remat(Block.__call__) if remat else Block.__call__
-        kept: list[Held | None] = []
-        balance = jnp.zeros((), jnp.float32)
-        for i, block in enumerate(self.blocks):
-            x_BxLxD, of_block, held = run(block, x_BxLxD, reading, None if layers is None else layers[i])
-            kept.append(held)
-            balance += of_block
-        return x_BxLxD, balance, tuple(kept)
-
     @property
-    def output(self) -> Embedding | nnx.Linear:
+    def output(self) -> Embedding | nnx.LinearGeneral:
         """What makes logits: the embedding where it is tied, else a matrix of its own."""
         return self.embedding if self.config.weight_tying else self.head
 
@@ -209,16 +192,8 @@ class Transformer(nnx.Module):
             An entry a block, [batch, slots, ...]: `max_context` slots, or `context_window` with a window.
         """
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
-        shapes = [block.attention.kept for block in self._blocks]
-        cache = empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
-        if not self.config.scan_layers:
-            return cache
-        return cache._replace(layers=(jax.tree.map(lambda *layers: jnp.stack(layers), *cache.layers),))
-
-    @property
-    def _blocks(self) -> list[Block]:
-        """The blocks; of stacked ones the stack, as often as there are blocks."""
-        return [self.blocks] * self.config.num_blocks if self.config.scan_layers else list(self.blocks)
+        shapes = [self.blocks.attention.kept] * self.config.num_blocks
+        return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, best: bool = True) -> "Transformer":
@@ -261,15 +236,12 @@ class Transformer(nnx.Module):
             length: tokens of its row.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
-        # Stacked experts count once, for all layers.
-        parameters -= sum(
-            block.feedforward.idle for block in (self._blocks[:1] if self.config.scan_layers else self._blocks)
-        )
+        parameters -= self.blocks.feedforward.idle  # of all layers
         # Not `[...]`: of an abstract model that is a shape, which cannot be indexed.
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding.get_value().size
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding.get_value().size
-        pairs = sum(block.attention.pair_products for block in self._blocks)
+        pairs = self.config.num_blocks * self.blocks.attention.pair_products
         adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, LoRAParam)))
         of_weights = 4.0 * (parameters - looked_up) + 2.0 * adapters if adapters else 6.0 * (parameters - looked_up)
         return of_weights + 6.0 * pairs * min(length, self.config.window or length)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of
+from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of, their_shapes
 from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.weight_files import TensorFiles
 
@@ -68,7 +68,6 @@ class HfFolder:
         self._folder = folder
         config = ModelConfig(**fields_of(folder))
         self.tensors: dict[str, Tensors] = tensors_of(config)
-        self._blocks = config.num_blocks
         self._files = TensorFiles(folder)
         try:
             self._check_files()
@@ -99,11 +98,9 @@ class HfFolder:
 
     def check_params(self, like: Mapping[str, Any]) -> None:
         """Raises ValueError where the parameters `like`, or their shapes, are of another model."""
-        stacked = {name: layers for name in like if (layers := self._layers(name))}
-        alone = set(self.tensors) - {layer for layers in stacked.values() for layer in layers}
-        for name in sorted({*like, *alone}):
+        for name in sorted({*like, *self.tensors}):
             here = tuple(like[name].shape) if name in like else None
-            there = self._shape(name)
+            there = self.tensors[name].shape if name in self.tensors else None
             if here != there:
                 raise ValueError(
                     f"the weights in {self._folder} are of another model ({name} is {there} in it and {here} here): "
@@ -120,27 +117,10 @@ class HfFolder:
         return {
             name: jax.make_array_from_callback(
                 leaf.shape, leaf.sharding,
-                lambda index, name=name, leaf=leaf: self._read(name, index or ()).astype(leaf.dtype),
+                lambda index, name=name, leaf=leaf: self._part(name, index).astype(leaf.dtype),
             )
             for name, leaf in like.items()
         }  # fmt: skip
-
-    def _layers(self, name: str) -> list[str]:
-        """Of an array of all blocks, one upon the other as with scan_layers, the names of theirs; else nothing."""
-        first, _, rest = name.partition(".")
-        layers = [f"{first}.{i}.{rest}" for i in range(self._blocks)]
-        return [layer for layer in layers if name not in self.tensors and layer in self.tensors]
-
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        layers = self._layers(name)
-        shape = self.tensors[layers[0] if layers else name].shape if layers or name in self.tensors else None
-        return shape and ((len(layers), *shape) if layers else shape)
-
-    def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        layers = self._layers(name)
-        if not layers:
-            return self._part(name, index)
-        return np.stack([self._part(layer, index[1:]) for layer in layers[index[0]]])
 
     def _part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         part = put_together(self.tensors[name], index, self._files.read)
@@ -149,11 +129,7 @@ class HfFolder:
     def _check_files(self) -> None:
         there, wanted = self._files.shapes(), {}
         for tensors in self.tensors.values():
-            one = tensors.shape[1:] if len(tensors.shape) == 3 else tensors.shape
-            for names in tensors.names:
-                for name, width in zip(names, tensors.widths, strict=True):
-                    shape = (*one[:-1], width)
-                    wanted[name] = shape[::-1] if tensors.transposed else shape
+            wanted |= their_shapes(tensors)
         for name, shape in wanted.items():
             if there.get(name) != shape:
                 found = "not there" if name not in there else f"{there[name]}"

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
-from roxxel_dist.model.lora import A, B, merged, target_of
-from roxxel_dist.train import scan_layers as restack
+from roxxel_dist.model.lora import A, B, adapter_shapes, merged, stacked_scales, target_of
 from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
@@ -88,7 +87,7 @@ def check_weights(source: CheckpointRef, like: dict[str, Any]) -> None:
     with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
         base = base_of(source.run, store.metadata(step))
         if base is None:
-            restack.check_params(store, step, like)
+            store.check_params(step, like)
             return None
     return check_weights(base.checkpoint, like)
 
@@ -107,13 +106,16 @@ def params_loader(source: CheckpointRef) -> Callable[[Leaves], Leaves]:
             metadata = store.metadata(step)
             base = base_of(source.run, metadata)
             if base is None:
-                return restack.restore_params(store, step, like)
-            merged_weights, scales = dict(base_params_loader(base)(like)), metadata.adapter_scales or {}
-            names = [name + end for name in scales for end in (A, B)]
-            shapes = store.param_shapes(step)
-            adapters, scales = restack.adapters(
-                store.restore_params(step, {name: _replicated(shapes[name], like) for name in names}), scales, like
-            )
+                return store.restore_params(step, like)
+            merged_weights, saved = dict(base_params_loader(base)(like)), store.param_shapes(step)
+            scales = stacked_scales(metadata.adapter_scales or {}, like)
+            rank, dtype = next((leaf.shape[-1], leaf.dtype) for name, leaf in saved.items() if name.endswith(A))
+            shapes = {
+                name + end: _replicated(jax.ShapeDtypeStruct(shape, dtype), like)
+                for name in scales
+                for end, shape in zip((A, B), adapter_shapes(name, like[target_of(name)].shape, rank), strict=True)
+            }
+            adapters = store.restore_params(step, shapes)
             for name, scale in scales.items():
                 kernel = merged_weights[target_of(name)]
                 add = jax.jit(merged, out_shardings=kernel.sharding, static_argnums=3)

@@ -4,14 +4,13 @@ The learning rate of a step, as a formula of the step and numbers that may be tr
 
 Optax's schedules keep their numbers as constants of the compiled program. These take them as inputs, so that a sweep
 over learning rates or lengths compiles once.
-
-An optimizer for stacked layers: each is treated as if it were alone.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from roxxel_dist.model.scan_layers import is_stacked
 from roxxel_dist.train.config import OptimizerConfig
 
 FINAL_FRACTION = 0.01
@@ -86,33 +84,44 @@ def schedule_change(
     )
 
 
-def by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner`, for which each layer of a stacked array (`model.stack.is_stacked`) is an array of its own.
+class Matrix(NamedTuple):
+    """How an optimizer that looks at whole matrices sees an array."""
 
-    What looks at a whole array (a norm, rows and columns, the number of dimensions) so sees what it would see without
-    stacking. Parameters are a dictionary by name. The state is a dictionary of two: "apart", and "stacked" with the
-    layers as the first axis of each array.
+    stacked: bool = False
+    """The first axis is the layer: each layer is an array of its own."""
+    columns: int = 1
+    """How many of the last axes are together the columns."""
+
+    def view(self, array: Any) -> Any:
+        """The array with its columns as one axis."""
+        return array.reshape(*array.shape[: array.ndim - self.columns], -1) if self.columns > 1 else array
+
+
+def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:
+    """`inner`, which sees the matrices that arrays are made of: each layer by itself, its columns as one axis.
+
+    Parameters are a dictionary by name. The state is a dictionary of two: "apart", and "stacked" with the layers as the
+    first axis of each array.
     """
 
+    def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        views = {name: matrices.get(name, Matrix()).view(leaf) for name, leaf in params.items()}
+        stacked = {name: leaf for name, leaf in views.items() if matrices.get(name, Matrix()).stacked}
+        return {name: leaf for name, leaf in views.items() if name not in stacked}, stacked
+
     def init(params: Any) -> dict[str, Any]:
-        apart, stacked = _split(params)
+        apart, stacked = split(params)
         return {"apart": inner.init(apart), "stacked": jax.vmap(inner.init)(stacked)}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, dict[str, Any]]:
-        (apart, stacked), (of_apart, of_stacked) = _split(updates), _split(params)
+        (apart, stacked), (of_apart, of_stacked) = split(updates), split(params)
         new_apart, apart_state = inner.update(apart, state["apart"], of_apart)
         new_stacked, stacked_state = jax.vmap(inner.update)(stacked, state["stacked"], of_stacked)
-        found: Any = {**new_apart, **new_stacked}  # pyright: ignore[reportGeneralTypeIssues]
-        return {name: found[name] for name in updates}, {"apart": apart_state, "stacked": stacked_state}
+        views: Any = {**new_apart, **new_stacked}  # pyright: ignore[reportGeneralTypeIssues]
+        new = {name: views[name].reshape(leaf.shape) for name, leaf in updates.items()}
+        return new, {"apart": apart_state, "stacked": stacked_state}
 
     return optax.GradientTransformation(init, update)
-
-
-def _split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return (
-        {name: leaf for name, leaf in params.items() if not is_stacked(name)},
-        {name: leaf for name, leaf in params.items() if is_stacked(name)},
-    )
 
 
 LONG = 1 << 30
@@ -145,8 +154,9 @@ class NamedOptimizer:
     """The optimizer and schedule that an `OptimizerConfig` names."""
 
     config: OptimizerConfig
-    stacked: bool = False
-    """The model is a Transformer with `scan_layers`: each layer of its stacked arrays is treated by itself."""
+    matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)
+    """The parameters that are more than one matrix, or have several axes as columns; `init_state` and `make_step` fill
+    it in from the model."""
 
     def settings(self, total_steps: int) -> dict[str, float]:
         """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
@@ -160,8 +170,7 @@ class NamedOptimizer:
         """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
         rate = self.rate(settings, step)
         decay = jnp.asarray(settings["weight_decay"], jnp.float32)
-        inner = _optimizer(self.config, rate, decay)
-        return optax.chain(clip(settings["grad_clip"]), by_layer(inner) if self.stacked else inner)
+        return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay, self.matrices))
 
     def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
         """float32[]: the learning rate of a step counted from 0."""
@@ -217,9 +226,29 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     )
 
 
-def first_state(optimizer: Optimizer) -> Callable[[Any], Any]:
+def for_model(optimizer: Optimizer, matrices: Mapping[str, Matrix]) -> Optimizer:
+    """The optimizer for a model whose parameters are these matrices; a fixed one takes arrays as they are."""
+    return replace(optimizer, matrices=matrices) if isinstance(optimizer, NamedOptimizer) else optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class InitialState:
     """Parameters to the state before the first step, which depends on none of the optimizer's numbers."""
-    return lambda params: optimizer.build(optimizer.settings(LONG), 0).init(params)
+
+    optimizer: Optimizer
+
+    def __call__(self, params: Any) -> Any:
+        """The state."""
+        return self.optimizer.build(self.optimizer.settings(LONG), 0).init(params)
+
+    def for_model(self, matrices: Mapping[str, Matrix]) -> "InitialState":
+        """The same for a model whose parameters are these matrices."""
+        return InitialState(for_model(self.optimizer, matrices))
+
+
+def first_state(optimizer: Optimizer) -> InitialState:
+    """See `InitialState`."""
+    return InitialState(optimizer)
 
 
 def decayed(params: Any) -> Any:
@@ -256,7 +285,9 @@ def clip(limit: ArrayLike) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _optimizer(config: OptimizerConfig, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+def _optimizer(
+    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix]
+) -> optax.GradientTransformation:
     """The named optimizer. In each of them a step takes rate x decay of every decayed weight (Loshchilov & Hutter
     2019, arXiv 1711.05101), so that `weight_decay` means the same everywhere.
     """
@@ -269,7 +300,8 @@ def _optimizer(config: OptimizerConfig, rate: jax.Array, decay: jax.Array) -> op
         case "lion":  # Chen et al. 2023, arXiv 2302.06675
             return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=decayed)
         case "adafactor":
-            return _adafactor(rate, decay)
+            inner = _adafactor(rate, decay)
+            return by_matrix(inner, matrices) if any(matrix.stacked for matrix in matrices.values()) else inner
         case "sgd":
             return optax.chain(
                 optax.trace(_or(config.momentum, 0.9)),
@@ -277,7 +309,7 @@ def _optimizer(config: OptimizerConfig, rate: jax.Array, decay: jax.Array) -> op
                 optax.scale_by_learning_rate(rate),
             )
         case "muon":
-            return _muon(config, rate, decay)
+            return _muon(config, rate, decay, matrices)
 
 
 def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
@@ -297,30 +329,42 @@ def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformatio
     )
 
 
-def _muon(config: OptimizerConfig, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+def _muon(
+    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix]
+) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) on the matrices inside the model, AdamW on the rest.
 
     Updates are scaled to AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982): both parts share rate and decay.
     """
-    matrices = optax.contrib.muon(
+
+    def part(path: Any, param: jax.Array) -> str:
+        name = _name(path)
+        view = matrices.get(name, Matrix())
+        is_matrix = param.ndim == view.stacked + 1 + view.columns
+        return "muon" if is_matrix and _is_weight(path, param) and not NO_MATRIX.search(name) else "adamw"
+
+    def dimensions(params: Any) -> Any:
+        return {name: _muon_dimensions(param, matrices.get(name, Matrix())) for name, param in params.items()}
+
+    of_matrices = optax.contrib.muon(
         rate,
         beta=_or(config.momentum, 0.95),
         weight_decay=decay,  # pyright: ignore[reportArgumentType]
         weight_decay_mask=decayed,
         consistent_rms=MUON_RMS,
+        muon_weight_dimension_numbers=dimensions,
     )
     rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
-    return optax.partition({"muon": matrices, "adamw": rest}, _muon_parts)
+    labels = partial(jax.tree_util.tree_map_with_path, part)
+    return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
 
 
-def _muon_parts(params: Any) -> Any:
-    """Either "muon" or "adamw" for each parameter."""
-
-    def part(path: Any, param: jax.Array) -> str:
-        inner = _is_weight(path, param) and param.ndim == 2 and not NO_MATRIX.search(_name(path))
-        return "muon" if inner else "adamw"
-
-    return jax.tree_util.tree_map_with_path(part, params)
+def _muon_dimensions(param: Any, view: Matrix) -> Any:
+    """The rows and columns of a parameter; None for what another optimizer has (`optax.MaskedNode`)."""
+    if not hasattr(param, "ndim"):
+        return None
+    columns = tuple(range(param.ndim - view.columns, param.ndim))
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=columns[0] - 1, output_axis=columns)
 
 
 def _is_weight(path: Any, param: jax.Array) -> bool:

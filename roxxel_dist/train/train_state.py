@@ -23,10 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
-from roxxel_dist.cluster.parameter_sharding import Axes, parameter_sharding
-from roxxel_dist.model.layers import FULL_PRECISION, Setting
+from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes, parameter_sharding
+from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, Setting
 from roxxel_dist.model.lora import LoRAParam, scales_of
+from roxxel_dist.model.scan_layers import STACKED
 from roxxel_dist.train.bad_steps import LossMonitorState
+from roxxel_dist.train.optimizer import InitialState, Matrix
 from roxxel_dist.train.throughput import device_bytes, free_device_bytes
 
 Leaves = dict[str, jax.Array]
@@ -40,6 +42,10 @@ class Part:
     tree: Any
     partition_spec: tuple[P | None, ...]
     """How the module asks each leaf to be partitioned, in names of mesh axes."""
+    axes: tuple[Axes | None, ...]
+    """The mesh axes that each leaf prefers, by its metadata `MESH_AXES`."""
+    matrices: Mapping[str, Matrix]
+    """How an optimizer sees each leaf of a Transformer's blocks."""
     uncast: frozenset[str]
     """Leaves that compute in the type that they are stored in: those that the module marks `FULL_PRECISION`."""
 
@@ -67,8 +73,6 @@ class ModuleSplit:
     """Numbers that a sweep may change, inputs of every step: the module's `Setting`s."""
     scales: Mapping[str, float]
     """Of each adapter by its name: what it counts (see `model.lora.merge_adapters`)."""
-    axes: Callable[[str], Axes] | None = None
-    """The module's own table of the axes that its parameters are cut over, by name: its `parameter_axes`."""
 
     def merge(
         self,
@@ -118,8 +122,7 @@ def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves
     twin.train()
     training, *states = _split(twin)
     (params, trained), (frozen, fixed), (hparams, numbers), (rest, others) = map(named_leaves, states)
-    axes = getattr(type(model), "parameter_axes", None)
-    split = ModuleSplit(training, evaluating, params, frozen, rest, hparams, scales_of(twin), axes)
+    split = ModuleSplit(training, evaluating, params, frozen, rest, hparams, scales_of(twin))
     return split, trained, others, fixed | numbers
 
 
@@ -141,9 +144,9 @@ def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) ->
 
 
 def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
-    """The leaves of an NNX state by name, such as "blocks.0.attention.qkv.kernel", in the tree's order."""
+    """The leaves of an NNX state by name, such as "blocks.attention.qkv.kernel", in the tree's order."""
     leaves: dict[str, Any] = {}
-    specs, uncast = [], set()
+    specs, axes, matrices, uncast = [], [], {}, set()
     variables, _ = jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in variables:
         for inner, leaf in jax.tree.leaves_with_path(variable):
@@ -154,10 +157,15 @@ def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
                     f"two of the module's arrays are called {name}: rename an attribute or a key with a dot"
                 )
             leaves[name] = leaf
+            metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
             specs.append(_partition_spec(variable))
-            if isinstance(variable, nnx.Variable) and variable.get_metadata().get(FULL_PRECISION):
+            axes.append(metadata.get(MESH_AXES))
+            if STACKED in metadata or COLUMN_AXES in metadata:
+                matrices[name] = Matrix(metadata.get(STACKED, False), metadata.get(COLUMN_AXES, 1))
+            if metadata.get(FULL_PRECISION):
                 uncast.add(name)
-    return Part(tuple(leaves), jax.tree.structure(state), tuple(specs), frozenset(uncast)), leaves
+    tree = jax.tree.structure(state)
+    return Part(tuple(leaves), tree, tuple(specs), tuple(axes), matrices, frozenset(uncast)), leaves
 
 
 def _partition_spec(variable: Any) -> P | None:
@@ -254,7 +262,7 @@ def _assemble(
     """The state made of all leaves of a module, and its hparams; with `shapes` nothing more is computed."""
     names = split.params.names, split.rest.names, split.frozen.names + split.hparams.names
     params, rest, hparams = ({name: leaves[name] for name in some} for some in names)
-    program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
+    program, everywhere = _optimizer_program(_for_model(init_optimizer, split), params, mesh), NamedSharding(mesh, P())
     opt_state = program.eval_shape(params) if shapes else program(params)
     place = _shape_of if shapes else _spread
     step, health = jax.tree.map(
@@ -388,14 +396,19 @@ def _placed(
 
 
 def _places(split: ModuleSplit, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
-    """Where each leaf lies, by name; the table and the rule for parameters are for no others."""
+    """Where each leaf lies, by name; the rule for parameters is for no others."""
     weights = _weights(split)
     return {
         name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, spec, fsdp and name in weights, axes)
         for part in (split.params, split.frozen, split.hparams, split.rest)
-        for name, spec in zip(part.names, part.partition_spec, strict=True)
-        for axes in [split.axes(name) if split.axes and name in weights else None]
+        for name, spec, axes in zip(part.names, part.partition_spec, part.axes, strict=True)
     }
+
+
+def _for_model(init_optimizer: Callable[[Leaves], Any], split: ModuleSplit) -> Callable[[Leaves], Any]:
+    """Of one of our optimizers: it is told how it sees the parameters."""
+    is_ours = isinstance(init_optimizer, InitialState)
+    return init_optimizer.for_model(split.params.matrices) if is_ours else init_optimizer
 
 
 def _optimizer_program(init: Callable[[Leaves], Any], params: Mapping[str, Any], mesh: Mesh) -> Any:

@@ -19,7 +19,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.bad_steps import LossMonitorState, update_monitor
-from roxxel_dist.train.optimizer import Optimizer, global_norm
+from roxxel_dist.train.optimizer import Optimizer, for_model, global_norm
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 
 LossFn = Callable[[Any, Any], Any]
@@ -118,7 +118,7 @@ def make_step(
         loss = unpack_loss(loss_fn(model, batch))
         return loss.minimized, (split.rest_of(model), loss)
 
-    gradient = jax.grad(loss_of, has_aux=True)
+    gradient, optimizer = jax.grad(loss_of, has_aux=True), for_model(optimizer, split.params.matrices)
 
     def step(state: TrainState, hparams: Hparams, batch: Any) -> tuple[TrainState, Metrics]:
         count = micro_batches(grad_accum, jax.tree.leaves(batch)[0].shape[0])

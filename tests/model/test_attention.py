@@ -42,7 +42,9 @@ def layer(**fields):
 
 def plain(attention, config, x, positions, segments):
     n_heads, kv_heads, size = config.heads()
-    heads = (x @ float64(attention.qkv.kernel[...])).reshape(len(x), n_heads + 2 * kv_heads, size)
+    grouped = np.einsum("ld,dgsk->lgsk", x, float64(attention.qkv.kernel[...]))
+    queries = grouped[:, :, :-2].reshape(len(x), n_heads, size)
+    heads = np.concatenate([queries, grouped[:, :, -2], grouped[:, :, -1]], axis=1)
     mixed = []
     for head in range(n_heads):
         group = head // (n_heads // kv_heads)
@@ -53,7 +55,7 @@ def plain(attention, config, x, positions, segments):
         mixed.append(mix(q, k, v, visible(segments, window)))
     out = np.concatenate(mixed, 1)
     if config.no_sink:
-        out = out * sigmoid(x @ float64(attention.gate.score.kernel[...]))
+        out = out * sigmoid(x @ float64(attention.gate.score.kernel[...]).reshape(len(x[0]), -1))
     return out @ float64(attention.out.kernel[...])
 
 

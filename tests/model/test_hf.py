@@ -45,7 +45,11 @@ def test_arrays_there_and_back_in_any_parts(fields):
 
             part = put_together(tensors, index, reading)
             assert np.array_equal(part, ours[index])
-            assert read == part.size
+            # Of rows of weights, those of some layers, experts, inputs and key heads, or hidden units, alone.
+            inner = len(tensors.stack)
+            cut = inner + (2 if tensors.axis == 1 else 1)
+            axes = range(len(ours.shape)) if not tensors.transposed else (*range(inner + 1), cut)
+            assert read == np.prod([part.shape[i] if i in axes else ours.shape[i] for i in range(len(ours.shape))])
 
 
 COMMON = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
@@ -87,16 +91,16 @@ def test_models_of_the_world(theirs, ours):
 
 
 def test_projections_of_a_block():
-    """Queries, keys and values side by side; of pairs the gate is first."""
+    """Of each key head its queries, the key and the value; of pairs the gate is first."""
     found = tensors_of(ModelConfig(**SHAPE))
-    qkv, first = found["blocks.1.attention.qkv.kernel"], found["blocks.0.feedforward.gate_up.kernel"]
-    assert qkv.shape == (32, 64)
-    assert dict(zip(qkv.names[0], qkv.widths, strict=True)) == {
-        "model.layers.1.self_attn.q_proj.weight": 32,
-        "model.layers.1.self_attn.k_proj.weight": 16,
-        "model.layers.1.self_attn.v_proj.weight": 16,
+    qkv, first = found["blocks.attention.qkv.kernel"], found["blocks.feedforward.gate_up.kernel"]
+    assert qkv.shape == (2, 32, 2, 4, 8)
+    assert dict(zip(qkv.named(1), qkv.pieces, strict=True)) == {
+        "model.layers.1.self_attn.q_proj.weight": (32, 2, 2, 8),
+        "model.layers.1.self_attn.k_proj.weight": (32, 2, 1, 8),
+        "model.layers.1.self_attn.v_proj.weight": (32, 2, 1, 8),
     }
-    assert first.names == (("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),)
+    assert first.named(0) == ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,6 @@ def test_projections_of_a_block():
             {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 2}},
             "low_freq_factor is 2: it must be 1; high",
         ),
-        ({"head_dim": 16}, "head_dim is 16: it must be hidden_size / num_attention_heads"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
         ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be there, a whole number each, above 0"),
@@ -127,3 +130,11 @@ def test_what_the_transformer_cannot_be(changes, message):
     found = hf_config(ModelConfig(**SHAPE)) | changes
     with pytest.raises(ValueError, match=message):
         model_fields(found)
+
+
+def test_heads_of_any_size():
+    """Gemma's and Qwen's are together wider than the model."""
+    found = {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 32, **COMMON}
+    fields = model_fields(found | {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16})
+    assert ModelConfig(**fields).heads() == (4, 4, 16)
+    assert hf_config(ModelConfig(**fields))["head_dim"] == 16

@@ -43,7 +43,7 @@ def plain(layer, config, x, positions, segments):
         mixed.append(mix(query, key, value, visible(segments, config.window)))
     out = np.concatenate(mixed, 1)
     if config.no_sink:
-        out = out * sigmoid(x @ weight["gate", "score", "kernel"])
+        out = out * sigmoid(x @ weight["gate", "score", "kernel"].reshape(len(x[0]), -1))
     return out @ weight["out", "kernel"]
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.moe import MixtureOfExperts, balance_of, block_size, choose, in_blocks, ragged, sort
+from roxxel_dist.model.moe import MixtureOfExperts, balance_of, choose, dense, ragged
 from roxxel_dist.model.transformer import Transformer
 
 DIM = 16
@@ -41,7 +41,7 @@ BENDS = {
 
 def by_hand(moe, x, top_k, bend="silu"):
     """(what comes out, balance): one token after another, in float64."""
-    router, first, down = (np.asarray(a[...], np.float64) for a in (moe.router.kernel, moe.first, moe.down))
+    router, first, down = (np.asarray(a[...], np.float64) for a in (moe.router.kernel, moe.gate_up, moe.down))
     rows = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
     out, probabilities, count = np.zeros_like(rows), [], np.zeros(len(down))
     for n, row in enumerate(rows):
@@ -52,12 +52,8 @@ def by_hand(moe, x, top_k, bend="silu"):
         best = np.argsort(-p)[:top_k]
         gates = p[best] / p[best].sum() if top_k > 1 else p[best]
         for expert, gate in zip(best, gates, strict=True):
-            inner = row @ first[expert]
-            if hasattr(moe, "gate_up"):
-                half = len(inner) // 2
-                inner = BENDS[bend](inner[:half]) * inner[half:]
-            else:
-                inner = BENDS[bend](inner)
+            gate_up = np.einsum("d,dpf->pf", row, first[expert])
+            inner = BENDS[bend](gate_up[0]) * (gate_up[1] if len(gate_up) == 2 else 1)
             out[n] += gate * (inner @ down[expert])
             count[expert] += 1
     return out.reshape(x.shape), len(down) * (count / count.sum() * np.mean(probabilities, 0)).sum()
@@ -68,7 +64,7 @@ def every_expert(moe, x):
     rows = x.reshape(-1, x.shape[-1])
     chosen, gates = choose(jax.nn.softmax(rows @ moe.router.kernel[...]), moe.top_k)
     weights = (jax.nn.one_hot(chosen, moe.n_experts) * gates[..., None]).sum(1)
-    inner = moe.activate(jnp.einsum("nd,edp->nep", rows, moe.first[...]))
+    inner = moe.activate(jnp.einsum("nd,edpf->nepf", rows, moe.gate_up[...]))
     return jnp.einsum("ne,neh,ehd->nd", weights, inner, moe.down[...]).reshape(x.shape)
 
 
@@ -142,48 +138,10 @@ def test_both_forms_are_the_same():
             y = form(x, chosen, gates, first, second, moe.activate)
             return (y**2).sum(), y
 
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(x, gates, moe.first[...], moe.down[...])
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(x, gates, moe.gate_up[...], moe.down[...])
 
-    for one, other in zip(jax.tree.leaves(run(in_blocks)), jax.tree.leaves(run(ragged)), strict=True):
+    for one, other in zip(jax.tree.leaves(run(dense)), jax.tree.leaves(run(ragged)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
-
-
-def test_slots():
-    """Each assignment has one of its own, in a block of its expert; the rest are empty and count nothing."""
-    chosen = jnp.array([[2, 0], [2, 4], [0, 2], [2, 1]])
-    gates = jnp.arange(1.0, 9).reshape(4, 2)
-    slots = sort(chosen, gates, 6, 3)
-    assert int(slots.used) == 5
-    assert slots.row_S.size == 3 * (8 // 3 + 6), "as many as it can take, whatever the router says"
-    places = np.asarray(slots.of_assignment_NxK)
-    assert len(set(places.ravel())) == 8
-    for row in range(4):
-        for k in range(2):
-            place = places[row, k]
-            assert slots.row_S[place] == row
-            assert slots.gate_S[place] == gates[row, k]
-            assert slots.expert[place // 3] == chosen[row, k]
-    assert float(slots.gate_S.sum()) == gates.sum()
-
-
-def test_the_room_for_slots_is_enough_for_any_choice():
-    rng = np.random.default_rng(0)
-    sorted_by = jax.jit(lambda chosen: sort(chosen, jnp.ones(chosen.shape), 7, 4))
-    used = set()
-    for _ in range(20):
-        favour = rng.random(7) ** rng.integers(0, 5)
-        slots = sorted_by(jnp.asarray(np.argsort(rng.random((9, 7)) * favour)[:, :2]))
-        assert float(slots.gate_S.sum()) == 18
-        assert int(slots.used) <= len(slots.expert) == 18 // 4 + 7
-        used.add(int(slots.used))
-    assert len(used) > 2
-
-
-@pytest.mark.parametrize(
-    ("assignments", "count", "size"), [(2, 8, 8), (16_384, 8, 256), (1 << 20, 8, 256), (1000, 8, 32)]
-)
-def test_blocks_are_small_where_rows_are_few(assignments, count, size):
-    assert block_size(assignments, count) == size
 
 
 def test_balance_is_one_when_all_are_equally_busy():
@@ -227,23 +185,6 @@ def test_the_same_on_eight_devices(shape, mesh_is_set):
     found = compiled(*args)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
-
-
-def test_each_device_computes_its_own_tokens():
-    """A loop over blocks cannot be cut by XLA: the room that it has is that of a device's share."""
-    moe, x, mesh = layer(), tokens(64, 32), make_mesh()
-    graphdef, state = nnx.split(moe)
-    args = replicate(state, mesh), jax.device_put(x, NamedSharding(mesh, P("data")))
-
-    def compiled():
-        return jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)[0]).lower(*args).compile()
-
-    with jax.set_mesh(mesh):
-        apart = compiled()
-    whole = compiled()
-    scratch = [form.memory_analysis().temp_size_in_bytes for form in (apart, whole)]  # pyright: ignore
-    assert scratch[0] < scratch[1] / 3
-    np.testing.assert_allclose(apart(*args), whole(*args), atol=1e-5)
 
 
 def test_in_bfloat16_the_router_is_exact():
@@ -313,7 +254,7 @@ def test_checkpointed_gradients_are_the_same():
 def test_flops_are_those_of_the_experts_that_a_token_meets(swiglu):
     """Four experts, of which two: the router, and two feed-forward layers."""
     dense, moe = model(use_moe=False, use_swiglu=swiglu), model(use_swiglu=swiglu)
-    matrices = 2 * sum(p.size for p in jax.tree.leaves(nnx.state(dense.blocks[0].feedforward, nnx.Param)))
+    matrices = sum(p.size for p in jax.tree.leaves(nnx.state(dense.blocks.feedforward, nnx.Param)))  # of both blocks
     assert moe.flops_per_token(20) - dense.flops_per_token(20) == 6 * (matrices + 2 * 32 * 4)
 
 

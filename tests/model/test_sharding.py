@@ -1,3 +1,5 @@
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -6,12 +8,11 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
-from roxxel_dist.cluster.parameter_sharding import table_spec
+from roxxel_dist.cluster.parameter_sharding import axes_spec
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.model.sharding import transformer_axes
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import _places, init_state
+from roxxel_dist.train.train_state import _places, init_state, split_module
 
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 4}
 MOE = {"use_moe": True, "n_experts": 4}
@@ -21,49 +22,58 @@ ADAPTERS = {"use_lora": True, "lora_rank": 4, "lora_targets": "all"}
 FSDP, TENSOR_FSDP, ALL_THREE, NO_FSDP = {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}
 
 
-def shapes_of(**fields):
+def parts_of(**fields):
     config = ModelConfig(**SMALL | fields)
-    return jax.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(params=0)), nnx.Param))
+    return split_module(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0))))
 
 
-def named(state):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf.shape
-        for path, leaf in jax.tree.leaves_with_path(state)
-    }
-
-
-@pytest.mark.parametrize("fields", [UNTIED, MLA | UNTIED, MOE, MOE | {"use_swiglu": False}, {"scan_layers": True}])
-def test_every_matrix_is_in_the_table(fields):
+@pytest.mark.parametrize("fields", [UNTIED, MLA | UNTIED, MOE, MOE | {"use_swiglu": False}, ADAPTERS])
+def test_every_matrix_has_its_axes(fields):
     mesh, found = make_mesh(fsdp=2, tensor=2), {}
-    for name, shape in named(shapes_of(dim=256, vocab_size=512, **fields)).items():
-        axes = transformer_axes(name)
-        assert len(axes) in (0, len(shape), len(shape) - 1), name
-        assert axes or name.endswith(("scale", "bias")), f"{name} is whole on every device"
-        found[name.split("blocks.")[-1]] = table_spec(shape, mesh, axes, fsdp=True)
+    parts, params, _, frozen = parts_of(dim=256, vocab_size=512, **fields)
+    for part in (parts.params, parts.frozen):
+        for name, axes in zip(part.names, part.axes, strict=True):
+            shape = (params | frozen)[name].shape
+            if axes is None:
+                assert name.endswith(("scale", "bias")), f"{name} is cut by the rule alone"
+                continue
+            assert len(axes) == len(shape) - name.startswith("blocks."), name
+            found[name] = axes_spec(shape, mesh, axes, fsdp=True)
     assert found["embedding.embedding"] == P("tensor", "fsdp")
     if fields is UNTIED:
-        assert found["0.attention.qkv.kernel"] == found["0.feedforward.gate_up.kernel"] == P("fsdp", "tensor")
-        assert found["0.attention.out.kernel"] == found["0.feedforward.down.kernel"] == P("tensor", "fsdp")
+        assert found["blocks.attention.qkv.kernel"] == found["blocks.attention.gate.score.kernel"]
+        assert found["blocks.attention.qkv.kernel"] == P(None, "fsdp", "tensor")
+        assert found["blocks.feedforward.gate_up.kernel"] == P(None, "fsdp", None, "tensor")
+        assert found["blocks.attention.out.kernel"] == found["blocks.feedforward.down.kernel"]
+        assert found["blocks.attention.out.kernel"] == P(None, "tensor", "fsdp")
         assert found["head.kernel"] == P("fsdp", "tensor")
     if fields is MOE:
-        assert found["0.feedforward.down"] == P(None, "tensor", "fsdp")
+        assert found["blocks.feedforward.down"] == P(None, None, "tensor", "fsdp")
+        assert found["blocks.feedforward.gate_up"] == P(None, None, "fsdp", None, "tensor")
+
+
+def test_a_single_key_head_is_whole():
+    """Its queries are cut all the same, by the matrix behind them."""
+    parts, params, _, _ = parts_of(dim=512, kv_heads=1, head_size=64)
+    axes, mesh = dict(zip(parts.params.names, parts.params.axes, strict=True)), make_mesh(tensor=4)
+    for layer, spec in (("qkv", P()), ("out", P(None, "tensor"))):
+        name = f"blocks.attention.{layer}.kernel"
+        assert axes_spec(params[name].shape, mesh, axes[name], fsdp=False) == spec
 
 
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("blocks.0.attention.qkv.lora_a", ("fsdp", None)),
-        ("blocks.0.attention.qkv.lora_b", (None, "tensor")),
-        ("blocks.attention.out.lora_a", ("tensor", None)),
-        ("blocks.3.feedforward.gate_up.lora_b", (None, "tensor")),
-        ("blocks.3.feedforward.down_adapter.lora_a", ("tensor", None)),
-        ("blocks.0.attention_norm.scale", ()),
-        ("position.embedding", (None, "fsdp")),
+        ("attention.qkv.lora_a", ("fsdp", None)),
+        ("attention.qkv.lora_b", (None, "tensor", None, None)),
+        ("attention.out.lora_a", ("tensor", None)),
+        ("feedforward.gate_up_adapter.lora_b", (None, None, None, "tensor")),
+        ("feedforward.down_adapter.lora_a", (None, "tensor", None)),
     ],
 )
 def test_adapters_lie_as_what_they_are_added_to(name, axes):
-    assert transformer_axes(name) == axes
+    parts = parts_of(**ADAPTERS, **MOE)[0].params
+    assert parts.axes[parts.names.index(f"blocks.{name}")] == axes
 
 
 @pytest.mark.parametrize(
@@ -81,7 +91,7 @@ def test_adapters_lie_as_what_they_are_added_to(name, axes):
     ],
 )
 def test_what_does_not_divide(shape, axes, fsdp, spec):
-    assert table_spec(shape, make_mesh(fsdp=4, tensor=2), axes, fsdp=fsdp) == spec
+    assert axes_spec(shape, make_mesh(fsdp=4, tensor=2), axes, fsdp=fsdp) == spec
 
 
 def losses_and_gradients(fields, mesh, *, fsdp):
@@ -130,12 +140,39 @@ def test_the_same_numbers_as_on_one_device(fields, axes, monkeypatch):
     assert specs == set(axes)
 
 
+def test_activations_are_exchanged_as_seldom_as_can_be(monkeypatch):
+    """Two blocks, forward and backward, data 2 x tensor 2: Megatron's two sums a block and direction, and sums alone.
+
+    Those of the parameters' gradients over "data" are not counted: they are not of [rows, tokens, dim].
+    """
+    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 1)
+    config = ModelConfig(**SMALL | {"num_blocks": 2, "weight_tying": False})
+    mesh = make_mesh(4, tensor=2)
+    parts, state, settings = init_state(
+        lambda: Transformer(config, nnx.Rngs(params=0)), lambda params: {}, mesh, fsdp=False
+    )
+    rows = jax.ShapeDtypeStruct((8, 17), np.int32, sharding=batch_sharding(mesh))
+
+    def loss(params, x_BxLxD, tokens):
+        model = parts.merge(params, state.rest, settings, training=True)
+        model._embed = lambda *given: x_BxLxD  # the blocks alone: a cut vocabulary has sums of its own
+        return (model.states(tokens)[0] ** 2).sum()
+
+    x = jax.ShapeDtypeStruct((8, 17, 32), np.float32, sharding=batch_sharding(mesh))
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(state.params, x, rows).compile().as_text()
+    count = {kind: len(re.findall(rf" {kind}(?:-start)?\(", program)) for kind in ("all-to-all", "collective-permute")}
+    assert count == {"all-to-all": 0, "collective-permute": 0}
+    sums = [line for line in program.splitlines() if re.search(r" all-reduce(?:-start)?\(", line)]
+    assert sum("f32[4,17,32]" in line for line in sums) == 8, "\n".join(sums)
+
+
 def test_own_models_keep_the_one_rule():
     class Own(nnx.Module):
         def __init__(self):
             self.embedding = nnx.Embed(512, 256, rngs=nnx.Rngs(0))
 
     parts, state, _ = init_state(Own, lambda params: {}, make_mesh(fsdp=2, tensor=2), fsdp=True)
-    assert parts.axes is None
+    assert parts.params.axes == (None,)
     assert state.params["embedding.embedding"].sharding.spec == P("fsdp")
     assert _places(parts, state.params, make_mesh(), True)["embedding.embedding"].spec == P("data")

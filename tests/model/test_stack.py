@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,7 @@ from flax import nnx
 from roxxel_dist.data.packed import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.scan_layers import is_stacked, stacked, unstacked
-from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.model.transformer import Block, Transformer
 from roxxel_dist.train.train_state import split_module
 
 SMALL = {"dim": 16, "num_blocks": 2, "vocab_size": 40, "max_context": 32, "head_size": 8}
@@ -54,20 +54,31 @@ def test_the_same_weights_losses_and_gradients(fields, make):
         return params, rest, jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
 
     batch, blocks = make(), fields.get("num_blocks", 2)
-    (apart, rest, expected), (whole, stacked_rest, found) = look(False), look(True)
-    assert set(whole) == set(stacked(apart))
-    assert any(is_stacked(name) for name in whole)
-    for name, leaf in unstacked(whole).items():
-        assert np.array_equal(leaf, apart[name]), name
-    assert len(jax.tree.leaves(stacked_rest)) * blocks == len(jax.tree.leaves(rest)), "random streams, if any"
-    ((one, rest_after), grads), ((other, stacked_after), stacked_grads) = expected, found
+    (params, rest, unrolled), (same, _, scanned) = look(False), look(True)
+    for name, leaf in same.items():
+        assert np.array_equal(leaf, params[name]), name
+        assert len(leaf) == blocks or not name.startswith("blocks."), name
+    ((one, rest_after), grads), ((other, scanned_after), scanned_grads) = unrolled, scanned
     assert float(other) == pytest.approx(float(one), rel=1e-6)
-    for name, leaf in unstacked(stacked_grads).items():
+    for name, leaf in scanned_grads.items():
         np.testing.assert_allclose(leaf, grads[name], atol=1e-6, err_msg=name)
-    counts = [leaf for name, leaf in stacked_after.items() if name.endswith("count")]
-    assert all(np.array_equal(leaf, [2] * blocks) for leaf in counts), "a block draws twice"
-    assert bool(counts) == bool(fields.get("dropout_rate"))
-    assert all(int(leaf) == 2 for name, leaf in rest_after.items() if name.endswith("count"))
+    for after in (rest_after, scanned_after):
+        counts = [leaf for name, leaf in after.items() if name.endswith("count")]
+        assert all(np.array_equal(leaf, [2] * blocks) for leaf in counts), "a block draws twice"
+        assert bool(counts) == bool(fields.get("dropout_rate")), "random streams, if any"
+        assert {name: leaf.shape for name, leaf in after.items()} == {name: leaf.shape for name, leaf in rest.items()}
+
+
+def test_each_block_begins_as_it_would_alone():
+    model, config = build(num_blocks=3, use_moe=True), ModelConfig(**SMALL, use_moe=True)
+    rngs = nnx.Rngs(params=0, dropout=1)
+    rngs.params()  # the embedding's
+    state = nnx.split(model.blocks, nnx.Param, ...)[1]
+    for i in range(3):
+        block = Block(replace(config, num_blocks=3), None, rngs)
+        alone = nnx.split(block, nnx.Param, ...)[1]
+        for one, leaf in zip(jax.tree.leaves(alone), jax.tree.leaves(state), strict=True):
+            assert np.array_equal(one, leaf[i])
 
 
 def test_the_balance_of_experts_is_added_up():
@@ -111,12 +122,3 @@ def test_work_is_counted_alike():
     for fields in (MOE, MLA):
         stack, blocks = (nnx.eval_shape(lambda s=s, f=fields: build(**f, scan_layers=s)) for s in (True, False))
         assert stack.flops_per_token(9) == blocks.flops_per_token(9)
-
-
-def test_names():
-    apart = {"embedding.embedding": 1.0, "blocks.0.a.b": 2.0, "blocks.1.a.b": 3.0, "norm.scale": 4.0}
-    whole = stacked(apart)
-    assert list(whole) == ["embedding.embedding", "blocks.a.b", "norm.scale"]
-    assert np.array_equal(whole["blocks.a.b"], [2, 3])
-    assert unstacked(whole) == apart == unstacked(apart)
-    assert stacked(whole).keys() == whole.keys()

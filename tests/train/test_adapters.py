@@ -48,7 +48,7 @@ def test_a_step_changes_the_adapters_alone():
     assert all(".lora_" in name for name in state.params)
     assert len(state.params) == 4
     assert len(parts.frozen.names) == 8
-    assert parts.scales == {"blocks.0.attention.qkv": 8.0, "blocks.0.attention.out": 8.0}
+    assert parts.scales == {"blocks.attention.qkv": 8.0, "blocks.attention.out": 8.0}
     moments = [leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.shape]
     assert sorted(moments) == sorted(2 * [leaf.shape for leaf in state.params.values()])
     assert place(inputs["embedding.embedding"]) == P(None, "data"), "as the table has it"
@@ -72,7 +72,8 @@ def test_shapes_are_those_of_the_state():
     shapes = abstract_state(transformer, first_state(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
     assert jax.tree.structure(made) == jax.tree.structure(shapes)
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(shapes), strict=True):
-        assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
     weights = {str(leaf.dtype) for name, leaf in made[1].items() if leaf.shape}
     assert weights == {"bfloat16"}
 
@@ -85,8 +86,8 @@ def test_the_base_is_loaded_for_a_restored_state_too(restored):
 
     _, state, inputs = init_state(transformer, first_state(ADAM), make_mesh(1), restored=restored, load=load)
     assert float(inputs["norm.scale"].sum()) == 64
-    assert np.all(jax.device_get(inputs["blocks.0.attention.qkv.kernel"]) == 1)
-    assert isinstance(state.params["blocks.0.attention.qkv.lora_a"], jax.ShapeDtypeStruct if restored else jax.Array)
+    assert np.all(jax.device_get(inputs["blocks.attention.qkv.kernel"]) == 1)
+    assert isinstance(state.params["blocks.attention.qkv.lora_a"], jax.ShapeDtypeStruct if restored else jax.Array)
 
 
 @pytest.mark.parametrize("model", [Mine, Mine()], ids=["function", "module"])

@@ -6,18 +6,38 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from roxxel_dist.model.scan_layers import stacked, unstacked
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer, first_state
+from roxxel_dist.train.optimizer import Matrix, NamedOptimizer, first_state
+from roxxel_dist.train.train_state import split_module
 
+LAYERS = 3
 SHAPES = {
     "embedding.embedding": (9, 130),
-    **{f"blocks.{i}.{name}": shape for i in range(3) for name, shape in (
+    **{f"blocks.{i}.{name}": shape for i in range(LAYERS) for name, shape in (
         ("up.kernel", (130, 140)), ("narrow.kernel", (2, 6)), ("norm.scale", (130,)), ("experts", (2, 6, 4)),
     )},
     "norm.scale": (130,),
 }  # fmt: skip
+STACKED = {"up.kernel": (130, 2, 7, 10), "narrow.kernel": (2, 6), "norm.scale": (130,), "experts": (2, 6, 2, 2)}
+"""What a layer has, its columns along several axes."""
+MATRICES = {f"blocks.{name}": Matrix(stacked=True) for name in STACKED} | {
+    "blocks.up.kernel": Matrix(stacked=True, columns=3),
+    "blocks.experts": Matrix(stacked=True, columns=2),
+}
+
+
+def stacked(params):
+    layers = {
+        f"blocks.{name}": np.stack([params[f"blocks.{i}.{name}"].reshape(shape) for i in range(LAYERS)])
+        for name, shape in STACKED.items()
+    }
+    return {name: leaf for name, leaf in params.items() if not name.startswith("blocks.")} | layers
+
+
 STEPS = 3
 
 
@@ -54,8 +74,17 @@ def test_layers_are_treated_apart(name):
         return params
 
     expected = train(dict, NamedOptimizer(config))
-    found = train(stacked, NamedOptimizer(config, stacked=True))
-    assert found["blocks.up.kernel"].shape == (3, 130, 140)
-    for key, leaf in unstacked(found).items():
-        np.testing.assert_allclose(leaf, expected[key], rtol=2e-5, atol=2e-6, err_msg=key)
-        assert not np.allclose(leaf, arrays(0)[key], atol=1e-4)
+    found = train(stacked, NamedOptimizer(config, matrices=MATRICES))
+    assert found["blocks.up.kernel"].shape == (3, 130, 2, 7, 10)
+    for key, leaf in stacked({name: np.asarray(leaf) for name, leaf in expected.items()}).items():
+        np.testing.assert_allclose(found[key], leaf, rtol=2e-5, atol=2e-6, err_msg=key)
+        assert not np.allclose(leaf, stacked(arrays(0))[key], atol=1e-4)
+
+
+def test_a_transformer_says_how_its_arrays_are_seen():
+    shape = ModelConfig(dim=32, num_blocks=2, vocab_size=40, head_size=8, kv_heads=2, use_moe=True)
+    matrices = split_module(nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))))[0].params.matrices
+    assert matrices["blocks.attention.qkv.kernel"] == Matrix(stacked=True, columns=3)
+    assert matrices["blocks.feedforward.gate_up"] == Matrix(stacked=True, columns=2)
+    assert matrices["blocks.attention_norm.scale"] == matrices["blocks.feedforward.down"] == Matrix(stacked=True)
+    assert "embedding.embedding" not in matrices

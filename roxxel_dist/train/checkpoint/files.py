@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.data.commit import sync_folder, write_file
+from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.metadata import META
 
 STATE, PARAMS = "state", "params/"
@@ -180,6 +182,43 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
     return _data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
+
+
+def is_convertible(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]]) -> bool:
+    """Whether the arrays of a checkpoint of an older layout are those that are wanted; both as `shapes` tells them."""
+    old = {name: jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for name, (*shape, _) in saved.items()}
+    new = {name: tuple(shape) for name, (*shape, _) in wanted.items()}
+    try:
+        jax.eval_shape(partial(layout.convert, shapes=new), old)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def restore_converted(
+    handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, saved: Mapping[str, list[Any]], like: Any
+) -> Any:
+    """`restore_state` of a checkpoint of an older layout, whose arrays are `saved`."""
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, keys_to_data(like))
+    leaves, tree = jax.tree.flatten_with_path(abstract)
+    wanted = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    sizes = {name: shape[:-1] + ([2] if "key<" in shape[-1] else []) for name, shape in saved.items()}
+    needed = layout.old_tree(saved, wanted, sizes)
+    named = jax.tree_util.keystr
+    item = jax.tree.map_with_path(
+        lambda path, _: needed.get(named(path, simple=True, separator="/"), ocp.PLACEHOLDER),
+        handler.metadata(epath.Path(checkpoint / STATE)).tree,
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    found = handler.restore(
+        epath.Path(checkpoint / STATE), args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+    )
+    old = {named(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+    old = {name: old[name] for name in needed}
+    shapes = {name: leaf.shape for name, leaf in wanted.items()}
+    places = {name: leaf.sharding for name, leaf in wanted.items()}
+    made = jax.jit(partial(layout.convert, shapes=shapes), out_shardings=places)(old)
+    return _data_to_keys(jax.tree.unflatten(tree, [made[name] for name in wanted]), like)
 
 
 def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:

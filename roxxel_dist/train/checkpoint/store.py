@@ -22,6 +22,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata
 
 SAVE_LIMIT_S = 3600.0
@@ -144,7 +145,7 @@ class CheckpointStore:
         if step in self._saved:
             return
         val_loss = files.number(val_loss)
-        text = json.dumps({"val_loss": val_loss, "shapes": files.shapes(state), "meta": meta})
+        text = json.dumps({"layout": LAYOUT, "val_loss": val_loss, "shapes": files.shapes(state), "meta": meta})
         self._count += 1
         # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
         temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
@@ -295,17 +296,24 @@ class CheckpointStore:
             raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
-    def _check(self, step: int, like: Any, *, whole: bool) -> None:
-        if wrong := files.difference(self._read(step)["shapes"], files.shapes(like), whole=whole):
+    def _check(self, step: int, like: Any, *, whole: bool) -> bool:
+        """Whether the checkpoint is of an older layout, to be converted."""
+        saved = self._read(step)
+        if wrong := files.difference(saved["shapes"], files.shapes(like), whole=whole):
+            if saved.get("layout", 1) < LAYOUT and files.is_convertible(saved["shapes"], files.shapes(like)):
+                return True
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
                 f"it was made with" + (", or a new run directory" if whole else "")
             )
+        return False
 
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
-        self._check(step, like, whole=whole)
+        is_old, saved = self._check(step, like, whole=whole), self._read(step)
         with self._readable(step):
+            if is_old:
+                return files.restore_converted(self._handler, self.folder / str(step), saved["shapes"], like)
             return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
 
     def _read(self, step: int) -> dict[str, Any]:
