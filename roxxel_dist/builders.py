@@ -33,7 +33,7 @@ from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.model.user_code import find_function
+from roxxel_dist.model.user_code import import_function
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
@@ -115,7 +115,7 @@ def build_components(
         config=config,
         vocab_size=vocab_size,
         build=model_builder(config, kernel),
-        loss=token_losses if config.loss is None else find_function("loss", config.loss),
+        loss=token_losses if config.loss is None else import_function("loss", config.loss),
         optimizer=optimizer,
         curriculum=curriculum,
         validation=validation or {HELD_OUT: held_out},
@@ -169,7 +169,7 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
     if config.model is None:
         shape = dataclasses.replace(config.part(ModelConfig), attention=kernel)
         return lambda: Transformer(shape, nnx.Rngs(**rngs))
-    make = find_function("model", config.model)
+    make = import_function("model", config.model)
 
     def build() -> nnx.Module:
         own = copy.deepcopy(config)  # the user's function may change it
@@ -212,7 +212,7 @@ def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, beg
     # What needs no corpus, before hours are spent on one.
     for field, name in (("model", config.model), ("loss", config.loss)):
         if name is not None:
-            find_function(field, name)
+            import_function(field, name)
     shard_paths(config, "datasets")
     shard_paths(config, "validation")
     if config.init_from is not None and begins:

@@ -24,7 +24,7 @@ from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.locate import check_local
 from roxxel_dist.model.config import ModelConfig, check_sizes
-from roxxel_dist.model.user_code import OwnConfig
+from roxxel_dist.model.user_code import UserCodeConfig
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
@@ -140,8 +140,8 @@ def _is_away(error: ValueError | OSError) -> bool:
 
 
 @component
-class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, DataConfig, OwnConfig, ModelConfig):  # of the last first
-    """Every setting of a run."""
+class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, DataConfig, UserCodeConfig, ModelConfig):
+    """Every setting of a run: those of the last class first."""
 
     def __post_init__(self) -> None:
         """No check: a `Config` may hold anything until it is used."""

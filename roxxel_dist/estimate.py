@@ -28,7 +28,7 @@ from roxxel_dist.display import aligned, duration, size
 from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE, score_bytes
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.param_count import by_part
+from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
@@ -340,7 +340,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
         vocab_size=config.vocab_size or 0,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in model.params.values()),
-        parts=by_part(params),
+        parts=count_by_module(params),
         state={
             "parameters": device_bytes((state.params, model.frozen)),
             "optimizer": device_bytes(state.opt_state),

@@ -18,7 +18,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.commit import write_file
 from roxxel_dist.data.locate import is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.param_count import by_part
+from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, write_cursor
 from roxxel_dist.train.resume import max_steps_note
@@ -114,7 +114,7 @@ def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, ja
     return {
         "parameters": sum(leaf.size for leaf in leaves),
         "trainable_parameters": sum(leaf.size for leaf in params.values()),
-        "parameters_by_part": by_part(weights),
+        "parameters_by_part": count_by_module(weights),
         "weights_mem_MB": sum(leaf.nbytes for leaf in leaves) / MB,
         "optimizer_mem_MB": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / MB,
         "dtype": dtypes[0] if len(dtypes) == 1 else ", ".join(dtypes),

@@ -18,7 +18,7 @@ from flax import nnx
 from roxxel_dist.builders import model_builder
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
-from roxxel_dist.model.lora import A, merge_adapters, stacked_scales, target_of
+from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files, layout
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
@@ -121,7 +121,7 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointM
 
 def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:
     """What a checkpoint would say of the adapters among some parameters, by the config that is beside them."""
-    names = [name.removesuffix(A) for name in params if name.endswith(A)]
+    names = [name.removesuffix(LORA_A_SUFFIX) for name in params if name.endswith(LORA_A_SUFFIX)]
     if not names:
         return CheckpointMetadata()
     base, source = None, saved.get(RECORD, {}).get(INITIALIZED_FROM)

@@ -15,7 +15,7 @@ from roxxel_dist.builders import build_components, model_builder
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.model.user_code import find_function
+from roxxel_dist.model.user_code import import_function
 from roxxel_dist.weights import check_continues
 
 pytestmark = pytest.mark.xdist_group("own")
@@ -168,7 +168,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("class Family:\n    @staticmethod\n    def build(config, rngs): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert find_function("model", "only_here:Family.build").__name__ == "build"
+    assert import_function("model", "only_here:Family.build").__name__ == "build"
 
 
 @pytest.mark.long
@@ -208,4 +208,4 @@ def test_what_a_module_itself_lacks_is_no_wrong_path(tmp_path, monkeypatch):
     (tmp_path / "lacking.py").write_text("import no_such_package_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_anywhere"):
-        find_function("model", "lacking:build")
+        import_function("model", "lacking:build")

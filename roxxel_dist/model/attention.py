@@ -61,12 +61,12 @@ class Attention(nnx.Module):
         return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), held
 
     @property
-    def kept(self) -> tuple[tuple[int, ...], ...]:
+    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of what a cache keeps of a token."""
         return ((self.kv_heads, self.head_size),) * 2
 
     @property
-    def pair_products(self) -> int:
+    def attention_macs_per_pair(self) -> int:
         """Multiplications for a query and a key: of their score, and to mix in the value."""
         return 2 * self.n_heads * self.head_size
 

@@ -48,7 +48,7 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p!r}: it must be above 0 and at most 1, which is all tokens")
 
 
-class How(NamedTuple):
+class SamplingInputs(NamedTuple):
     """The same as inputs of a program: other values compile nothing new."""
 
     temperature: Any
@@ -63,7 +63,7 @@ class How(NamedTuple):
     """int32[]: the token that ends a row; below 0 for none."""
 
 
-def how(sampling: Sampling, seeds: Sequence[int], end: int | None) -> How:
+def sampling_inputs(sampling: Sampling, seeds: Sequence[int], end: int | None) -> SamplingInputs:
     """The options of a batch of rows.
 
     Raises:
@@ -74,7 +74,7 @@ def how(sampling: Sampling, seeds: Sequence[int], end: int | None) -> How:
             raise ValueError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
     # What is more than the types hold says the same as the most that they do.
     temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
-    return How(
+    return SamplingInputs(
         np.float32(temperature),
         np.int32(top_k),
         np.float32(sampling.top_p),
@@ -83,28 +83,28 @@ def how(sampling: Sampling, seeds: Sequence[int], end: int | None) -> How:
     )
 
 
-def draw(logits_BxV: jax.Array, place_B: jax.Array, how: How) -> jax.Array:
+def sample(logits_BxV: jax.Array, place_B: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """int32[B]: the token for a place in the text of each row. A row's draws depend on its seed and places alone."""
     logits_BxV = logits_BxV.astype(jnp.float32)
-    scaled_BxV = logits_BxV / jnp.maximum(how.temperature, 1e-6)
+    scaled_BxV = logits_BxV / jnp.maximum(inputs.temperature, 1e-6)
     # Sorting a large vocabulary costs as much as a small model: only where it is asked for.
-    limited = (how.temperature > 0) & ((how.top_k > 0) | (how.top_p < 1))
-    scaled_BxV = jax.lax.cond(limited, _likeliest, lambda scaled_BxV, _: scaled_BxV, scaled_BxV, how)
-    keys_B = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(how.seed_B, place_B)
+    limited = (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1))
+    scaled_BxV = jax.lax.cond(limited, top_k_top_p_filter, lambda scaled_BxV, _: scaled_BxV, scaled_BxV, inputs)
+    keys_B = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(inputs.seed_B, place_B)
     drawn_B = jax.vmap(jax.random.categorical)(keys_B, scaled_BxV)
-    return jnp.where(how.temperature > 0, drawn_B, jnp.argmax(logits_BxV, axis=1)).astype(jnp.int32)
+    return jnp.where(inputs.temperature > 0, drawn_B, jnp.argmax(logits_BxV, axis=1)).astype(jnp.int32)
 
 
-def _likeliest(scaled_BxV: jax.Array, how: How) -> jax.Array:
+def top_k_top_p_filter(scaled_BxV: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """The logits of the tokens within top_k and top_p; those of the others are minus infinity."""
     order_BxV = jnp.argsort(-scaled_BxV, axis=1, stable=True)
     sorted_BxV = jnp.take_along_axis(scaled_BxV, order_BxV, axis=1)
     rank_V = jnp.arange(scaled_BxV.shape[1])
-    within_BxV = jnp.broadcast_to((rank_V < how.top_k) | (how.top_k == 0), scaled_BxV.shape)
+    within_BxV = jnp.broadcast_to((rank_V < inputs.top_k) | (inputs.top_k == 0), scaled_BxV.shape)
     # Of those that are left, as of a distribution of their own.
     probability_BxV = jax.nn.softmax(jnp.where(within_BxV, sorted_BxV, -jnp.inf), axis=1)
     before_BxV = jnp.cumsum(probability_BxV, axis=1) - probability_BxV
-    within_BxV &= (before_BxV < how.top_p) | (rank_V == 0)
+    within_BxV &= (before_BxV < inputs.top_p) | (rank_V == 0)
     rows_Bx1 = jnp.arange(scaled_BxV.shape[0])[:, None]
     kept_BxV = jnp.zeros(scaled_BxV.shape, bool).at[rows_Bx1, order_BxV].set(within_BxV, unique_indices=True)
     return jnp.where(kept_BxV, scaled_BxV, -jnp.inf)
@@ -166,7 +166,7 @@ def generate_rows(
     graphdef, state = _evaluating(model)
     if not isinstance(model, Transformer):
         rows = [
-            _uncached(graphdef, state, row, max_new_tokens, max_context, how(sampling, [seed], eos_id))
+            _uncached(graphdef, state, row, max_new_tokens, max_context, sampling_inputs(sampling, [seed], eos_id))
             for row, seed in zip(kept, seeds, strict=True)
         ]
     else:
@@ -196,10 +196,10 @@ def stream(
         yield from generate_rows(model, [prompt], max_new_tokens, **options)[0]
         return
     graphdef, state = _evaluating(model)
-    running, how_drawn = _begin(graphdef, state, [kept], max_context, sampling, [seed], eos_id)
+    running, inputs = _begin(graphdef, state, [kept], max_context, sampling, [seed], eos_id)
     for i in range(max_new_tokens):
         if i:
-            running = _decode(graphdef, state, running, np.int32(i + 1), how_drawn)
+            running = _decode(graphdef, state, running, np.int32(i + 1), inputs)
         token = int(running.token_B[0])
         if token == eos_id:
             return
@@ -243,7 +243,7 @@ class Running(NamedTuple):
 def _begin(
     graphdef: Any, state: Any, prompts: list[list[int]], limit: int, sampling: Sampling, seeds: Sequence[int],
     end: int | None,
-) -> tuple[Running, How]:  # fmt: skip
+) -> tuple[Running, SamplingInputs]:  # fmt: skip
     """Read the prompts, and draw the first token of each. Rows are added up to a power of 2, and are done at once."""
     count = 1 << (len(prompts) - 1).bit_length()
     longest = max(map(len, prompts))
@@ -251,53 +251,57 @@ def _begin(
     lengths = np.zeros(count, np.int32)  # of a row that is only added, one token is read: something must be
     for i, prompt in enumerate(prompts):
         rows[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-    options = how(sampling, [*seeds, *[0] * (count - len(prompts))], end)
+    options = sampling_inputs(sampling, [*seeds, *[0] * (count - len(prompts))], end)
     return _prefill(graphdef, state, rows, lengths, options), options
 
 
 @partial(jax.jit, static_argnums=0)
-def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, how: How) -> Running:
+def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, inputs: SamplingInputs) -> Running:
     """What stands behind the first `length_B` tokens of each row."""
     model = nnx.merge(graphdef, state, copy=True)
     read_B = jnp.maximum(length_B, 1)
     batch = prompt_BxL.shape[0]
     x_BxLxD, _, cache = model.states(prompt_BxL, cache=model.empty_cache(batch)._replace(count_B=read_B))
     last_Bx1xD = jnp.take_along_axis(x_BxLxD, (read_B - 1)[:, None, None], axis=1)
-    token_B = draw(model.logits(last_Bx1xD)[:, 0], read_B, how)
+    token_B = sample(model.logits(last_Bx1xD)[:, 0], read_B, inputs)
     new_BxC = jnp.full((batch, model.config.max_context), NO_TOKEN, jnp.int32).at[:, 0].set(token_B)
-    return Running(jnp.int32(1), token_B, (length_B == 0) | (token_B == how.end), new_BxC, cache._replace(count_B=None))
+    return Running(
+        jnp.int32(1), token_B, (length_B == 0) | (token_B == inputs.end), new_BxC, cache._replace(count_B=None)
+    )
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _decode(graphdef: Any, state: Any, running: Running, until: Any, how: How) -> Running:
+def _decode(graphdef: Any, state: Any, running: Running, until: Any, inputs: SamplingInputs) -> Running:
     """With `until` new tokens a row, or fewer where all rows have come to their end."""
 
     def add(running: Running) -> Running:
         drawn, token_B, done_B, new_BxC, cache = running
         # Inside the loop, and of copies: NNX objects do not cross jax's trace levels, and a layer may count its draws.
         logits_Bx1xV, cache = nnx.merge(graphdef, state, copy=True)(token_B[:, None], cache=cache)
-        token_B = draw(logits_Bx1xV[:, 0], cache.length_B, how)
-        return Running(drawn + 1, token_B, done_B | (token_B == how.end), new_BxC.at[:, drawn].set(token_B), cache)
+        token_B = sample(logits_Bx1xV[:, 0], cache.length_B, inputs)
+        return Running(drawn + 1, token_B, done_B | (token_B == inputs.end), new_BxC.at[:, drawn].set(token_B), cache)
 
     return jax.lax.while_loop(lambda running: (running.drawn < until) & ~running.done_B.all(), add, running)
 
 
-def _uncached(graphdef: Any, state: Any, prompt: list[int], count: int, limit: int, how: How) -> list[int]:
+def _uncached(
+    graphdef: Any, state: Any, prompt: list[int], count: int, limit: int, inputs: SamplingInputs
+) -> list[int]:
     length = len(prompt) + count
     window = np.zeros((1, min(limit, -(-length // WINDOW_STEP) * WINDOW_STEP)), np.int32)
     window[0, : len(prompt)] = prompt
-    out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), how)
+    out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), inputs)
     return np.asarray(out)[0, len(prompt) : length].tolist()
 
 
 @partial(jax.jit, static_argnums=0)
-def _continue(graphdef: Any, state: Any, window: Any, start: Any, count: Any, how: How) -> jax.Array:
+def _continue(graphdef: Any, state: Any, window: Any, start: Any, count: Any, inputs: SamplingInputs) -> jax.Array:
     """Fill int32[1, C] from position `start` on. Runs the whole window for each token: there is no cache."""
 
     def add(i: jax.Array, tokens: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state, copy=True)
         logits_1xV = jax.lax.dynamic_index_in_dim(model(tokens)[0], i - 1)
-        token_1 = draw(logits_1xV, i[None], how)
+        token_1 = sample(logits_1xV, i[None], inputs)
         return jax.lax.dynamic_update_slice(tokens, token_1[:, None], (0, i))
 
     return jax.lax.fori_loop(start, start + count, add, jnp.asarray(window))

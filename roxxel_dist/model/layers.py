@@ -29,7 +29,7 @@ COLUMN_AXES = "column_axes"
 """In the metadata of an `nnx.Param`: how many of its last axes are together the columns of a matrix; 1 if not there."""
 
 
-class Setting(nnx.Variable[jax.Array]):
+class DynamicScalar(nnx.Variable[jax.Array]):
     """A float32[] scalar that goes into the training step as an input.
 
     It is not trained and not kept in checkpoints: a resumed run takes it from its config. Used by several layers, one
@@ -38,7 +38,7 @@ class Setting(nnx.Variable[jax.Array]):
 
     def __init__(self, value: float | jax.Array, **metadata: Any) -> None:
         if jnp.shape(value) != ():
-            raise ValueError(f"a Setting is one number, and this has the shape {jnp.shape(value)}")
+            raise ValueError(f"a DynamicScalar is one number, and this has the shape {jnp.shape(value)}")
         super().__init__(jnp.asarray(value, jnp.float32), **metadata)
 
 
@@ -59,12 +59,12 @@ class Dropout(nnx.Module):
     """Zeroes elements at random and scales the others up to keep the mean; does nothing in evaluation mode.
 
     Args:
-        rate: the share of elements that is zeroed, at least 0 and below 1; one Setting may serve many layers.
+        rate: the share of elements that is zeroed, at least 0 and below 1; one DynamicScalar may serve many layers.
         rngs: the stream `dropout`.
     """
 
-    def __init__(self, rate: float | Setting, *, rngs: nnx.Rngs) -> None:
-        self.rate: Setting = rate if isinstance(rate, Setting) else Setting(rate)
+    def __init__(self, rate: float | DynamicScalar, *, rngs: nnx.Rngs) -> None:
+        self.rate: DynamicScalar = rate if isinstance(rate, DynamicScalar) else DynamicScalar(rate)
         self.deterministic = False  # NNX's eval() and train() set it
         self.rngs: nnx.RngStream = rngs.dropout.fork()
 

@@ -20,7 +20,7 @@ from roxxel_dist.model.layers import COLUMN_AXES, Dropout
 
 LoRAParam = nnx.LoRAParam
 """The kind of an adapter's arrays."""
-A, B = ".lora_a", ".lora_b"
+LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_a", ".lora_b"
 """How their names end."""
 ADAPTER = "_adapter"
 """How an adapter is called that belongs to an array, and not to a layer: by the array's name and this."""
@@ -168,7 +168,7 @@ def stacked_scales(scales: Mapping[str, float], params: Mapping[str, Any]) -> di
     names = {}
     for name, scale in scales.items():
         whole = re.sub(r"\bblocks\.\d+\.", "blocks.", name).replace("feedforward.up", "feedforward.gate_up")
-        names[name if name + A in params or target_of(name) in params else whole] = scale
+        names[name if name + LORA_A_SUFFIX in params or target_of(name) in params else whole] = scale
     return names
 
 
@@ -191,8 +191,8 @@ def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> di
     Returns:
         Arrays by name, without adapters, in the types of the arrays that they stand on.
     """
-    plain = {name: array for name, array in params.items() if not name.endswith((A, B))}
+    plain = {name: array for name, array in params.items() if not name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))}
     for name, scale in scales.items():
         target = target_of(name)
-        plain[target] = merged(plain[target], params[name + A], params[name + B], scale)
+        plain[target] = merged(plain[target], params[name + LORA_A_SUFFIX], params[name + LORA_B_SUFFIX], scale)
     return plain

@@ -93,12 +93,12 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 
     @property
-    def kept(self) -> tuple[tuple[int, ...], ...]:
+    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of what a cache keeps of a token."""
         return (self.latent_size,), (self.rope_dim,)
 
     @property
-    def pair_products(self) -> int:
+    def attention_macs_per_pair(self) -> int:
         """Multiplications for a query and a key: of their score, and to mix in the value."""
         size = self.latent_size if self.absorbed else self.head_size
         return self.n_heads * (2 * size + self.rope_dim)

@@ -22,7 +22,7 @@ class FeedForward(nnx.Module):
     of 8. `hidden_dim` is the width itself. The first matrix is [D, 2, F], gate and up; of a plain layer [D, 1, F].
     """
 
-    idle = 0
+    inactive_params = 0
     """Parameters that a token does not meet."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:

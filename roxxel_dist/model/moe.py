@@ -105,7 +105,7 @@ class MixtureOfExperts(nnx.Module):
                 setattr(self, name + ADAPTER, ExpertsAdapter(getattr(self, name), config, rngs))
 
     @property
-    def idle(self) -> int:
+    def inactive_params(self) -> int:
         """Parameters that a token does not meet."""
         spent = self.gate_up.get_value().size + self.down.get_value().size  # shapes alone, where a run is planned
         return spent // self.n_experts * (self.n_experts - self.top_k)

@@ -13,7 +13,7 @@ class Sized(Protocol):
         ...
 
 
-def by_part(params: Mapping[str, Sized]) -> dict[str, int]:
+def count_by_module(params: Mapping[str, Sized]) -> dict[str, int]:
     """Parameters of each part of a model: of each attribute of its module, all layers of a list together.
 
     Args:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.model.kv_cache import Held, Reading
-from roxxel_dist.model.layers import Setting
+from roxxel_dist.model.layers import DynamicScalar
 
 STACKED = "stacked"
 """Marks, in the metadata of an `nnx.Param`, one whose first axis is the layer."""
@@ -17,7 +17,7 @@ STACKED = "stacked"
 def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
     """One module with the arrays of `count` stacked: those that as many calls of `make` would have, one after another.
 
-    It is traced twice, however many there are. `Setting`s are not stacked.
+    It is traced twice, however many there are. `DynamicScalar`s are not stacked.
     """
     graphdef, keys, before = nnx.split(rngs, nnx.RngKey, ...)
     before = jax.tree.map(jnp.asarray, before)  # a copy: what comes of split changes with the streams
@@ -28,7 +28,7 @@ def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs)
         return jax.tree.map(lambda first, second: first + jnp.uint32(i) * (second - first), before, after)
 
     def leaves(i: jax.Array) -> Any:
-        return nnx.split(make(nnx.merge(graphdef, keys, moved(i), copy=True)), Setting, ...)[2]
+        return nnx.split(make(nnx.merge(graphdef, keys, moved(i), copy=True)), DynamicScalar, ...)[2]
 
     nnx.update(module, jax.vmap(leaves)(jnp.arange(count)))
     nnx.update(rngs, moved(count))
@@ -51,13 +51,13 @@ def run_stack(
         scan: compile one block for all. With a cache the loop is unrolled: so each entry changes in its place.
         remat: compute each block again in the backward pass.
     """
-    graphdef, shared, params, streams = nnx.split(blocks, Setting, nnx.Param, ...)
+    graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
     def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: Held | None) -> Any:
         # A copy: NNX objects do not cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
         x_BxLxD, balance, cache = block(x_BxLxD, reading, cache)
-        return x_BxLxD, balance, nnx.split(block, Setting, nnx.Param, ...)[3], cache
+        return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop there is nothing that XLA could merge the second computation with.
     run = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer

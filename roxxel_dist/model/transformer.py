@@ -13,7 +13,7 @@ from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.kv_cache import Cache, Held, Reading, begin, empty_cache
-from roxxel_dist.model.layers import Dropout, Embedding, Norm, Setting, logits_of, make_norm, sinusoids
+from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam, linear
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.mlp import FeedForward
@@ -24,7 +24,7 @@ from roxxel_dist.model.scan_layers import run_stack, stack_of
 class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream and reading a normed copy of it."""
 
-    def __init__(self, config: ModelConfig, dropout_rate: Setting | None, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dropout_rate: DynamicScalar | None, rngs: nnx.Rngs) -> None:
         self.attention_norm: Norm = make_norm(config, config.dim, rngs)
         attention = LatentAttention if config.mla else Attention
         self.attention: LatentAttention | Attention = attention(config, rngs)
@@ -80,11 +80,11 @@ class Transformer(nnx.Module):
         if config.pos_encoding == "learned":
             self.position: Embedding = embedding(config.max_context, None, FSDP)
         # No layer at rate 0: it would carry random state through every step for nothing.
-        rate = Setting(config.dropout_rate) if config.dropout_rate else None
+        rate = DynamicScalar(config.dropout_rate) if config.dropout_rate else None
         self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
         self.norm: Norm = make_norm(config, config.dim, rngs)
         if config.use_moe:
-            self.alpha_balance: Setting = Setting(config.alpha_balance)
+            self.alpha_balance: DynamicScalar = DynamicScalar(config.alpha_balance)
         if not config.weight_tying:
             self.head: nnx.LinearGeneral = linear(
                 config, None, config.dim, config.vocab_size, (FSDP, TENSOR), init, rngs
@@ -192,7 +192,7 @@ class Transformer(nnx.Module):
             An entry a block, [batch, slots, ...]: `max_context` slots, or `context_window` with a window.
         """
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
-        shapes = [self.blocks.attention.kept] * self.config.num_blocks
+        shapes = [self.blocks.attention.cache_shapes] * self.config.num_blocks
         return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
 
     @classmethod
@@ -236,12 +236,12 @@ class Transformer(nnx.Module):
             length: tokens of its row.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
-        parameters -= self.blocks.feedforward.idle  # of all layers
+        parameters -= self.blocks.feedforward.inactive_params  # of all layers
         # Not `[...]`: of an abstract model that is a shape, which cannot be indexed.
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding.get_value().size
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding.get_value().size
-        pairs = self.config.num_blocks * self.blocks.attention.pair_products
+        pairs = self.config.num_blocks * self.blocks.attention.attention_macs_per_pair
         adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, LoRAParam)))
         of_weights = 4.0 * (parameters - looked_up) + 2.0 * adapters if adapters else 6.0 * (parameters - looked_up)
         return of_weights + 6.0 * pairs * min(length, self.config.window or length)

@@ -10,7 +10,7 @@ from roxxel_dist.component import component
 
 
 @component
-class OwnConfig:
+class UserCodeConfig:
     """What is trained instead of the built-in Transformer and its cross-entropy."""
 
     model: str | None = None
@@ -30,7 +30,7 @@ class OwnConfig:
                 raise ValueError(f"model_args: {key!r} is not a name: its keys must be text")
 
 
-def find_function(field: str, name: str) -> Callable[..., Any]:
+def import_function(field: str, name: str) -> Callable[..., Any]:
     """The function that `name`, "module:function", stands for; modules of the working directory are found too.
 
     Args:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
-from roxxel_dist.model.lora import A, B, adapter_shapes, merged, stacked_scales, target_of
+from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, stacked_scales, target_of
 from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
@@ -109,17 +109,18 @@ def params_loader(source: CheckpointRef) -> Callable[[Leaves], Leaves]:
                 return store.restore_params(step, like)
             merged_weights, saved = dict(base_params_loader(base)(like)), store.param_shapes(step)
             scales = stacked_scales(metadata.adapter_scales or {}, like)
-            rank, dtype = next((leaf.shape[-1], leaf.dtype) for name, leaf in saved.items() if name.endswith(A))
-            shapes = {
-                name + end: _replicated(jax.ShapeDtypeStruct(shape, dtype), like)
-                for name in scales
-                for end, shape in zip((A, B), adapter_shapes(name, like[target_of(name)].shape, rank), strict=True)
-            }
+            lora_a = next(leaf for name, leaf in saved.items() if name.endswith(LORA_A_SUFFIX))
+            shapes: dict[str, Any] = {}
+            for name in scales:
+                pair = adapter_shapes(name, like[target_of(name)].shape, lora_a.shape[-1])
+                for suffix, shape in zip((LORA_A_SUFFIX, LORA_B_SUFFIX), pair, strict=True):
+                    shapes[name + suffix] = _replicated(jax.ShapeDtypeStruct(shape, lora_a.dtype), like)
             adapters = store.restore_params(step, shapes)
             for name, scale in scales.items():
-                kernel = merged_weights[target_of(name)]
-                add = jax.jit(merged, out_shardings=kernel.sharding, static_argnums=3)
-                merged_weights[target_of(name)] = add(kernel, adapters[name + A], adapters[name + B], scale)
+                target = target_of(name)
+                a, b = adapters[name + LORA_A_SUFFIX], adapters[name + LORA_B_SUFFIX]
+                add = jax.jit(merged, out_shardings=merged_weights[target].sharding, static_argnums=3)
+                merged_weights[target] = add(merged_weights[target], a, b, scale)
             return merged_weights
 
     return load

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes, parameter_sharding
-from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, Setting
+from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
 from roxxel_dist.model.scan_layers import STACKED
 from roxxel_dist.train.bad_steps import LossMonitorState
@@ -70,7 +70,7 @@ class ModuleSplit:
     rest: Part
     """Neither parameters nor hparams: random streams, running statistics."""
     hparams: Part
-    """Numbers that a sweep may change, inputs of every step: the module's `Setting`s."""
+    """Numbers that a sweep may change, inputs of every step: the module's `DynamicScalar`s."""
     scales: Mapping[str, float]
     """Of each adapter by its name: what it counts (see `model.lora.merge_adapters`)."""
 
@@ -128,7 +128,7 @@ def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves
 
 def _split(model: nnx.Module) -> Any:
     """(graph definition, what is trained, what is frozen, hparams, rest)."""
-    graphdef, adapters, others, hparams, rest = nnx.split(model, LoRAParam, nnx.Param, Setting, ...)
+    graphdef, adapters, others, hparams, rest = nnx.split(model, LoRAParam, nnx.Param, DynamicScalar, ...)
     trained, frozen = (adapters, others) if jax.tree.leaves(adapters) else (others, adapters)
     return graphdef, trained, frozen, hparams, rest
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from roxxel_dist.model.layers import Dropout, Setting
+from roxxel_dist.model.layers import Dropout, DynamicScalar
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -37,6 +37,6 @@ def test_a_rate_of_nothing_loses_nothing():
 
 
 def test_a_setting_is_one_number():
-    assert Setting(1).get_value().dtype == jnp.float32
-    with pytest.raises(ValueError, match=r"a Setting is one number, and this has the shape \(2,\)"):
-        Setting(jnp.ones(2))
+    assert DynamicScalar(1).get_value().dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"a DynamicScalar is one number, and this has the shape \(2,\)"):
+        DynamicScalar(jnp.ones(2))

@@ -10,13 +10,13 @@ from flax import nnx
 from own_model import Recurrent
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.param_count import by_part
+from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.train_state import split_module
 
 
 def parameters(build):
-    return by_part(jax.eval_shape(lambda: split_module(build(nnx.Rngs(0)))[1]))
+    return count_by_module(jax.eval_shape(lambda: split_module(build(nnx.Rngs(0)))[1]))
 
 
 def test_the_built_in_model():
@@ -38,7 +38,7 @@ def test_a_model_of_ones_own():
 
 
 def test_arrays_without_a_module():
-    assert by_part({"w": np.zeros((2, 3)), "b.0": np.zeros(3), "b.1": np.zeros(1), "w.x": np.zeros(())}) == {
+    assert count_by_module({"w": np.zeros((2, 3)), "b.0": np.zeros(3), "b.1": np.zeros(1), "w.x": np.zeros(())}) == {
         "w": 7,
         "b": 4,
     }

@@ -12,7 +12,7 @@ from runs import model
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.layers import Setting
+from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer
@@ -268,7 +268,7 @@ class Odd(nnx.Module):
         self.cache = nnx.Cache({"key": jnp.zeros(2), "value": jnp.zeros(3)})
         self.table = nnx.data(jnp.arange(4))
         self.empty = nnx.Variable(None)
-        self.half = Setting(0.5)
+        self.half = DynamicScalar(0.5)
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=3))
 
     def __call__(self, x):
