@@ -11,7 +11,7 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attention_kernels import attend
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.kv_cache import Held, Reading, keep
+from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Rotary, rotary_of, rotate
 from roxxel_dist.model.lora import linear
 
@@ -46,19 +46,21 @@ class Attention(nnx.Module):
         self.out: nnx.LinearGeneral = out_projection(config, n_heads * size, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
-    def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
+    def __call__(
+        self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: keys and values [B, slots, kv_heads, K]."""
         qkv_BxLxGxSxK = self.qkv(x_BxLxD)
         q = qkv_BxLxGxSxK[..., :-2, :].reshape(*x_BxLxD.shape[:2], self.n_heads, self.head_size)
         k, v = qkv_BxLxGxSxK[..., -2, :], qkv_BxLxGxSxK[..., -1, :]
         if self.rotary is not None:
-            q, k = (rotate(x, reading.position_L, self.rotary) for x in (q, k))
-        if held is not None and reading.slot_BxL is not None:
-            (k, v), held = keep(held, (k, v), reading.slot_BxL, self.window)
-        mixed_BxLxHxK = attend(q, k, v, reading, self.window, kernel=self.kernel)
+            q, k = (rotate(x, metadata.position_L, self.rotary) for x in (q, k))
+        if cache is not None and metadata.slot_BxL is not None:
+            (k, v), cache = update(cache, (k, v), metadata.slot_BxL, self.window)
+        mixed_BxLxHxK = attend(q, k, v, metadata, self.window, kernel=self.kernel)
         if self.gate is not None:
             mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), held
+        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), cache
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:

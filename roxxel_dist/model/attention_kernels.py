@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.mesh import TENSOR, row_axes, row_shards
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.kv_cache import Reading
+from roxxel_dist.model.kv_cache import AttentionMetadata
 
 Kernel = Literal["xla", "cudnn", "splash"]
 LONGEST_WHOLE = 1024
@@ -33,7 +33,7 @@ def attend(
     q_BxLxHxK: jax.Array,
     k_BxSxGxK: jax.Array,
     v_BxSxGxV: jax.Array,
-    reading: Reading,
+    metadata: AttentionMetadata,
     window: int | None,
     scale: float | None = None,
     kernel: AttentionKernel = "auto",
@@ -44,7 +44,7 @@ def attend(
         q_BxLxHxK: queries; groups of H / G share a key.
         k_BxSxGxK: keys.
         v_BxSxGxV: values; V <= K.
-        reading: what is known of the tokens. A mask is computed by XLA at once, whatever the kernel: a cache has one.
+        metadata: what is known of the tokens. A mask is computed by XLA at once, whatever the kernel: a cache has one.
         window: how many tokens one sees, itself included; None for all before it.
         scale: of the scores; 1 / sqrt(K) if not given.
         kernel: see `kernel_for`.
@@ -52,12 +52,12 @@ def attend(
     Raises:
         ValueError: the kernel cannot do it here.
     """
-    if reading.mask_Bx1xLxS is not None or reading.slot_BxL is not None:
-        causal = reading.slot_BxL is None  # with a cache, the mask says it all
+    if metadata.mask_Bx1xLxS is not None or metadata.slot_BxL is not None:
+        causal = metadata.slot_BxL is None  # with a cache, the mask says it all
         return _jax_attention(
-            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, reading.mask_Bx1xLxS
+            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, metadata.mask_Bx1xLxS
         )
-    segments_BxL = reading.segments_BxL
+    segments_BxL = metadata.segments_BxL
     rows, length, _, size = q_BxLxHxK.shape
     mesh = jax.sharding.get_abstract_mesh()
     chosen = kernel_for(

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Held = tuple[jax.Array, ...]
+LayerCache = tuple[jax.Array, ...]
 """What there is of each token: arrays [B, slots, ...] of a cache, or [B, L, ...] of new tokens."""
 
-NOT_YET = 1 << 30
+EMPTY = 1 << 30
 """The place of an empty slot: behind all tokens, so that the causal mask hides it."""
 
 
@@ -26,16 +26,16 @@ class Cache(NamedTuple):
 
     length_B: jax.Array
     """int32 [B]: tokens read so far."""
-    tokens: Held
+    tokens: LayerCache
     """int32 [B, slots] each: the place in its row of the token in each slot, and its segment."""
-    layers: tuple[Held, ...]
+    layers: tuple[LayerCache, ...]
     """For each block what its attention keeps: keys and values, or with mla latents and rotary keys."""
     count_B: jax.Array | None = None
     """int32 [B]: how many of the tokens that are read next are real; those behind them are padding, and not kept. None:
     all are real."""
 
 
-class Reading(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """What the attention of every block must know about the tokens that are being read."""
 
     position_L: jax.Array
@@ -59,14 +59,14 @@ def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...
         shapes: for each block, the shapes of what its attention keeps of a token.
         dtype: of that.
     """
-    places = jnp.full((batch, slots), NOT_YET, jnp.int32)
+    places = jnp.full((batch, slots), EMPTY, jnp.int32)
     layers = tuple(tuple(jnp.zeros((batch, slots, *shape), dtype) for shape in block) for block in shapes)
     return Cache(jnp.zeros(batch, jnp.int32), (places, jnp.zeros((batch, slots), jnp.int32)), layers)
 
 
-def begin(
+def prepare(
     cache: Cache, length: int, segments_BxL: jax.Array | None, positions_BxL: jax.Array | None, window: int | None
-) -> tuple[Reading, Cache]:
+) -> tuple[AttentionMetadata, Cache]:
     """What the blocks need to read `length` more tokens a row, and the cache after them but for its layers."""
     batch, slots = cache.tokens[0].shape
     place_BxL = cache.length_B[:, None] + jnp.arange(length)
@@ -75,24 +75,26 @@ def begin(
     kept_BxL = (place_BxL < end_B[:, None]) & (place_BxL >= end_B[:, None] - slots)
     slot_BxL = jnp.where(kept_BxL, place_BxL % slots, slots)
     segment_BxL = jnp.zeros((batch, length), jnp.int32) if segments_BxL is None else segments_BxL
-    (seen_place_BxS, seen_segment_BxS), tokens = keep(cache.tokens, (place_BxL, segment_BxL), slot_BxL, window)
+    (seen_place_BxS, seen_segment_BxS), tokens = update(cache.tokens, (place_BxL, segment_BxL), slot_BxL, window)
     back_BxLxS = place_BxL[:, :, None] - seen_place_BxS[:, None]
     mask_BxLxS = (back_BxLxS >= 0) & (segment_BxL[:, :, None] == seen_segment_BxS[:, None])
     if window is not None:
         mask_BxLxS &= back_BxLxS < window
     position_BxL = place_BxL if positions_BxL is None else positions_BxL
-    return Reading(position_BxL, mask_BxLxS[:, None], slot_BxL), Cache(end_B, tokens, cache.layers)
+    return AttentionMetadata(position_BxL, mask_BxLxS[:, None], slot_BxL), Cache(end_B, tokens, cache.layers)
 
 
-def keep(held: Held, new: Held, slot_BxL: jax.Array, window: int | None) -> tuple[Held, Held]:
+def update(
+    cache: LayerCache, new: LayerCache, slot_BxL: jax.Array, window: int | None
+) -> tuple[LayerCache, LayerCache]:
     """Put new tokens into their slots.
 
     Returns:
         What the new tokens look at, and what is held from now on.
     """
     rows_Bx1 = jnp.arange(slot_BxL.shape[0])[:, None]
-    kept = tuple(h.at[rows_Bx1, slot_BxL].set(n, mode="drop") for h, n in zip(held, new, strict=True))
+    kept = tuple(h.at[rows_Bx1, slot_BxL].set(n, mode="drop") for h, n in zip(cache, new, strict=True))
     if window is None or slot_BxL.shape[1] == 1:
         return kept, kept
     # Several tokens at once take slots whose tokens the first of them still reach.
-    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(held, new, strict=True)), kept
+    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(cache, new, strict=True)), kept

@@ -8,7 +8,7 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attention import INIT_STD, Gate, out_projection
 from roxxel_dist.model.attention_kernels import attend
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.kv_cache import Held, Reading, keep
+from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import kernel_of
 from roxxel_dist.model.lora import linear as plain_or_adapted
@@ -49,7 +49,9 @@ class LatentAttention(nnx.Module):
         self.out: nnx.LinearGeneral = out_projection(config, heads, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
-    def __call__(self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None) -> tuple[jax.Array, Held | None]:
+    def __call__(
+        self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: latents and rotary keys."""
         q_BxLxHxQ = self.up_q(self.norm_q(self.down_q(x_BxLxD)))
         q_BxLxHxQ = q_BxLxHxQ.reshape(*x_BxLxD.shape[:2], self.n_heads, -1)
@@ -57,29 +59,33 @@ class LatentAttention(nnx.Module):
         latent_BxSxC = self.norm_kv(latent_BxSxC)
         if self.rotary is not None:
             q_BxLxHxK, turned = jnp.split(q_BxLxHxQ, [self.head_size], axis=-1)
-            turned = rotate(turned, reading.position_L, self.rotary)
+            turned = rotate(turned, metadata.position_L, self.rotary)
             q_BxLxHxQ = jnp.concatenate([q_BxLxHxK, turned], axis=-1)
-            turned_BxSxR = rotate(turned_BxSxR[:, :, None], reading.position_L, self.rotary)[:, :, 0]
-        absorbed = self.absorbed or held is not None
-        if held is not None and reading.slot_BxL is not None:
+            turned_BxSxR = rotate(turned_BxSxR[:, :, None], metadata.position_L, self.rotary)[:, :, 0]
+        absorbed = self.absorbed or cache is not None
+        if cache is not None and metadata.slot_BxL is not None:
             new = (latent_BxSxC, turned_BxSxR)
-            (latent_BxSxC, turned_BxSxR), held = keep(held, new, reading.slot_BxL, self.window)
+            (latent_BxSxC, turned_BxSxR), cache = update(cache, new, metadata.slot_BxL, self.window)
         mix = self._among_latents if absorbed else self._among_heads
-        mixed_BxLxHxK = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, reading)
+        mixed_BxLxHxK = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, metadata)
         if self.gate is not None:
             mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), held
+        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), cache
 
-    def _among_heads(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
+    def _among_heads(
+        self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
+    ) -> jax.Array:
         """Keys and values of each head, expanded from the latents: what training computes."""
         k_BxSxHxK, v_BxSxHxK = (
             up(latent).reshape(*latent.shape[:2], self.n_heads, -1) for up in (self.up_k, self.up_v)
         )
         shared = jnp.broadcast_to(turned[:, :, None], (*k_BxSxHxK.shape[:3], self.rope_dim))
         key = jnp.concatenate([k_BxSxHxK, shared], axis=-1)
-        return attend(q, key, v_BxSxHxK, reading, self.window, kernel=self.kernel)
+        return attend(q, key, v_BxSxHxK, metadata, self.window, kernel=self.kernel)
 
-    def _among_latents(self, q: jax.Array, latent: jax.Array, turned: jax.Array, reading: Reading) -> jax.Array:
+    def _among_latents(
+        self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
+    ) -> jax.Array:
         """The same by the absorbed form."""
         up_k_CxHxK, up_v_CxHxK = (
             kernel_of(up).reshape(self.latent_size, self.n_heads, self.head_size) for up in (self.up_k, self.up_v)
@@ -89,7 +95,7 @@ class LatentAttention(nnx.Module):
         query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
         key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
         scale = (self.head_size + self.rope_dim) ** -0.5
-        mixed_BxLxHxC = attend(query, key, latent[:, :, None], reading, self.window, scale, self.kernel)
+        mixed_BxLxHxC = attend(query, key, latent[:, :, None], metadata, self.window, scale, self.kernel)
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 
     @property

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.model.kv_cache import Held, Reading
+from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import DynamicScalar
 
 STACKED = "stacked"
@@ -39,24 +39,30 @@ def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs)
 
 
 def run_stack(
-    blocks: Any, x_BxLxD: jax.Array, reading: Reading, caches: tuple[Held, ...] | None, *, scan: bool, remat: bool
-) -> tuple[jax.Array, jax.Array, tuple[Held, ...] | None]:
+    blocks: Any,
+    x_BxLxD: jax.Array,
+    metadata: AttentionMetadata,
+    caches: tuple[LayerCache, ...] | None,
+    *,
+    scan: bool,
+    remat: bool,
+) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
     """All blocks one after another: [B, L, dim], the sum of their balances, and what a cache holds of each.
 
     Args:
         blocks: from `stack_of`; its random streams go on as the call goes.
         x_BxLxD: what the first one reads.
-        reading: what all of them read.
+        metadata: what all of them read.
         caches: what a cache holds for each.
         scan: compile one block for all. With a cache the loop is unrolled: so each entry changes in its place.
         remat: compute each block again in the backward pass.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
-    def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: Held | None) -> Any:
+    def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
         # A copy: NNX objects do not cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
-        x_BxLxD, balance, cache = block(x_BxLxD, reading, cache)
+        x_BxLxD, balance, cache = block(x_BxLxD, metadata, cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop there is nothing that XLA could merge the second computation with.

@@ -12,7 +12,7 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_rows
 from roxxel_dist.model.attention import INIT_STD, Attention
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import Cache, Held, Reading, begin, empty_cache
+from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, LayerCache, empty_cache, prepare
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam, linear
 from roxxel_dist.model.mla import LatentAttention
@@ -35,13 +35,13 @@ class Block(nnx.Module):
         self.deterministic = False  # NNX's eval() and train() set it
 
     def __call__(
-        self, x_BxLxD: jax.Array, reading: Reading, held: Held | None = None
-    ) -> tuple[jax.Array, jax.Array, Held | None]:
+        self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
+    ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], float32[] how unevenly experts are used (0 without), and what a cache holds."""
-        mixed_BxLxD, held = self.attention(self.attention_norm(x_BxLxD), reading, held)
+        mixed_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), metadata, cache)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return constrain_rows(x_BxLxD + self._drop(y_BxLxD)), balance, held
+        return constrain_rows(x_BxLxD + self._drop(y_BxLxD)), balance, cache
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -153,13 +153,13 @@ class Transformer(nnx.Module):
             raise ValueError(f"a sequence of {length} tokens is longer than max_context ({self.config.max_context})")
         if cache is None:
             position = jnp.arange(length) if positions_BxL is None else positions_BxL
-            reading = Reading(position, segments_BxL=segments_BxL)
+            metadata = AttentionMetadata(position, segments_BxL=segments_BxL)
         else:
-            reading, cache = begin(cache, length, segments_BxL, positions_BxL, self.config.window)
-        x_BxLxD = constrain_rows(self._embed(tokens_BxL, reading.position_L))
+            metadata, cache = prepare(cache, length, segments_BxL, positions_BxL, self.config.window)
+        x_BxLxD = constrain_rows(self._embed(tokens_BxL, metadata.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(
-            self.blocks, x_BxLxD, reading, None if cache is None else cache.layers,
+            self.blocks, x_BxLxD, metadata, None if cache is None else cache.layers,
             scan=self.config.scan_layers, remat=remat,
         )  # fmt: skip
         if self.config.use_moe:

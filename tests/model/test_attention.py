@@ -9,7 +9,7 @@ from plain_numpy import float64, mix, sigmoid, turn, visible
 
 from roxxel_dist.model.attention import Attention
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import Reading
+from roxxel_dist.model.kv_cache import AttentionMetadata
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 
@@ -29,8 +29,8 @@ VARIANTS = [
 
 
 @nnx.jit
-def run(attention, x, reading):
-    return attention(x, reading)
+def run(attention, x, metadata):
+    return attention(x, metadata)
 
 
 def layer(**fields):
@@ -71,7 +71,7 @@ def test_it_is_plain_numpy(fields, packed):
     x = jax.random.normal(jax.random.key(3), (2, LENGTH, 32))
     segments, positions = (DOCUMENTS, PLACES) if packed else (ONE, np.arange(LENGTH))
     same = jnp.asarray(segments[:, None] == segments)[None, None] if packed else None
-    found, held = run(attention, x, Reading(jnp.asarray(positions), same))
+    found, held = run(attention, x, AttentionMetadata(jnp.asarray(positions), same))
     assert held is None
     for row in range(2):
         expected = plain(attention, config, float64(x[row]), positions, segments)
@@ -82,10 +82,10 @@ def test_it_is_plain_numpy(fields, packed):
 def test_a_window_ends_where_it_says():
     """One layer: position 7 sees 5, 6 and 7."""
     attention, x = layer(sliding_window=True, context_window=3), jax.random.normal(jax.random.key(0), (1, 9, 32))
-    reading = Reading(jnp.arange(9), None)
-    before = run(attention, x, reading)[0][0, 7]
+    metadata = AttentionMetadata(jnp.arange(9), None)
+    before = run(attention, x, metadata)[0][0, 7]
     for place, matters in ((3, False), (4, False), (5, True), (6, True), (7, True), (8, False)):
-        after = run(attention, x.at[0, place].add(1.0), reading)[0][0, 7]
+        after = run(attention, x.at[0, place].add(1.0), metadata)[0][0, 7]
         assert np.array_equal(before, after) != matters, place
 
 

@@ -25,7 +25,7 @@ from roxxel_dist.model.attention_kernels import (
     splash_attention,
 )
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import Reading
+from roxxel_dist.model.kv_cache import AttentionMetadata
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 
@@ -113,8 +113,8 @@ def test_blocks_in_bfloat16():
 def test_short_rows_have_all_scores_at_once_and_long_ones_never(packed):
     for length in (LONGEST_WHOLE, LONG):
         q, k, v, segments, _ = inputs(length, packed=packed, rows=1)
-        reading = Reading(jnp.arange(length), segments_BxL=segments)
-        text = str(jax.make_jaxpr(lambda *x, reading=reading: attend(*x, reading, None, kernel="xla"))(q, k, v))
+        metadata = AttentionMetadata(jnp.arange(length), segments_BxL=segments)
+        text = str(jax.make_jaxpr(lambda *x, metadata=metadata: attend(*x, metadata, None, kernel="xla"))(q, k, v))
         assert (f"{length},{length}]" in text) == (length == LONGEST_WHOLE)
 
 

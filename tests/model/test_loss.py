@@ -21,8 +21,8 @@ class Through(nnx.Module):
         self.scale = nnx.Param(jnp.ones(1))
         self.deterministic = False
 
-    def __call__(self, x, reading, held):
-        return x, jnp.zeros(()), held
+    def __call__(self, x, metadata, cache):
+        return x, jnp.zeros(()), cache
 
 
 def taken(**fields):

@@ -8,7 +8,7 @@ from flax import nnx
 from plain_numpy import float64, mix, rms_norm, sigmoid, turn, visible
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import Reading
+from roxxel_dist.model.kv_cache import AttentionMetadata
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.transformer import Transformer
@@ -20,8 +20,8 @@ PLACES = np.array([0, 1, 2, 3, 0, 1, 0, 1, 2])
 
 
 @nnx.jit
-def run(layer, x, reading):
-    return layer(x, reading)
+def run(layer, x, metadata):
+    return layer(x, metadata)
 
 
 def plain(layer, config, x, positions, segments):
@@ -71,7 +71,7 @@ def test_both_forms_are_plain_numpy(fields, packed):
         layer = LatentAttention(config, nnx.Rngs(0))
         state = nnx.state(layer, nnx.Param)
         nnx.update(layer, jax.tree.map(lambda p: p * 10 if p.ndim == 2 else p * 1.5, state))
-        found, held = run(layer, x, Reading(jnp.asarray(positions), same))
+        found, held = run(layer, x, AttentionMetadata(jnp.asarray(positions), same))
         assert held is None
         for row in range(2):
             expected = plain(layer, config, float64(x[row]), positions, segments)
@@ -80,10 +80,10 @@ def test_both_forms_are_plain_numpy(fields, packed):
 
 
 def test_gradients_of_both_forms_are_the_same():
-    x, reading = jax.random.normal(jax.random.key(3), (2, 9, 32)), Reading(jnp.arange(9), None)
+    x, metadata = jax.random.normal(jax.random.key(3), (2, 9, 32)), AttentionMetadata(jnp.arange(9), None)
 
     def squares(layer, x):
-        return (layer(x, reading)[0] ** 2).sum()
+        return (layer(x, metadata)[0] ** 2).sum()
 
     one, absorbed = (
         nnx.jit(nnx.grad(squares, argnums=(0, 1)))(
