@@ -88,7 +88,7 @@ def folder(tmp_path_factory):
         ("no data:", 2, ["train", "--config", "run.yaml"]),
         ("no such file or folder", 2, ["train", "--config", "run.yaml", "--data_path", "nothing", "--run_dir", "new"]),
         ("--resume does not say", 2, ["train", "--resume"]),
-        ("n_heads x head_size", 2, [*TRAIN, "--n_heads", 3]),
+        ("n_heads x head_size", 2, [*TRAIN, "--dim", 33]),
         ("kv_heads is", 2, [*TRAIN, "--kv_heads", 2, "--n_heads", 1, "--head_size", 16]),
         ("max_context + 1", 2, [*TRAIN, "--phases", PHASE.format(8, 999)]),
         ("divide by grad_accum", 2, [*TRAIN, "--phases", PHASE.format(7, 33), "--grad_accum", 2]),
