@@ -79,7 +79,7 @@ def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.Linea
     return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
 
 
-def grouped(flat: Any, shape: tuple[int, int, int]) -> Any:
+def grouped(flat: Any, shape: Sequence[int]) -> Any:
     """[..., G, R + 2, K] of [..., G R K + 2 G K]: all queries side by side, then all keys, then all values."""
     groups, per_group, size = shape
     whole, queries = groups * size, groups * (per_group - 2) * size

@@ -1,6 +1,7 @@
 """A mixture of experts (Shazeer et al., 2017): many feed-forward layers, of which each token goes through a few."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,13 +94,11 @@ class MixtureOfExperts(nnx.Module):
             kernel_init=nnx.initializers.normal(INIT_STD), rngs=rngs,
             kernel_metadata={FULL_PRECISION: True, MESH_AXES: (FSDP, None)},
         )  # fmt: skip
-        shape = config.n_experts, config.dim, count, hidden
-        self.gate_up: nnx.Param[jax.Array] = nnx.Param(
-            init(rngs.params(), shape), **{MESH_AXES: (None, FSDP, None, TENSOR), COLUMN_AXES: 2}
-        )
-        self.down: nnx.Param[jax.Array] = nnx.Param(
-            init_out(rngs.params(), (config.n_experts, hidden, config.dim)), **{MESH_AXES: (None, TENSOR, FSDP)}
-        )
+        first, second = (config.n_experts, config.dim, count, hidden), (config.n_experts, hidden, config.dim)
+        metadata: dict[str, Any] = {MESH_AXES: (None, FSDP, None, TENSOR), COLUMN_AXES: 2}
+        self.gate_up: nnx.Param[jax.Array] = nnx.Param(init(rngs.params(), first), **metadata)
+        metadata = {MESH_AXES: (None, TENSOR, FSDP)}
+        self.down: nnx.Param[jax.Array] = nnx.Param(init_out(rngs.params(), second), **metadata)
         if config.adapts("mlp"):
             for name in ("gate_up", "down"):
                 setattr(self, name + ADAPTER, ExpertsAdapter(getattr(self, name), config, rngs))
@@ -164,8 +163,8 @@ def by_device(
     if not automatic or mesh.size == 1 or x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
         return experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
 
-    def local(*arrays: jax.Array) -> jax.Array:
-        y_NxD = experts(*arrays, activate)
+    def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        y_NxD = experts(x, chosen, gates, first, second, activate)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
     # XLA cannot cut a sort, nor a loop over what it gives: left to itself it repeats all of it on every device.

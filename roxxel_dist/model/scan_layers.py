@@ -70,7 +70,8 @@ def run_stack(
     if scan and caches is None:
 
         def step(x_BxLxD: jax.Array, leaves: Any) -> Any:
-            x_BxLxD, *rest, _ = run(x_BxLxD, *leaves, None)
+            params, streams = leaves
+            x_BxLxD, *rest, _ = run(x_BxLxD, params, streams, None)
             return x_BxLxD, rest
 
         x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, (params, streams))
@@ -81,7 +82,7 @@ def run_stack(
             x_BxLxD, *rest = run(x_BxLxD, *leaves, None if caches is None else caches[i])
             results.append(rest)
         balances, after, updated = zip(*results, strict=True)
-        balance, streams = sum(balances), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
+        balance, streams = jnp.asarray(sum(balances)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
         caches = None if caches is None else updated
     if not blocks.deterministic:
         nnx.update(blocks, streams)

@@ -117,7 +117,7 @@ class HfFolder:
         return {
             name: jax.make_array_from_callback(
                 leaf.shape, leaf.sharding,
-                lambda index, name=name, leaf=leaf: self._part(name, index).astype(leaf.dtype),
+                lambda index, name=name, leaf=leaf: self._part(name, index or ()).astype(leaf.dtype),
             )
             for name, leaf in like.items()
         }  # fmt: skip
