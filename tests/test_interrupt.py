@@ -159,7 +159,8 @@ def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path, size):
     begun = time.monotonic()
     assert shown.end(60) == 130
     assert time.monotonic() - begun < 10
-    assert shown.text.splitlines()[-1] == "roxxel-dist: ended by SIGINT"
+    # The tokenizer's own thread may draw its bar once more.
+    assert "roxxel-dist: ended by SIGINT" in shown.text.splitlines()
     assert os.listdir(tmp_path) == ["text.txt"]
 
 

@@ -1,6 +1,7 @@
 """A request to stop: one rank hears it, and all of them save and leave after the same step."""
 
 import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from jax.experimental import multihost_utils
 from roxxel_dist.cluster import interrupt
 
 _stop, _stepped = threading.Event(), threading.Event()
+_calls = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -53,4 +55,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def stop_requested(step: int) -> bool:
     """Whether to save and leave after `step`: the same answer on every rank, which must all ask after every step."""
     _stepped.set()
-    return _stop.is_set() if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
+    if jax.process_count() == 1:
+        return _stop.is_set()
+    # jax stops at the number that is one above the largest asked for so far, and at no other: with the steps of a run
+    # that goes on, whose first one is 56, a request that comes before it is for 1, and would never be seen.
+    return multihost_utils.reached_preemption_sync_point(next(_calls))

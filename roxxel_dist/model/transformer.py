@@ -65,7 +65,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: "ModelConfig | HasModelConfig", rngs: nnx.Rngs) -> None:
-        if not isinstance(config, ModelConfig):
+        if type(config) is not ModelConfig:
             config = config.part(ModelConfig)
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")

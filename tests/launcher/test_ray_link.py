@@ -121,7 +121,8 @@ def test_no_node_is_told() -> None:
 
 def test_a_node_that_dies_ends_it_with_the_reason(actor: Actor, tmp_path: Path, until: Until) -> None:
     process = begin(actor, "sh", "-c", "touch up; cat", directory=tmp_path)
-    until((tmp_path / "up").exists, "the program")
+    # The program may run before the node has heard of it.
+    until(lambda: (tmp_path / "up").exists() and 0 in actor.node._programs, "the program")
     actor.lost = actor.errors.ActorUnavailableError("", None)
     assert process.stderr is not None
     assert process.stderr.read() == b"the connection to its Ray actor broke\n"

@@ -112,7 +112,7 @@ class WandbTracker:
         self.log(f"W&B: {self._run.url if self._mode == 'online' else f'offline, {self._run.dir}'}")
 
     def _init(self) -> Any:
-        name = _run_id(self._folder / "wandb.json")
+        run_id = _run_id(self._folder / "wandb.json")
         # Reports to the client's maker retry at the end of the process where there is no network.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
@@ -130,7 +130,7 @@ class WandbTracker:
         return wandb.init(
             project=None if by_agent else self._project,
             name=self._name,
-            id=None if by_agent else name,
+            id=None if by_agent else run_id,
             dir=self._folder,
             config=self._config,
             mode=self._mode,
