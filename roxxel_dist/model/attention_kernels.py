@@ -337,16 +337,9 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The same by splash attention, jax's kernel for TPUs, each device on its own rows and heads.
+    """What `blocked_attention` does, by splash attention: jax's kernel for TPUs, each device on its own rows and heads.
 
-    Args:
-        q_BxLxHxK: queries; groups of H / G share a key.
-        k_BxLxGxK: keys.
-        v_BxLxGxV: values.
-        segments_BxL: int32: a token sees those of its own segment. None: a row is one.
-        window: how many tokens one sees, itself included; None for all before it.
-        scale: of the scores.
-        interpret: run the kernel's program on any device, slowly.
+    `interpret` runs the kernel's program on any device, slowly.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

@@ -66,7 +66,9 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: "ModelConfig | HasModelConfig", rngs: nnx.Rngs) -> None:
         if type(config) is not ModelConfig:
-            config = config.part(ModelConfig)
+            whole: Any = config  # a whole Config is a ModelConfig too: the model keeps the part that is frozen
+            part: ModelConfig = whole.part(ModelConfig)
+            config = part
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")
         self.config: ModelConfig = config
