@@ -42,7 +42,7 @@ class Rules:
             except ValueError as error:
                 raise InfeasibleError(str(error)) from error
         for rule in self.constraints:
-            if not _holds(rule, found, unknown=True):
+            if not _is_true(rule, found, unknown=True):
                 told = ", ".join(f"{name} {found[name]!r}" for name in sorted(rule.names))
                 raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {told}")
         return found
@@ -54,12 +54,12 @@ class Rules:
             found = {
                 name: value
                 for name, value in params.items()
-                if name not in self.when or _holds(self.when[name], found, unknown=False)
+                if name not in self.when or _is_true(self.when[name], found, unknown=False)
             }
         return found
 
 
-def _holds(formula: Expression, params: Mapping[str, Any], *, unknown: bool) -> bool:
+def _is_true(formula: Expression, params: Mapping[str, Any], *, unknown: bool) -> bool:
     """Whether it does; `unknown` where it asks for a parameter that is left out."""
     try:
         return bool(formula(params))
