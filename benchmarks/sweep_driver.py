@@ -36,9 +36,9 @@ def ours(trials: int) -> float:
     """CPU seconds a trial, but for the suggestions."""
     import sweep_driver
 
+    from roxxel_dist.sweep import make
     from roxxel_dist.sweep.controller import Options, run_sweep
-    from roxxel_dist.sweep.engine import make
-    from roxxel_dist.sweep.space import sweep_of
+    from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     sweep = sweep_of(SPACE)
     engine: Any = make(sweep, seed=1)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roxxel_dist.sweep.engine import make
+from roxxel_dist.sweep import make
 
 OURS, PEERS = "bayes", ("wandb", "tpe", "random")
 TORCH = "GPSampler"

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import roxxel_dist
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.distributed import barrier, is_primary
+from roxxel_dist.data.loader import Stream
 from roxxel_dist.sharding import make_mesh
-from roxxel_dist.stream import Stream
 
 SEED = 42
 VOCAB = 200

@@ -25,10 +25,10 @@ from roxxel_dist.config import Config, UsageError, is_raised_in, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets, shard_paths
-from roxxel_dist.data.build import build
+from roxxel_dist.data.build.build import build
+from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses

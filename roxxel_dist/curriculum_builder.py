@@ -5,7 +5,7 @@ from typing import Any, Literal
 from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import NoShardsError, is_tokens
+from roxxel_dist.data.discovery import NoShardsError, is_tokens
 
 SetField = Literal["datasets", "validation"]
 

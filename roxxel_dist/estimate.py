@@ -23,7 +23,8 @@ from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simul
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import aligned, duration, size
 from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE, score_bytes
@@ -32,7 +33,6 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
-from roxxel_dist.stream import Stream
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base

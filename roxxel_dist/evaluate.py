@@ -18,9 +18,9 @@ from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import open_data_sets
+from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import find_shards, is_tokens
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.discovery import find_shards, is_tokens
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config

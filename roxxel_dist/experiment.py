@@ -15,9 +15,9 @@ from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors
+from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import check_local, is_tokens
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.discovery import check_local, is_tokens
 from roxxel_dist.model.generate import generate
 from roxxel_dist.report import draw_losses, read_runs
 from roxxel_dist.run_directory import (

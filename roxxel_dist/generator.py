@@ -5,7 +5,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.model.generate import Sampling, generate_rows, stream
 from roxxel_dist.train.hf_folder import is_hf_folder
 from roxxel_dist.weights import check_continues, load_run

@@ -6,9 +6,8 @@ from pathlib import Path
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.locate import is_tokens
-from roxxel_dist.data.place import place_of
+from roxxel_dist.data.dataset import Roxxel, place_of
+from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.checkpoint.metadata import META
 

@@ -12,8 +12,8 @@ from typing import Any
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
 from roxxel_dist.data import file_lock
-from roxxel_dist.data.commit import COMMIT, SUFFIX
-from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
+from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"

@@ -15,8 +15,8 @@ from roxxel_dist.builders import RunComponents
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.commit import write_file
-from roxxel_dist.data.locate import is_tokens
+from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER

@@ -17,7 +17,7 @@ from flax import nnx
 
 from roxxel_dist.builders import model_builder
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.tokenizer import TOKENIZER_NAMES, Tokenizer
+from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files, layout

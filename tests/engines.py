@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from roxxel_dist.sweep.engine import Engine, make
-from roxxel_dist.sweep.space import sweep_of
+from roxxel_dist.sweep.samplers import Engine, make
+from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 MIXED = {
     "lr": {"distribution": "log_uniform_values", "min": 1.0e-4, "max": 1.0e-2},

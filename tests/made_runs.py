@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist import Config, Transformer
-from roxxel_dist.data.tokenizer import train_tokenizer
+from roxxel_dist.data.build.tokenizer import train_tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.train_state import split_module

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from roxxel_dist.config import Config
-from roxxel_dist.sweep.begin import look, write_down
-from roxxel_dist.sweep.engine import make
 from roxxel_dist.sweep.journal import Journal
+from roxxel_dist.sweep.samplers import make
+from roxxel_dist.sweep.study import look, write_down
 
 SWEEP = {
     "name": "made",

@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray.cluster import ray_variables
-from roxxel_dist.sweep import ray_task
+from roxxel_dist.sweep.execution import ray_executor as ray_task
 
 ADDRESS = "processes:0"
 """What stands for the address of a cluster."""
 CPUS = 4
 CONTEXT = multiprocessing.get_context("forkserver")  # a process with jax has threads: it is not forked
-CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.ray_task"])
+CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.execution.ray_executor"])
 
 
 def import_ray() -> Any:

@@ -14,10 +14,10 @@ import pytest
 import trial_bodies
 
 from roxxel_dist.sweep.controller import Ending, Options, run_sweep
-from roxxel_dist.sweep.engine import make
+from roxxel_dist.sweep.execution.local_ray import TOKEN
 from roxxel_dist.sweep.journal import read_history
-from roxxel_dist.sweep.local_ray import TOKEN
-from roxxel_dist.sweep.space import sweep_of
+from roxxel_dist.sweep.samplers import make
+from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 ONE = {"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0}}}
 HOLDER = """

@@ -9,7 +9,7 @@ from commands import rows
 from roxxel_dist import cli
 from roxxel_dist.launcher import backends
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.sweep import engine
+from roxxel_dist.sweep import samplers as engine
 from roxxel_dist.train.loggers import choose
 from roxxel_dist.train.loggers.base import LogQueue
 

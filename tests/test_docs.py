@@ -84,7 +84,7 @@ def test_the_reference_has_every_public_name_command_and_field(site):
         names = [name for name in part.__all__ if name != "LoRAParam"]
         missing += [f"{part.__name__}.{name}" for name in names if f"{part.__name__}.{name}" not in places]
     assert not missing
-    assert {"roxxel_dist.sweep.engine.make", "roxxel_dist.Roxxel.stream", "config"} <= places
+    assert {"roxxel_dist.sweep.make", "roxxel_dist.Roxxel.stream", "config"} <= places
     places = Seen(site / "reference" / "cli.html").places
     groups = {"data": ("build", "info", "verify"), "launch": tuple(backends.options())}
     names = [f"{name}-{sub}".strip("-") for name in COMMANDS for sub in groups.get(name, ("",))]

@@ -11,8 +11,8 @@ import yaml
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.curriculum.describe import describe
-from roxxel_dist.data.build import build
+from roxxel_dist.curriculum.plan import describe
+from roxxel_dist.data.build.build import build
 from roxxel_dist.evaluate import evaluate
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import read_cursor

@@ -14,7 +14,7 @@ from roxxel_dist import Config, Experiment
 from roxxel_dist.builders import temporary_folder
 from roxxel_dist.cli import main
 from roxxel_dist.config import UsageError
-from roxxel_dist.data.build import build
+from roxxel_dist.data.build.build import build
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "dropout_rate": 0.0, "tokenizer_type": "char",

@@ -15,7 +15,7 @@ from tokenizers import processors
 from roxxel_dist import Generator, Transformer, export
 from roxxel_dist.cli import main
 from roxxel_dist.config import RECORD
-from roxxel_dist.data.tokenizer import train_tokenizer
+from roxxel_dist.data.build.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
 from roxxel_dist.model import generate as generation

@@ -12,7 +12,7 @@ from reader import ROOT, Reader, blocks
 
 from roxxel_dist import Config
 from roxxel_dist.config import FIELD_TYPES, SECTIONS
-from roxxel_dist.sweep.space import read_sweep
+from roxxel_dist.sweep.space.sweep_file import read_sweep
 
 # One worker, so that the quickstart is done once.
 pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("guides"), pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ from flax import nnx
 from made_runs import TEXT, make_run
 
 from roxxel_dist import Transformer
-from roxxel_dist.data.tokenizer import Tokenizer
+from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.export import export_run
 
 ROOT = Path(__file__).parent.parent

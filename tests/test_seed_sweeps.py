@@ -13,7 +13,7 @@ from reader import ROOT
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config, load_yaml
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.sweep import estimate
+from roxxel_dist.sweep import dry_run as estimate
 from roxxel_dist.sweep.study import read_study
 
 pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(900)]

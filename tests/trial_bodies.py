@@ -175,8 +175,8 @@ def main() -> int:
 
     from roxxel_dist.sweep import controller
     from roxxel_dist.sweep.controller import Options, run_sweep
-    from roxxel_dist.sweep.engine import make
-    from roxxel_dist.sweep.space import sweep_of
+    from roxxel_dist.sweep.samplers import make
+    from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     sweep = sweep_of(told["sweep"])

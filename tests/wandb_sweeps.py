@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from wandb_server import ENTITY, WandbServer
 
-from roxxel_dist.sweep.space import Space, sweep_of
+from roxxel_dist.sweep.space.sweep_file import Space, sweep_of
 
 
 @dataclass

@@ -50,7 +50,7 @@ def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
-        from roxxel_dist.data.build import build, info
+        from roxxel_dist.data.build.build import build, info
 
         options: dict[str, Any] = dataclasses.asdict(args)
         options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
@@ -73,7 +73,7 @@ def data_info(words: list[str]) -> int:
     """Describe shards."""
     args = parse(InfoArgs, words, "data info")
     with usage_errors():
-        from roxxel_dist.data.build import info
+        from roxxel_dist.data.build.build import info
         from roxxel_dist.data.dataset import Roxxel
 
         with Roxxel(args.path) as dataset:
@@ -95,8 +95,8 @@ def data_verify(words: list[str]) -> int:
     """Check every block of every shard."""
     args = parse(VerifyArgs, words, "data verify")
     with usage_errors():
+        from roxxel_dist.data.build.progress import Report
         from roxxel_dist.data.dataset import Roxxel
-        from roxxel_dist.data.report import Report
         from roxxel_dist.data.verify import find_damage
 
         try:

@@ -68,8 +68,8 @@ def _runs(args: ReportArgs) -> str:
 
 def _study(args: ReportArgs) -> str:
     """Tell of a study; returns what to say of pictures that could not be drawn."""
-    from roxxel_dist.sweep.page import write_report
-    from roxxel_dist.sweep.report import as_json, table, write_best_config
+    from roxxel_dist.sweep.report.html import write_report
+    from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.study import REPORT, read_study
 
     study = read_study(args.runs[0])

@@ -66,8 +66,8 @@ def sweep(words: list[str]) -> int:
     """Search for the best configuration, in trials that are Ray tasks."""
     with usage_errors(), ExitStack() as held:
         args, config, told = _read(words)
-        from roxxel_dist.sweep.begin import settings
-        from roxxel_dist.sweep.session import Session
+        from roxxel_dist.sweep.run import Session
+        from roxxel_dist.sweep.study import settings
 
         server = _server(args, config, told)
         if "wandb" not in told and config.wandb == "off":
@@ -85,13 +85,13 @@ def sweep(words: list[str]) -> int:
 
 def _server(args: SweepArgs, config: Any, told: set[str]) -> str | None:
     """The sweep of a W&B server that shall lead: its id, "" for a new one; None where the search is made here."""
-    from roxxel_dist.sweep.begin import base_file
-    from roxxel_dist.sweep.led import logged_in
+    from roxxel_dist.sweep.study import base_file
+    from roxxel_dist.sweep.wandb_bridge.server import logged_in
 
     if args.sweep_id is not None:
         if args.sweep_config is not None:
             raise ValueError("--sweep_id is a sweep that a server has already: leave --sweep_config out")
-        from roxxel_dist.sweep.wandb_agent import create_or_join
+        from roxxel_dist.sweep.wandb_bridge.server import create_or_join
 
         return create_or_join(args.sweep_id, config.wandb_project if "wandb_project" in told else None)
     if config.wandb == "online":
@@ -110,7 +110,7 @@ def _defined(server: str) -> Iterator[str]:
     """A file with what a W&B server has of a sweep."""
     import yaml
 
-    from roxxel_dist.sweep.led import definition
+    from roxxel_dist.sweep.wandb_bridge.server import definition
 
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(definition(server), file, sort_keys=False)
@@ -120,7 +120,7 @@ def _defined(server: str) -> Iterator[str]:
 
 def _wanted(args: SweepArgs, server: str | None, project: str | None) -> Any:
     """What was asked for, with what follows from it."""
-    from roxxel_dist.sweep.wanted import Wanted
+    from roxxel_dist.sweep.options import Wanted
 
     gpus, hosts = args.gpus_per_trial, args.hosts_per_trial
     if gpus is not None and (gpus < 1 or hosts < 1 or gpus % hosts):
@@ -136,7 +136,7 @@ def _wanted(args: SweepArgs, server: str | None, project: str | None) -> Any:
 
 def _read(words: list[str]) -> tuple[SweepArgs, Any, set[str]]:
     """(arguments, what trials begin from, the names of the flags that were given)."""
-    from roxxel_dist.sweep.begin import base_file
+    from roxxel_dist.sweep.study import base_file
 
     told = dict(flags_in(words))
     study = Path(told["study"]) if "study" in told else default_study(told.get("sweep_config"), told.get("sweep_id"))

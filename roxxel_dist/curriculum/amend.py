@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roxxel_dist.curriculum.claim import OF_UNITS, Position, Source
-from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.curriculum.segments import OF_UNITS, Position, Shape, Source
 from roxxel_dist.data.units import Ranges, Units, unit_size
 
 

@@ -1,12 +1,230 @@
-"""From phases and data sets to segments: stretches of steps in which nothing changes."""
+"""From phases and data sets to segments: stretches of steps in which nothing changes.
 
+The units that a pass over a data set visits, and in which order.
+
+What a stretch of steps reads of one data set: units of a pass, and their windows in a keyed order.
+"""
+
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
-from roxxel_dist.curriculum.blend import Blend, quota, running_shares
-from roxxel_dist.curriculum.claim import OF_BLEND, Claim, Position, Source
+import numpy as np
+
+from roxxel_dist.curriculum.mixture import Blend, quota, running_shares
+from roxxel_dist.curriculum.permutation import Permutation
+from roxxel_dist.data.units import Units
+
+
+def _none() -> np.ndarray:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """An order over some units.
+
+    A pass begins with a pool of all units. An amendment in its midst makes another one, of what the old pool has not
+    given out yet, without the units that were taken away, and with the ones that were added. It remembers the old pool,
+    not the units, so it stays small; only units that are taken away, or come back, cost memory, 8 bytes for each.
+    """
+
+    size: int
+    order: Permutation | None
+    """Of the positions [0, size); None where the pool is empty."""
+    parent: "Pool | None" = None
+    taken: int = 0
+    """Units that the parent gave out before: its positions below this."""
+    holes: np.ndarray = field(default_factory=_none)
+    """Sorted places among the parent's rest of units that are no longer there."""
+    added: int = 0
+    """The first unit of those that were added (for a first pool: 0, all units count as added)."""
+    spent: np.ndarray = field(default_factory=_none)
+    """Sorted places among the added units of those that this pass has read before they were taken away."""
+
+    @classmethod
+    def first(cls, units: int, key: Sequence[int]) -> "Pool":
+        """All of so many units."""
+        return cls(size=units, order=Permutation(units, key) if units else None)
+
+    def amended(self, used: int, kept: int, units: int, key: Sequence[int], *, known: int = 0) -> "Pool":
+        """What is left after `used` units.
+
+        Args:
+            used: how many units of this pool were given out.
+            kept: units numbered from here on are taken away.
+            units: units [kept, units) are added.
+            key: of the new order.
+            known: of the added units, those below this number were in an earlier pool of this pass.
+        """
+        positions = self.positions(np.arange(kept, self._stop))
+        holes = np.sort(positions[positions >= used]) - used
+        returning = np.arange(kept, known)
+        spent = np.flatnonzero(self._given_out(returning, used))
+        size = self.size - used - len(holes) + units - kept - len(spent)
+        order = Permutation(size, key) if size else None
+        return Pool(size=size, order=order, parent=self, taken=used, holes=holes, added=kept, spent=spent)
+
+    @property
+    def _left(self) -> int:
+        """Units that come from the parent."""
+        return self.parent.size - self.taken - len(self.holes) if self.parent else 0
+
+    @property
+    def _stop(self) -> int:
+        """One past the highest unit."""
+        return self.added + self.size - self._left + len(self.spent)
+
+    def units(self, position: np.ndarray) -> np.ndarray:
+        """The units that stand at these positions of the order: int64 to int64 of the same shape."""
+        assert self.order is not None
+        place = self.order(position)
+        result = self.added + _nth_without(self.spent, place - self._left)
+        old = place < self._left
+        if self.parent is not None and old.any():
+            result[old] = self.parent.units(self.taken + _nth_without(self.holes, place[old]))
+        return result
+
+    def positions(self, unit: np.ndarray) -> np.ndarray:
+        """Where these units stand in the order: int64, -1 for a unit that is not in the pool."""
+        inside = unit - self.added
+        new = (unit >= self.added) & (unit < self._stop) & ~np.isin(inside, self.spent)
+        place = self._left + inside - np.searchsorted(self.spent, inside)
+        if self.parent is not None:
+            above = self.parent.positions(unit) - self.taken
+            old = (unit < self.added) & (above >= 0) & ~np.isin(above, self.holes)
+            place = np.where(old, above - np.searchsorted(self.holes, above), place)
+            new = new | old
+        result = np.full(unit.shape, -1, np.int64)
+        if new.any():
+            assert self.order is not None
+            result[new] = self.order.inverse(place[new])
+        return result
+
+    def _given_out(self, unit: np.ndarray, used: int) -> np.ndarray:
+        """Whether this pool, of which `used` units were given out, or one before it has given these units out."""
+        position = self.positions(unit)
+        given = (position >= 0) & (position < used)
+        given[np.isin(unit - self.added, self.spent)] = True
+        return given | self.parent._given_out(unit, self.taken) if self.parent is not None else given
+
+
+def _nth_without(holes: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """The n-th (from 0) whole number that is not in the sorted `holes`."""
+    return n + np.searchsorted(holes - np.arange(len(holes)), n, side="right")
+
+
+# What an order is of: part of its key, so that two orders never share one.
+OF_UNITS, OF_WINDOWS, OF_BLEND = 0, 1, 2
+MOST_CHUNK, LEAST_CHUNK, CHUNKS = 256, 16, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A data set as the plan sees it."""
+
+    name: str
+    units: Units
+
+    @cached_property
+    def key(self) -> int:
+        """A number that stands for the name in keys, whatever other data sets there are."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
+
+    def beginning(self, seed: int, pass_index: int) -> "Position":
+        """Before the first token of a pass."""
+        return Position(
+            pass_index=pass_index, pool=Pool.first(self.units.count, (seed, self.key, pass_index, OF_UNITS))
+        )
+
+    @property
+    def chunk(self) -> int:
+        """Units whose windows are shuffled together; an amendment gives up at most the rest of one chunk."""
+        return max(LEAST_CHUNK, min(MOST_CHUNK, self.units.count // CHUNKS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a data set has been read."""
+
+    pass_index: int
+    pool: Pool
+    used: int = 0
+    """Units given out in this pass."""
+    out: bool = False
+    """It had too little left for a batch, and waits until all are used up."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Claim:
+    """What a segment reads of one data set: the units [position.used, position.used + units) of its pass."""
+
+    source: Source
+    position: Position
+    units: int
+    seq_len: int
+    key: tuple[int, ...]
+    """(seed, data set, pass, amendments before)."""
+
+    @property
+    def per_unit(self) -> int:
+        """Windows of a unit."""
+        return self.source.units.size // self.seq_len
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        """int64[stop - first]: the first tokens of the windows [first, stop), counted in the order they are read in."""
+        windows_a_chunk = self.source.chunk * self.per_unit
+        parts = []
+        while first < stop:
+            number, inside = divmod(first, windows_a_chunk)
+            count = min(stop - first, windows_a_chunk - inside)
+            parts.append(_chunk(self, number).offsets(inside, inside + count))
+            first += count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def units_after(self, windows: int) -> int:
+        """Units of the pass that are given out once so many windows of the claim are read, whole chunks."""
+        chunks = -(-windows // (self.source.chunk * self.per_unit))
+        return self.position.used + min(self.units, chunks * self.source.chunk)
+
+    def moved(self, position: Position) -> "Claim":
+        """The same of another pass."""
+        seed, name, _, *others = self.key
+        return replace(self, position=position, key=(seed, name, position.pass_index, *others))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Units of a claim whose windows are shuffled together."""
+
+    order: Permutation
+    """Of the windows of all its units."""
+    starts: np.ndarray
+    """int64: the first token of each unit."""
+    per_unit: int
+    seq_len: int
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        """int64[stop - first]: the first tokens of the windows [first, stop) of the order."""
+        window = self.order(np.arange(first, stop))
+        unit = window // self.per_unit
+        window -= unit * self.per_unit
+        window *= self.seq_len
+        window += self.starts[unit]
+        return window
+
+
+# Steps that follow each other read from the same chunk: its order and its units are found once.
+@lru_cache(maxsize=64)
+def _chunk(claim: Claim, number: int) -> Chunk:
+    first = number * claim.source.chunk
+    size = min(claim.source.chunk, claim.units - first)
+    at = claim.position.used + first
+    units = claim.position.pool.units(np.arange(at, at + size))
+    order = Permutation(size * claim.per_unit, (*claim.key, OF_WINDOWS, at))
+    return Chunk(order=order, starts=claim.source.units.start(units), per_unit=claim.per_unit, seq_len=claim.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xxhash
 
-from roxxel_dist.data.arena import map_files
-from roxxel_dist.data.layout import (
+from roxxel_dist.data.format import (
     HEADER_BYTES,
     Layout,
     Metadata,
@@ -22,6 +21,7 @@ from roxxel_dist.data.layout import (
     pack_end,
     parse,
 )
+from roxxel_dist.data.reader import map_files
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

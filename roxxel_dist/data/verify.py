@@ -1,4 +1,7 @@
-"""Checking a data set against its checksums, by as many processes as it is worth."""
+"""A data set in a table for people.
+
+Checking a data set against its checksums, by as many processes as it is worth.
+"""
 
 import multiprocessing
 import os
@@ -8,9 +11,11 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
-from roxxel_dist.data.part import TokenFile
-from roxxel_dist.data.report import Report
+from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.build.tokenizer import Tokenizer
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.shard import Shard
+from roxxel_dist.data.slices import TokenFile
 
 WORTH_A_PROCESS = 1 << 32
 """Bytes of tokens: half a second's work for a core, which is what a process takes to start."""
@@ -79,3 +84,42 @@ def _check(piece: Piece) -> tuple[Path, list[int]]:
 @lru_cache(maxsize=1)
 def _open(path: Path) -> Shard:
     return Shard.open(path)
+
+
+SHOWN_CHARACTERS = 200
+
+
+def info(ds: Roxxel) -> str:
+    """What a data set holds, one fact a line, and how its first document begins."""
+    tokenizer, tokens = ds.tokenizer, ds.num_tokens
+    size = sum(shard.path.stat().st_size for shard in ds.shards)
+    rows = [
+        ("shards", f"{len(ds.shards)} ({ds.shards[0].path.parent})"),
+        ("format", "ROXXEL03" if isinstance(ds.shards[0], Shard) else f"{ds.shards[0].kind}, read in place"),
+        ("tokens", f"{tokens:,}"),
+        ("documents", f"{ds.documents:,} (mean {tokens / max(1, ds.documents):,.1f} tokens)"),
+        ("dtype", str(ds.dtype)),
+        ("vocabulary", "not known" if ds.vocab_size is None else f"{ds.vocab_size:,} ids"),
+        ("tokenizer", _tokenizer(ds, tokenizer)),
+        ("bytes", f"{size:,} on disk"),
+        ("fingerprint", ds.fingerprint),
+        ("begins", _beginning(ds, tokenizer)),
+    ]
+    return "\n".join(f"{name:<12} {value}" for name, value in rows)
+
+
+def _tokenizer(ds: Roxxel, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "none beside the shards; their ids are from " + (ds.tokenizer_fingerprint or "none")
+    return f"{tokenizer.kind}, {tokenizer.fingerprint}"
+
+
+def _beginning(ds: Roxxel, tokenizer: Tokenizer | None) -> str:
+    if not len(ds):
+        return "(no document)"
+    ids = ds[0][: 4 * SHOWN_CHARACTERS]  # a character is at most 4 bytes, and so at most 4 ids
+    if tokenizer is not None:
+        return repr(tokenizer.decode(ids.tolist())[:SHOWN_CHARACTERS])
+    if ds.dtype == "uint8" and ds.vocab_size is None:
+        return repr(ids.tobytes().decode(errors="replace")[:SHOWN_CHARACTERS])
+    return " ".join(map(str, ids[: SHOWN_CHARACTERS // 8].tolist()))

@@ -1,1 +1,16 @@
-"""Many runs: a search space, an engine that asks for trials, and the record of what they gave."""
+"""Many runs: a search space, a sampler that asks for trials, and the record of what they gave."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roxxel_dist.sweep.samplers import make as make
+
+__all__ = ["make"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "make":
+        from roxxel_dist.sweep.samplers import make
+
+        return make
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE
 from roxxel_dist.config import load_yaml, usage_errors
 from roxxel_dist.run_directory import default_run_dir
-from roxxel_dist.sweep.ranks import ROXXEL, with_ranks
-from roxxel_dist.sweep.trial_config import config_of
+from roxxel_dist.sweep.execution.process import ROXXEL, with_ranks
+from roxxel_dist.sweep.execution.trial import config_of
 from roxxel_dist.train.config import TRIAL
 
 CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"

@@ -16,8 +16,8 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, stacked_scales, target_of
 from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef

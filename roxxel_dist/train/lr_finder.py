@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import figure
-from roxxel_dist.stream import Stream
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.optimizer import LONG, NamedOptimizer, first_state

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.curriculum.pool import Pool
-from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.curriculum.segments import Pool, Shape
 
 SIZE = 400_000
 OLD = {"self": [(0, 100_000), (100_000, 60_000)], "code": [(0, 50_000)]}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist import Curriculum, Phase, Roxxel
-from roxxel_dist.curriculum.blend import BLOCK, Blend
+from roxxel_dist.curriculum.mixture import BLOCK, Blend
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roxxel_dist.data.arena import Windows, map_files
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.reader import Windows, map_files
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.config import Config
-from roxxel_dist.data.build import build
-from roxxel_dist.data.commit import finish_interrupted, make_folder, publish, staging, write_file
+from roxxel_dist.data.atomic_dir import finish_interrupted, make_folder, publish, staging, write_file
+from roxxel_dist.data.build.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.file_lock import take_lock
 
@@ -142,7 +142,7 @@ def test_publishing_replaces_and_removes(tmp_path):
 
 
 def test_a_writer_that_does_not_get_on_is_waited_for_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.data.commit.FINISH_LIMIT_S", 0.2)
+    monkeypatch.setattr("roxxel_dist.data.atomic_dir.FINISH_LIMIT_S", 0.2)
     staged = tmp_path / ".x.writing"
     staged.mkdir()
     (staged / "commit.json").write_text('{"remove": []}')

@@ -28,7 +28,7 @@ sys.stdin.read()
 ALONE = """
 import os, sys
 from pathlib import Path
-from roxxel_dist.data.commit import publish, staging
+from roxxel_dist.data.atomic_dir import publish, staging
 folder, times = Path(sys.argv[1]), 0
 while times < 40:
     try:

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusing import refusing_by_name
 
-from roxxel_dist.data.build import build
+from roxxel_dist.data.build.build import build
+from roxxel_dist.data.build.documents import read_arrow, read_json_lines, read_parquet, saved_data_set
+from roxxel_dist.data.build.tokenizer import train_tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.documents import read_arrow, read_json_lines, read_parquet, saved_data_set
-from roxxel_dist.data.tokenizer import train_tokenizer
 
 TEXTS = [f"text {number}: " + "naïve 東京 words\n" * (number % 7) for number in range(90)]
 
@@ -96,7 +96,7 @@ def test_kinds_of_text_can_be_mixed(tmp_path):
     [("bpe", 3), ("char", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in (("bpe", 2), ("char", 3)))],
 )
 def test_workers_change_nothing(tmp_path, monkeypatch, kind, workers):
-    monkeypatch.setattr("roxxel_dist.data.encode.BATCH_CHARACTERS", 700)
+    monkeypatch.setattr("roxxel_dist.data.build.encode.BATCH_CHARACTERS", 700)
     write_json_lines(tmp_path / "a.jsonl")
     options = {"tokenizer": kind, "vocab_size": 300 if kind == "bpe" else None, "max_shard_bytes": 2000}
     built(tmp_path / "a.jsonl", tmp_path / "one", workers=1, **options)
@@ -109,7 +109,7 @@ def test_workers_change_nothing(tmp_path, monkeypatch, kind, workers):
 
 
 def test_a_mistake_in_a_helper_process_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.data.build.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
     train_tokenizer("char", ["abc"]).save(tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text("abcd")
     with pytest.raises(ValueError, match="1 characters are not in the vocabulary"):
@@ -119,8 +119,8 @@ def test_a_mistake_in_a_helper_process_is_told(tmp_path, monkeypatch):
 
 KILLED = """
 import os, sys
-import roxxel_dist.data.build
-from roxxel_dist.data.build import build
+import roxxel_dist.data.build.build
+from roxxel_dist.data.build.build import build
 def hook(event, args):
     if event == "open" and args[2] & os.O_WRONLY and str(args[0]).endswith(sys.argv[4]):
         os.kill(os.getpid(), 9)
@@ -158,16 +158,16 @@ def test_a_killed_build_goes_on(tmp_path, capsys, fraction, killed_at, finished)
 
 KILLED_BETWEEN = """
 import os, sys
-import roxxel_dist.data.build
-publish, left = roxxel_dist.data.build.publish, [int(sys.argv[3])]
+import roxxel_dist.data.build.build
+publish, left = roxxel_dist.data.build.build.publish, [int(sys.argv[3])]
 def counted(*given):
     if not left[0]:
         os.kill(os.getpid(), 9)
     left[0] -= 1
     publish(*given)
-roxxel_dist.data.build.publish = counted
+roxxel_dist.data.build.build.publish = counted
 overwrite = sys.argv[4] == "overwrite"
-roxxel_dist.data.build.build(
+roxxel_dist.data.build.build.build(
     sys.argv[1], sys.argv[2], vocab_size=300, max_shard_bytes=700, val_fraction=0.4, overwrite=overwrite
 )
 """

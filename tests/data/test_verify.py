@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from roxxel_dist.cli import main
+from roxxel_dist.data.build.progress import Report
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.report import Report
 from roxxel_dist.data.verify import find_damage
 
 

@@ -7,9 +7,9 @@ import signal
 import numpy as np
 import pytest
 
+from roxxel_dist.data.build.writer import WriteOptions, write_shards
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.layout import DTYPES
-from roxxel_dist.data.writing import WriteOptions, write_shards
+from roxxel_dist.data.format import DTYPES
 
 
 def write(tmp_path, items, **options):

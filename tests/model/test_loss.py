@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from roxxel_dist.data.packed import Packed
+from roxxel_dist.data.packing import Packed
 from roxxel_dist.estimate import memory_analysis
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses

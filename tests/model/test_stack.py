@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from roxxel_dist.data.packed import Packed
+from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Block, Transformer

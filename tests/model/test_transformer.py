@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.config import Config
-from roxxel_dist.data.packed import Packed
+from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.loss import next_token_loss

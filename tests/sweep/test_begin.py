@@ -7,8 +7,8 @@ from sweep_desk import write_sweep
 
 from roxxel_dist.config import Config
 from roxxel_dist.run_directory import is_held
-from roxxel_dist.sweep.begin import SERVER, base_file, leader, look, recorded, take_back, write_down
 from roxxel_dist.sweep.journal import Journal
+from roxxel_dist.sweep.study import SERVER, base_file, leader, look, recorded, take_back, write_down
 
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 

@@ -7,7 +7,7 @@ from commands import wait_for
 from sweep_runs import ONE, Study
 
 from roxxel_dist.sweep.controller import Options
-from roxxel_dist.sweep.pool import _options, check_room
+from roxxel_dist.sweep.execution.ray_executor import _options, check_room
 
 ON_BOTH = pytest.mark.parametrize("study", ["processes", "ray"], indirect=True)
 """Where Ray says itself what has become of a trial."""

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from roxxel_dist.config import Config
-from roxxel_dist.sweep import corpus
+from roxxel_dist.sweep.execution import corpus
 
 HOLDER = """
 import sys

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from roxxel_dist.sweep.distributions import NAMES, distribution
+from roxxel_dist.sweep.space.distributions import NAMES, distribution
 
 LOG = {"min": math.log(0.001), "max": math.log(10)}
 CONTINUOUS: list[tuple[dict[str, Any], Any]] = [

@@ -1,7 +1,7 @@
 import pytest
 
-from roxxel_dist.sweep import early
-from roxxel_dist.sweep.early import bands
+from roxxel_dist.sweep.schedulers import hyperband as early
+from roxxel_dist.sweep.schedulers.hyperband import bands
 
 BY_MAX = {"type": "hyperband", "max_iter": 5, "eta": 2, "s": 2}
 

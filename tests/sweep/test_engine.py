@@ -13,8 +13,8 @@ from engines import MIXED, engine, loss, named, searched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roxxel_dist.sweep.engine import UsedUp
-from roxxel_dist.sweep.space import sweep_of
+from roxxel_dist.sweep.samplers import UsedUp
+from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 SEARCHING = ("bayes", "tpe", "wandb", "random")
 
@@ -142,7 +142,7 @@ def test_a_parameter_that_is_off_does_not_matter() -> None:
     found = engine(parameters, when={"experts": "moe"})
     rows = searched(found, 25, lambda params: params["x"] + params.get("experts", 3.0) / 40)
     assert all(("experts" in params) == params["moe"] for params, _ in rows)
-    from roxxel_dist.sweep.coding import Coding
+    from roxxel_dist.sweep.samplers.bayes import Coding
 
     sweep = sweep_of({"parameters": parameters}, {"when": {"experts": "moe"}})
     coding = Coding(sweep.space, sweep.rules)

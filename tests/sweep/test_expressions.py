@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.sweep.expressions import Expression
+from roxxel_dist.sweep.space.constraints import Expression
 
 VALUES: dict[str, Any] = {"dim": 96, "kv_heads": 2, "use_moe": True, "pos": "rope", "lr": 0.5}
 

@@ -8,11 +8,11 @@ from commands import make_corpus
 from trials import BASE
 
 from roxxel_dist.config import UsageError
-from roxxel_dist.sweep import estimate
-from roxxel_dist.sweep.engine import make
-from roxxel_dist.sweep.forecast import Plan, forecast
-from roxxel_dist.sweep.history import History
-from roxxel_dist.sweep.trial_config import config_of
+from roxxel_dist.sweep import dry_run as estimate
+from roxxel_dist.sweep.dry_run import Plan, forecast
+from roxxel_dist.sweep.execution.trial import config_of
+from roxxel_dist.sweep.journal import History
+from roxxel_dist.sweep.samplers import make
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import approx_fprime
 from scipy.stats import norm
 
-from roxxel_dist.sweep import gp
+from roxxel_dist.sweep.samplers import gp
 
 
 def told(dims: int = 3, count: int = 40, noise: float = 0.01) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from roxxel_dist.sweep.distributions import CONTINUOUS, distribution
-from roxxel_dist.sweep.engine import Engine, make
+from roxxel_dist.sweep.samplers import Engine, make
+from roxxel_dist.sweep.space.distributions import CONTINUOUS, distribution
 
 
 def asking(parameters: Mapping[str, Any], seed: int) -> Engine:

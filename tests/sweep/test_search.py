@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from engines import MIXED, engine, named, searched
 
-from roxxel_dist.sweep.engine import ENGINES, UsedUp
-from roxxel_dist.sweep.search import REFUSALS
+from roxxel_dist.sweep.samplers import ENGINES, UsedUp
+from roxxel_dist.sweep.samplers.base import REFUSALS
 
 
 @pytest.mark.parametrize("method", ENGINES)

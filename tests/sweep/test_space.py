@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.sweep.space import InfeasibleError, read_sweep, sweep_of
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, read_sweep, sweep_of
 
 SEED = """\
 program: train_sweep.py

@@ -9,17 +9,15 @@ from made_study import SWEEP, loss, made_study
 
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config
-from roxxel_dist.sweep import gp
-from roxxel_dist.sweep.ablations import draw_ablations, middle
-from roxxel_dist.sweep.axes import axis
-from roxxel_dist.sweep.distributions import distribution
-from roxxel_dist.sweep.engine import make
-from roxxel_dist.sweep.history import History, Trial
-from roxxel_dist.sweep.importance import importances
-from roxxel_dist.sweep.page import write_report
-from roxxel_dist.sweep.report import as_json, table, varied, write_best_config
-from roxxel_dist.sweep.screen import Screen
-from roxxel_dist.sweep.space import sweep_of
+from roxxel_dist.sweep.journal import History, Trial
+from roxxel_dist.sweep.live_view import Screen
+from roxxel_dist.sweep.report.html import write_report
+from roxxel_dist.sweep.report.importance import importances
+from roxxel_dist.sweep.report.plots import axis, draw_ablations, middle
+from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
+from roxxel_dist.sweep.samplers import gp, make
+from roxxel_dist.sweep.space.distributions import distribution
+from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study import Study, flat, read_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]

@@ -20,8 +20,8 @@ from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.cli import main
 from roxxel_dist.sweep import controller
-from roxxel_dist.sweep.local_ray import PREFIX
-from roxxel_dist.sweep.session import Session
+from roxxel_dist.sweep.execution.local_ray import PREFIX
+from roxxel_dist.sweep.run import Session
 from roxxel_dist.sweep.study import read_study
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 

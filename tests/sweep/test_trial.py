@@ -17,16 +17,16 @@ from trials import BASE, program, split, task
 
 from roxxel_dist.data.file_lock import take_lock
 from roxxel_dist.run_directory import is_held
-from roxxel_dist.sweep import child as child_module
-from roxxel_dist.sweep import trial as trial_module
-from roxxel_dist.sweep.child import Child, environment
-from roxxel_dist.sweep.trial import run
+from roxxel_dist.sweep.execution import process as child_module
+from roxxel_dist.sweep.execution import trial as trial_module
+from roxxel_dist.sweep.execution.process import Child, environment
+from roxxel_dist.sweep.execution.trial import run
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 RUNNER = """
 import json, sys
-from roxxel_dist.sweep.trial import run
+from roxxel_dist.sweep.execution.trial import run
 for event in run(json.loads(sys.argv[1])):
     print(json.dumps(event), flush=True)
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roxxel_dist.sweep.verdict import failure, machines_fault
+from roxxel_dist.sweep.execution.outcome import failure, machines_fault
 
 NAN = "roxxel-dist: step 2 went wrong: its loss is nan; see the log"
 CLIENT = """Exception in thread wandb-ServiceFinalizer:

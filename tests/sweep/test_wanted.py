@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.sweep.ranks import with_ranks
-from roxxel_dist.sweep.wanted import Wanted
+from roxxel_dist.sweep.execution.process import with_ranks
+from roxxel_dist.sweep.options import Wanted
 
 PLAIN = {
     "study": Path("s"), "count": None, "workers": 1, "wandb_sweep": None, "wandb_project": None, "method": None,

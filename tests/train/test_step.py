@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from runs import model
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
-from roxxel_dist.data.packed import Packed
+from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state

@@ -7,8 +7,8 @@ import pytest
 from runs import make, rows, saved, train
 
 from roxxel_dist import Roxxel
-from roxxel_dist.data.place import place_of
-from roxxel_dist.data.verified import DamagedData
+from roxxel_dist.data.dataset import place_of
+from roxxel_dist.data.verify_on_read import DamagedData
 
 
 @pytest.fixture

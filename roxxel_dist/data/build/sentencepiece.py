@@ -1,0 +1,116 @@
+"""SentencePiece models, with the library of that name (the extra `sentencepiece`)."""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.data.build.tokenizer import NAME_THE_END, Tokenizer
+
+KEY = "sentencepiece"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, with the ids that its library gives. It is saved whole, inside one JSON file.
+
+    Args:
+        model: the bytes of the `.model` file.
+        eos_token: the piece that ends a document; None for the model's own.
+        path: where it is from, for messages.
+
+    Raises:
+        ValueError: it is no model, or the library is not installed.
+    """
+
+    def __init__(self, model: bytes, eos_token: str | None, path: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ValueError(
+                f"{path}: a SentencePiece model needs a package: pip install 'roxxel-dist[sentencepiece]'"
+            ) from error
+        self.kind = "sentencepiece"
+        self._characters = None
+        self._model = model
+        self._eos_token = eos_token
+        self._processor: Any = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+            pieces = self._processor.GetPieceSize()
+        except Exception as error:  # the library raises RuntimeError, and others for some damage
+            raise ValueError(f"{path}: not a SentencePiece model ({error}). Put the right file there") from error
+        if not pieces:
+            raise ValueError(f"{path}: not a SentencePiece model (it has no pieces). Put the right file there")
+
+    @staticmethod
+    def unpack(data: bytes, path: Path) -> tuple[bytes, str | None] | None:
+        """The model and the name of end-of-text in what `save` wrote; None where the bytes are something else.
+
+        Raises:
+            ValueError: it is such a file, and damaged.
+        """
+        if not data.startswith(b'{"' + KEY.encode()):
+            return None
+        try:
+            packed = json.loads(data)
+            return base64.b64decode(packed[KEY], validate=True), packed["eos_token"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
+
+    @property
+    def cuttable(self) -> bool:
+        """False: a model may put something before every text."""
+        return False
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, computed by one thread."""
+        self._check(texts)
+        return self._processor.Encode(list(texts), out_type=int, num_threads=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids."""
+        return self._processor.Decode([int(number) for number in ids])
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of pieces."""
+        return self._processor.GetPieceSize()
+
+    @property
+    def text_start(self) -> list[int]:
+        """Nothing: a SentencePiece model has no post-processor."""
+        return []
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            ValueError: the model has no such piece.
+        """
+        if self._eos_token is None and self._processor.eos_id() >= 0:
+            return self._processor.eos_id()
+        number = self._processor.PieceToId(self._eos_token or "")
+        if not self._eos_token or self._processor.IdToPiece(number) != self._eos_token:
+            shown = f"no piece {self._eos_token!r}" if self._eos_token else "no piece that ends a text"
+            raise ValueError(f"this SentencePiece model has {shown}. {NAME_THE_END}")
+        return number
+
+    @property
+    def eos_token(self) -> str:
+        """The piece that ends a document. Errors as of `eos_id`."""
+        return self._processor.IdToPiece(self.eos_id)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that follow from the model alone."""
+        return hashlib.blake2b(self._model, digest_size=16).hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model and the name of end-of-text in one instant, as JSON that `Tokenizer.load` reads."""
+        packed = {KEY: base64.b64encode(self._model).decode(), "eos_token": self._eos_token}
+        write_file(Path(path), json.dumps(packed).encode())

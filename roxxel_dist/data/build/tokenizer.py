@@ -1,0 +1,279 @@
+"""Text to token ids and back. Every kind is one `tokenizer.json` of the Hugging Face `tokenizers` library.
+
+- `bpe`: byte-level byte-pair encoding, trained on the corpus. Any text comes back from its ids unchanged.
+- `byte`: the same without merges; an id is a byte of the text's UTF-8.
+- `char`: an id is a character of the corpus; other characters are refused.
+
+The last id of each is `<|endoftext|>`, which ends a document. Those letters inside a text are text: they never become
+that id.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from roxxel_dist.data.atomic_dir import write_file
+
+Kind = Literal["char", "byte", "bpe"]
+EOS = "<|endoftext|>"
+EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>")
+"""What end-of-text is called in ready-made tokenizers."""
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model")
+NAME_THE_END = "Name one that it has: `roxxel-dist data build PATH --out DIR --tokenizer FILE --eos_token TOKEN`"
+SMALLEST_BPE = 257
+DEFAULT_BPE = 8192
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library that treats special tokens in a text as text."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, eos_token: str | None = None) -> None:
+        self._inner = inner
+        self._eos_token = eos_token
+        inner.no_truncation()
+        inner.no_padding()
+        # The library does not keep this one in the file.
+        inner.encode_special_tokens = True
+        self._described: dict[str, Any] = json.loads(inner.to_str())
+        self.kind: str = _kind(self._described)
+        self._characters = frozenset(self._described["model"]["vocab"]) if self.kind == "char" else None
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether the ids of a text are those of its pieces (`corpus.pieces`), one behind the other."""
+        splitter = self._described["pre_tokenizer"] or {}
+        plain = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and splitter["use_regex"]
+        ours = plain and self._described["model"]["type"] == "BPE" and not self._described["added_tokens"][1:]
+        return self._described["normalizer"] is None and (ours or self.kind == "char")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without end-of-text.
+
+        Raises:
+            ValueError: the text has characters that a `char` tokenizer does not know, or is not valid Unicode.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, computed by as many threads as there are cores."""
+        self._check(texts)
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _check(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            if self._characters is not None and not self._characters.issuperset(text):
+                unknown = sorted(set(text) - self._characters)
+                shown = ", ".join(f"{character!r}" for character in unknown[:10])
+                raise ValueError(
+                    f"{len(unknown)} characters are not in the vocabulary of this char tokenizer: {shown}. "
+                    "Use tokenizer 'byte' or 'bpe', which know every text"
+                )
+            if not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"the text is not valid Unicode: {error}") from error
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids; end-of-text is left out. Bytes that are not UTF-8 become U+FFFD."""
+        return self._inner.decode([int(number) for number in ids], skip_special_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """The highest id plus one, end-of-text included."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def text_start(self) -> list[int]:
+        """The ids that a ready-made tokenizer's post-processor puts before a text, such as that of `<s>`; none of ours.
+
+        `encode` leaves them out: they are for the prompt of a model that was trained with them.
+        """
+        if not self._inner.num_special_tokens_to_add(is_pair=False):
+            return []
+        found = self._inner.encode("a")
+        count = next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)
+        return found.ids[:count]
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            ValueError: it has no token of the name given, or none with one of the usual names.
+        """
+        return self._end()[1]
+
+    @property
+    def eos_token(self) -> str:
+        """What the token that ends a document is called. Errors as of `eos_id`."""
+        return self._end()[0]
+
+    def _end(self) -> tuple[str, int]:
+        names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
+        for name in names:
+            number = self._inner.token_to_id(name)
+            if number is not None:
+                return name, number
+        raise ValueError(
+            f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. {NAME_THE_END}"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that follow from the tokenizer's file alone."""
+        return hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> bytes:
+        """The contents of a `tokenizer.json`."""
+        return self._inner.to_str(pretty=True).encode()
+
+    @classmethod
+    def of_json(cls, data: bytes) -> "Tokenizer":
+        """The tokenizer of what `to_json` gave."""
+        return cls(tokenizers.Tokenizer.from_buffer(data))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `tokenizer.json`; where end-of-text has none of the usual names, `tokenizer_config.json` beside it."""
+        path = Path(path)
+        if self._eos_token not in (None, *EOS_NAMES[:1]):
+            write_file(path.with_name(CONFIG_FILE), json.dumps({"eos_token": self._eos_token}).encode())
+        write_file(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> "Tokenizer":
+        """Read a tokenizer without a network.
+
+        Args:
+            path: a `tokenizer.json` of the `tokenizers` library or what `save` wrote; a SentencePiece `.model`; or a
+                Hugging Face folder with one of them (`tokenizer.json`, else `tokenizer.model`).
+            eos_token: the name of end-of-text. None: as `tokenizer_config.json` or `special_tokens_map.json` beside it
+                says, or else the first of the usual names that it has.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not such a file. The message names it.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = next((path / name for name in TOKENIZER_NAMES if (path / name).is_file()), path / TOKENIZER_FILE)
+        data = path.read_bytes()
+        eos_token = eos_token or _named_eos(path)
+        from roxxel_dist.data.build.sentencepiece import SentencePieceTokenizer
+
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(data, eos_token, path)
+        packed = SentencePieceTokenizer.unpack(data, path)
+        if packed is not None:
+            return SentencePieceTokenizer(packed[0], eos_token or packed[1], path)
+        try:
+            return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from error
+
+
+def _named_eos(path: Path) -> str | None:
+    """What the files beside a tokenizer call end-of-text."""
+    for name in (CONFIG_FILE, "special_tokens_map.json"):
+        beside = path.with_name(name)
+        if not beside.is_file():
+            continue
+        try:
+            token = json.loads(beside.read_bytes()).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{beside}: not a JSON object ({error}). Put the right file back, or remove it") from error
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def train_tokenizer(
+    kind: Kind, texts: Iterable[str], vocab_size: int | None = None, *, progress: bool = False
+) -> Tokenizer:
+    """Make a tokenizer for a corpus. The same texts give the same tokenizer, whatever the threads.
+
+    Args:
+        kind: "char", "byte" or "bpe".
+        texts: the corpus; not read for "byte".
+        vocab_size: ids in all, end-of-text included. For "bpe" the most there will be (None: 8192; a small corpus
+            has fewer), for the others only checked.
+        progress: show bars on stderr where that is a terminal; only "bpe" takes a time worth them.
+
+    Raises:
+        ValueError: an unknown kind, or a `vocab_size` too small for it.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
+    if kind == "char":
+        inner = _char(texts, vocab_size)
+    elif vocab_size is not None and vocab_size < SMALLEST_BPE:
+        raise ValueError(
+            f"vocab_size={vocab_size}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 bytes and end-of-text"
+        )
+    else:
+        inner = _byte() if kind == "byte" else _bpe(texts, vocab_size or DEFAULT_BPE, progress=progress)
+    inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
+    return Tokenizer(inner)
+
+
+def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    if vocab_size is not None and vocab_size <= len(characters):
+        raise ValueError(
+            f"vocab_size={vocab_size}: the corpus has {len(characters)} characters, so a char tokenizer has "
+            f"{len(characters) + 1} ids with end-of-text. Leave vocab_size out, or use tokenizer 'bpe'"
+        )
+    inner = tokenizers.Tokenizer(models.WordLevel({name: number for number, name in enumerate(sorted(characters))}))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return inner
+
+
+def _byte() -> tokenizers.Tokenizer:
+    return _byte_level(models.BPE({letter: number for number, letter in enumerate(_byte_letters())}, []))
+
+
+def _bpe(texts: Iterable[str], vocab_size: int, *, progress: bool) -> tokenizers.Tokenizer:
+    inner = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # end-of-text is added behind
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return inner
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def _byte_letters() -> list[str]:
+    """The letters that byte-level BPE writes for the bytes 0 to 255 (as GPT-2): printable ones stand for themselves."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _kind(described: dict[str, Any]) -> str:
+    """char, byte or bpe, or the library's name of the model in lower case."""
+    model, splitter = described["model"], described["pre_tokenizer"] or {}
+    if model["type"] == "BPE" and splitter.get("type") == "ByteLevel":
+        return "bpe" if model["merges"] else "byte"
+    if model["type"] == "WordLevel" and (described["decoder"] or {}).get("type") == "Fuse":
+        return "char"
+    return str(model["type"]).lower()

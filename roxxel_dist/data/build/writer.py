@@ -1,0 +1,153 @@
+"""From a stream of documents to shards, holding one document and no shard in memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roxxel_dist.data.atomic_dir import publish, staging
+from roxxel_dist.data.token_types import as_array, fit, separator_value, smallest_dtype, storage_dtype
+from roxxel_dist.data.format import Metadata
+from roxxel_dist.data.discovery import Target
+from roxxel_dist.data.slices import TokenFile, open_parts
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How `Roxxel.write` writes; its arguments say what each means."""
+
+    separator: str | bytes | int | float | None = b"\x00"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    max_shard_bytes: int | None = None
+    dtype: Any = None
+    vocab_size: int | None = None
+    tokenizer_fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes={self.max_shard_bytes}: bytes of tokens a shard, at least 1, or None")
+        if self.vocab_size is not None:
+            smallest_dtype(self.vocab_size)
+
+    def continuing(self, last: TokenFile) -> "WriteOptions":
+        """The same for data appended behind `last`: what is not given is as it is there.
+
+        Raises:
+            ValueError: what is given differs from what is there.
+        """
+        there = {
+            "dtype": last.dtype,
+            "vocab_size": last.metadata.vocab_size,
+            "tokenizer_fingerprint": last.metadata.tokenizer_fingerprint,
+        }
+        given = {
+            "dtype": None if self.dtype is None else storage_dtype(self.dtype),
+            "vocab_size": self.vocab_size,
+            "tokenizer_fingerprint": self.tokenizer_fingerprint,
+        }
+        for name, value in given.items():
+            if value is not None and value != there[name]:
+                raise ValueError(
+                    f"{name}={value}: the data set appended to has {there[name]} ({last.path}). "
+                    "Append what fits, or write a new data set"
+                )
+        return replace(self, **there)
+
+
+def write_shards(
+    folder: Path,
+    name: Callable[[int], str],
+    items: Iterable[Any],
+    options: WriteOptions,
+    *,
+    after: Metadata | None = None,
+) -> int:
+    """Write documents to `folder / name(index)`, a new shard where `max_shard_bytes` of tokens would be passed.
+
+    A document is never cut: one larger than `max_shard_bytes` has a shard of its own.
+
+    Args:
+        folder: an existing folder that no reader looks into.
+        name: from a shard's index to its file name.
+        items: str, bytes, or 1-D arrays.
+        options: dtype, separator and sizes.
+        after: the last shard of the data set that is appended to.
+
+    Returns:
+        The number of shards written, 0 if there were no items. If an item is refused (ValueError), no shard is left.
+    """
+    documents, settings = _settle(items, options)
+    if settings is None:
+        return 0
+    limit = options.max_shard_bytes
+    per_document = settings.separator is not None
+    written: list[Path] = []
+    writer: ShardWriter | None = None
+    try:
+        for number, raw in documents:
+            document = fit(raw, settings.dtype, options.vocab_size, number)
+            size = (len(document) + per_document) * settings.dtype.itemsize
+            if writer is not None and limit is not None and writer.token_bytes + size > limit:
+                after = writer.finish()
+                writer = None
+            if writer is None:
+                path = folder / name(after.index + 1 if after else 0)
+                writer = ShardWriter(path, settings, after=after)
+                written.append(path)
+            writer.add(document)
+        if writer is not None:
+            writer.finish()
+    except BaseException:
+        if writer is not None:
+            with suppress(OSError):  # what ended the writing is the error to tell
+                writer.abort()
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
+    return len(written)
+
+
+def _settle(
+    items: Iterable[Any], options: WriteOptions
+) -> tuple[Iterator[tuple[int, np.ndarray]], ShardSettings | None]:
+    """The documents with their numbers, and the settings, for which the first document has to be seen."""
+    documents = ((number, as_array(item, number)) for number, item in enumerate(items))
+    first = next(documents, None)
+    if first is None:
+        return documents, None
+    if options.dtype is not None:
+        dtype = storage_dtype(options.dtype)
+    elif options.vocab_size is not None:
+        dtype = smallest_dtype(options.vocab_size)
+    else:
+        dtype = first[1].dtype
+    settings = ShardSettings(
+        dtype=dtype,
+        separator=separator_value(options.separator, dtype),
+        block_size=options.block_size,
+        vocab_size=options.vocab_size,
+        tokenizer_fingerprint=options.tokenizer_fingerprint,
+    )
+    return chain([first], documents), settings
+
+
+def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, *, append: bool) -> None:
+    """Write documents as the shards of a target: all of them appear at once, or none.
+
+    Raises:
+        ValueError: see `Roxxel.write`. What was there before is still there.
+    """
+    with staging(target.folder, target.label) as staged:
+        there = target.shards()
+        after = None
+        if append and there:
+            last = open_parts(there, alone=not target.numbered)[-1].shard
+            options, after = options.continuing(last), last.metadata
+        if not write_shards(staged, target.name, items, options, after=after) and after is None:
+            raise ValueError(f"{target.folder / target.label}: there were no items to write; nothing was changed")
+        publish(staged, () if append else [path.name for path in there])

@@ -1,0 +1,116 @@
+"""From what `Roxxel.write` is given to arrays of one dtype, losing nothing."""
+
+from typing import Any
+
+import numpy as np
+
+from roxxel_dist.data.format import DTYPES
+
+Item = str | bytes | bytearray | memoryview | np.ndarray | list[int]
+
+
+def as_array(item: Any, number: int) -> np.ndarray:
+    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays stay what they are.
+
+    Raises:
+        ValueError: it is neither text nor a 1-D array of integers or floats. The message has its `number`.
+    """
+    if isinstance(item, str):
+        item = item.encode()
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return np.frombuffer(item, np.uint8)
+    array = np.asarray(item)
+    if array.ndim != 1:
+        raise ValueError(f"document {number} has shape {array.shape}: a document is text, bytes or a 1-D array")
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype.str not in DTYPES:
+        raise ValueError(f"document {number} has dtype {array.dtype}: tokens are integers or floats of 8 to 64 bits")
+    return array
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned dtype that holds the ids 0 to `vocab_size - 1`."""
+    if not 1 <= vocab_size <= 1 << 32:
+        raise ValueError(f"vocab_size={vocab_size}: the number of token ids, from 1 to 2^32")
+    return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<")
+
+
+HELD = "shards hold integers or floats of 8 to 64 bits, such as uint16"
+
+
+def storage_dtype(dtype: Any) -> np.dtype:
+    """A dtype that a user named, as it stands on disk: little-endian.
+
+    Raises:
+        ValueError: shards do not hold such elements.
+    """
+    try:
+        found = np.dtype(dtype).newbyteorder("<")
+    except TypeError as error:
+        raise ValueError(f"dtype={dtype}: no such dtype; {HELD}") from error
+    if found.str not in DTYPES:
+        raise ValueError(f"dtype={dtype}: {HELD}")
+    return found
+
+
+def fit(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
+    """The same values in `dtype`.
+
+    Raises:
+        ValueError: a value would change, or is no id below `vocab_size`. The message has the document's `number`.
+    """
+    if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+        raise ValueError(
+            f"document {number} has ids from {array.min()} to {array.max()}: with vocab_size={vocab_size} they are "
+            f"0 to {vocab_size - 1}. Was it made with another tokenizer?"
+        )
+    if array.dtype == dtype:
+        return array
+    if len(array) and not _keeps(array, dtype):
+        raise ValueError(
+            f"document {number} ({array.dtype}, {array.min()} to {array.max()}) does not fit {dtype} without loss; "
+            "give write() a dtype that holds every document"
+        )
+    return array.astype(dtype)
+
+
+def _keeps(array: np.ndarray, dtype: np.dtype) -> bool:
+    if dtype.kind == "f" and array.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return np.array_equal(array.astype(dtype).astype(array.dtype), array, equal_nan=True)
+    low, high = array.min(), array.max()
+    if dtype.kind == "f":
+        exact = 1 << (np.finfo(dtype).nmant + 1)
+        return -exact <= int(low) and int(high) <= exact
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and np.array_equal(np.trunc(array), array)):
+        return False
+    limits = np.iinfo(dtype)
+    return limits.min <= int(low) and int(high) <= limits.max
+
+
+def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype) -> int | float | None:
+    """The ONE element of `dtype` that a separator is, or None for no separator.
+
+    One byte is that number: `b"\\x00"` is token 0 whatever the dtype. As many bytes as an element has are the element.
+
+    Raises:
+        ValueError: it is not one element of `dtype`.
+    """
+    if isinstance(separator, str):
+        separator = separator.encode()
+    if isinstance(separator, bytes):
+        if len(separator) == 1:
+            separator = separator[0]
+        elif len(separator) == dtype.itemsize:
+            return np.frombuffer(separator, dtype)[0].item()
+        else:
+            raise ValueError(
+                f"separator={separator!r}: a separator is one element of {dtype}: one byte, {dtype.itemsize} bytes, "
+                "a number, or None for no separator"
+            )
+    if separator is None:
+        return None
+    value = np.asarray([separator])
+    if value.ndim != 1 or value.dtype.kind not in "iuf" or not _keeps(value, dtype):
+        raise ValueError(f"separator={separator!r} is not an element of {dtype}; give one that is, or None")
+    return value.astype(dtype)[0].item()

@@ -1,0 +1,1 @@
+"""A trial as a Ray task."""

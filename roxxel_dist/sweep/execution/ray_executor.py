@@ -1,0 +1,343 @@
+"""The trials that run as Ray tasks: submitted, heard, cancelled, and made to end.
+
+A trial inside a Ray worker: runs the trial's generator, hears Ray's cancel at once, and dies with the driver.
+"""
+
+import math
+import os
+import select
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from roxxel_dist.launcher.jobs.record import Process, is_alive, this_process
+from roxxel_dist.sweep.execution.outcome import disk_full
+
+Item = dict[str, Any]
+END_S = 20.0
+"""How long a trial has that was told to end; then it is killed."""
+
+
+def name_of(run: Callable[[Item], Iterator[Item]]) -> str:
+    """A function of a module as `module:name`. Raises ValueError for one that a worker could not import."""
+    name = getattr(run, "__qualname__", "<")
+    if "<" in name or run.__module__ == "__main__":
+        raise ValueError(f"{run.__module__}.{name}: a trial must be a function of a module that workers can import")
+    return f"{run.__module__}:{name}"
+
+
+def driver() -> dict[str, Any]:
+    """The process that calls, as its workers know it."""
+    return {
+        "process": asdict(this_process()),
+        "namespace": _namespace(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
+    """Run a trial. Yields what `run` yields.
+
+    Besides, {"start"} gets the address of this node, an error of `run` becomes a {"fail"}, and {"broken": {"reason"}}
+    tells that no trial can run here.
+
+    Args:
+        run: a generator function, as `module:name`.
+        task: what it is called with.
+        driver: whom to die with, where that can be seen from here, and whose OMP_NUM_THREADS to have: Ray sets its own.
+    """
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if driver["threads"] is not None:
+        os.environ["OMP_NUM_THREADS"] = driver["threads"]
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # Ray blocks it, and what the trial starts inherits that
+    signal.signal(signal.SIGURG, _noted)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(reads, driver, over), daemon=True).start()
+    try:
+        yield from _told(run, task)
+    finally:
+        over.set()
+
+
+def _told(run: str, task: Item) -> Iterator[Item]:
+    try:
+        function = resolve_name(run)
+    except (ImportError, AttributeError) as error:
+        yield {
+            "broken": {"reason": f"{_node()} cannot import {run} ({error}): install the same packages there as here"}
+        }
+        return
+    if task.get("ray_address"):  # `auto` may mean another cluster, to a process that the trial starts here
+        import ray
+
+        task = task | {"ray_address": ray.get_runtime_context().gcs_address}
+    try:
+        for item in function(task):
+            if "start" in item:
+                yield {"start": {**item["start"], "node": _node()}}
+            else:
+                yield item
+    except Exception as error:
+        if full := disk_full(str(error)):
+            yield {"broken": {"reason": f"{_node()}: {full}"}}
+            return
+        reason = f"{type(error).__name__}: {error}"
+        kind = "oom" if isinstance(error, MemoryError) else "error"
+        _keep(traceback.format_exc(), task.get("log"))
+        yield {"fail": {"kind": kind, "reason": reason, "log": task.get("log")}}
+
+
+def _keep(text: str, log: str | None) -> None:
+    """Add a traceback to the trial's log."""
+    if log is not None:
+        with suppress(OSError):  # the reason is told all the same
+            Path(log).parent.mkdir(parents=True, exist_ok=True)
+            with Path(log).open("a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def _node() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def _namespace() -> str:
+    """Which numbers of processes are seen here."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _watch(wakes: int, driver: Mapping[str, Any], over: threading.Event) -> None:
+    """Die when the driver has died, pass on Ray's cancel, and die where that does not end the trial.
+
+    Ray ends the workers of a driver that was killed after 2 to 7 s; until then the next driver would find them at work.
+    Its cancel only marks that Python shall raise KeyboardInterrupt; a real signal, to the main thread, makes a system
+    call return that it waits in. A cancel by force that follows another one does nothing (Ray 2.60).
+    """
+    poll = select.poll()
+    poll.register(wakes, select.POLLIN)
+    process = Process(**driver["process"])
+    pidfd = _pidfd(process) if (process.boot, driver["namespace"]) == (this_process().boot, _namespace()) else None
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    end = math.inf
+    while True:
+        left = end - time.monotonic()
+        ready = [fd for fd, _ in poll.poll(None if left == math.inf else max(left, 0.0) * 1000)]
+        if pidfd in ready or (time.monotonic() >= end and not over.is_set()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wakes in ready and signal.SIGINT in os.read(wakes, 64):
+            end = min(end, time.monotonic() + END_S)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        if over.is_set():
+            end = math.inf
+
+
+def _pidfd(process: Process) -> int:
+    """A descriptor that is ready when the driver has died."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        pidfd = None
+    if pidfd is None or not is_alive(process):  # asked after: the number cannot be another process's now
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit
+    return pidfd
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Only the return from a system call was wanted."""
+
+
+GIVE_UP_S = END_S + 10.0
+"""After so long a trial should have ended, or its worker have killed it."""
+LISTED = 8
+"""Nodes that a message names."""
+GET_S = 0.5
+"""So long a value may take to come here; then signals are looked at, and it is waited for again."""
+ASK_S, LOST_S = 2.0, 30.0
+"""How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
+Verdict = Literal["stop", "drain", "ended"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Running:
+    """One try of a trial."""
+
+    trial: int
+    attempt: int
+    losses: int
+    """Tries of it that were lost before this one, since the driver started."""
+    stream: Any
+    since: float = field(default_factory=time.monotonic)
+    """When it was submitted or, from `heard` on, when it began."""
+    heard: bool = False
+    verdict: Verdict | None = None
+    """What was decided about it: stopped early, to be run again by the next start, or told its end already."""
+    end: float | None = None
+    """When its process must be gone."""
+    cancelled: bool = False
+    told: bool = False
+    """That it waits for room."""
+    value: Any = None
+    """The reference of a value that has not come yet."""
+
+
+class Pool:
+    """Trials as streaming Ray tasks, one process each, that Ray never runs again on its own.
+
+    Args:
+        ray: the module, connected.
+        run: the body of a trial.
+        resources: of each, as Ray counts them.
+    """
+
+    def __init__(self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float]) -> None:
+        self._ray = ray
+        self._run = name_of(run)
+        self._driver = driver()
+        self._resources = resources
+        self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(body)
+        self.running: list[Running] = []
+        self._free: Mapping[str, float] = {}
+        self._answered, self._died = time.monotonic(), False
+        self._closed = threading.Event()
+        # In a thread of its own: with a cluster that is gone the call lasts ten minutes, in which no signal is heard.
+        self._asks = threading.Thread(target=self._ask, name="ray-health", daemon=True)
+
+    def __enter__(self) -> "Pool":
+        self._asks.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._asks.join(0.0 if self.is_lost else ASK_S)
+
+    def _ask(self) -> None:
+        """Ask the cluster what is free, again and again."""
+        while not self._closed.wait(ASK_S):
+            with suppress(Exception):  # whatever Ray raises, it is no answer
+                self._free, self._answered = self._ray.available_resources(), time.monotonic()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the cluster has not answered for too long, or this machine's part of it has died."""
+        return self._died or time.monotonic() - self._answered >= LOST_S
+
+    def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
+        """Start a try; it waits in Ray for room."""
+        stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
+        self.running.append(Running(trial=trial, attempt=attempt, losses=losses, stream=stream))
+
+    def wait(self, seconds: float) -> list[tuple[Running, Item]]:
+        """What trials say, as soon as one does, or nothing after so long.
+
+        Besides what the body yields: {"lost": {"reason"}}, {"broken": {"reason"}}, and {"gone": {}} for a task that
+        has ended, the last of it.
+        """
+        waited = [one.stream if one.value is None else one.value for one in self.running]
+        ready, _ = self._ray.wait(waited, num_returns=1, timeout=seconds)
+        heard = [one for one, handle in zip(self.running, waited, strict=True) if any(handle is item for item in ready)]
+        return [(one, item) for one in heard for item in self._next(one)]
+
+    def _next(self, one: Running) -> list[Item]:
+        from ray.exceptions import (
+            GetTimeoutError,
+            LocalRayletDiedError,
+            RayError,
+            RayTaskError,
+            RuntimeEnvSetupError,
+            TaskCancelledError,
+        )
+
+        try:
+            one.value = next(one.stream) if one.value is None else one.value
+            item = self._ray.get(one.value, timeout=GET_S)
+            one.value = None
+        except GetTimeoutError:
+            return []  # its node may be gone: it is waited for again, between looks at signals and cluster
+        except LocalRayletDiedError:
+            self._died = True  # nothing more can be run from here, and no trial is to blame
+            return []
+        except (StopIteration, TaskCancelledError):
+            return [{"gone": {}}]
+        except (RayTaskError, RuntimeEnvSetupError) as error:
+            why = f"a Ray worker cannot run a trial ({str(error).strip().splitlines()[-1]})"
+            return [{"broken": {"reason": f"{why}: is roxxel-dist installed on its node?"}}, {"gone": {}}]
+        except RayError as error:
+            why = " ".join(str(error).split()).partition(". ")[0]
+            return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
+        return [item]
+
+    def cancel(self, one: Running, verdict: Verdict) -> None:
+        """Tell a try to end: its body sees KeyboardInterrupt, and is killed where that does not help."""
+        one.verdict, one.end, one.cancelled = verdict, time.monotonic() + GIVE_UP_S, True
+        self._ray.cancel(one.stream)
+
+    def leave(self, one: Running) -> None:
+        """A try has told its last: it ends by itself."""
+        one.verdict, one.end = "ended", time.monotonic() + END_S
+
+    def overdue(self) -> list[Running]:
+        """Those that did not end by any means; those that did not end by themselves are told to."""
+        late = [one for one in self.running if one.end is not None and time.monotonic() >= one.end]
+        lost = [one for one in late if one.cancelled]
+        for one in late:
+            if not one.cancelled:
+                self.cancel(one, "ended")
+        return lost
+
+    def waiting(self, seconds: float) -> str | None:
+        """What to tell a person about trials that found no room for so long; each is told of once."""
+        late = time.monotonic() - seconds
+        new = [one for one in self.running if not (one.heard or one.told or one.end) and one.since < late]
+        if not new:
+            return None
+        for one in new:
+            one.told = True
+        wanted, free = self._resources, self._free
+        return (
+            f"trial {', '.join(str(one.trial) for one in new)} waits for room in Ray: needed {amounts(wanted, wanted)} "
+            f"on one node; free now, together: {amounts(free, wanted)}"
+        )
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Resources by name as `ray.remote` takes them."""
+    own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    named = {own[name]: amount for name, amount in resources.items() if name in own}
+    return named | {"resources": {name: amount for name, amount in resources.items() if name not in own}}
+
+
+def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> None:
+    """Raises ValueError where no node could ever run a trial, with what there is."""
+    alive = [node for node in nodes if node["Alive"]]
+    if any(all(node["Resources"].get(name, 0) >= wanted for name, wanted in resources.items()) for node in alive):
+        return
+    names = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive]
+    told = ", ".join(names[:LISTED])
+    more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
+    raise ValueError(
+        f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus_per_trial), and no node has "
+        f"that: {told}{more}. Ask for less, or start larger nodes"
+    )
+
+
+def amounts(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
+    """How much there is of each name, for people."""
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names) or "nothing"

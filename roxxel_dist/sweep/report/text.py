@@ -1,0 +1,104 @@
+"""A study as text and as JSON: what is best, what every trial gave, what failed and why."""
+
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.config import RECORD, Config, load_yaml
+from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.sweep.journal import Trial
+from roxxel_dist.sweep.study import Study, flat, short
+
+MOST = 20
+"""Trials that the table shows; the page has all."""
+STATES = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
+
+
+def counts(study: Study) -> str:
+    """How many trials there are of each kind."""
+    trials = list(study.history.trials.values())
+    found = [f"{sum(one.state == state for one in trials)} {said}" for state, said in STATES.items()]
+    return f"{len(trials)} trial(s): " + ", ".join(one for one in found if not one.startswith("0 "))
+
+
+def varied(study: Study) -> list[str]:
+    """The parameters that the trials do not all share, those of the space first."""
+    rows = [flat(trial.params) for trial in study.history.trials.values()]
+    names = dict.fromkeys([one.name for one in study.sweep.space.free] + [name for row in rows for name in row])
+    return [name for name in names if any(row.get(name) != rows[0].get(name) for row in rows)]
+
+
+def summary(study: Study) -> str:
+    """The first lines of every report."""
+    sweep = study.sweep
+    lines = [f"{study.name}: {counts(study)}; {study.history.method or sweep.method}, {sweep.goal} {sweep.metric}"]
+    if study.done:
+        best = study.done[0]
+        told = ", ".join(f"{name} {short(value)}" for name, value in flat(best.params).items())
+        lines += [f"best {sweep.metric}: {best.value:.6g}, trial {best.number}: {told}"]
+    return "\n".join(lines)
+
+
+def table(study: Study) -> str:
+    """The best trials, a line each, and a line for each that failed."""
+    names = varied(study)
+    rows = [["trial", study.sweep.metric, "", "minutes", *names]]
+    rows += [_row(trial, names) for trial in study.done[:MOST]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if len(rows) > 1 else []
+    if len(study.done) > MOST:
+        lines.append(f"… and {len(study.done) - MOST} more: the page has all")
+    failed = [one for one in study.history.trials.values() if one.state == "failed"]
+    lines += [f"trial {one.number} failed: {one.reason}" for one in failed[:MOST]]
+    if len(failed) > MOST:
+        lines.append(f"… and {len(failed) - MOST} more failed")
+    return "\n".join([summary(study), *(["", *lines] if lines else [])])
+
+
+def _row(trial: Trial, names: list[str]) -> list[str]:
+    params = flat(trial.params)
+    state = "" if trial.state == "done" else STATES[trial.state]
+    minutes = "" if trial.seconds is None else f"{trial.seconds / 60:.1f}"
+    return [str(trial.number), f"{trial.value:.6g}", state, minutes, *(short(params.get(name, "-")) for name in names)]
+
+
+def as_json(study: Study) -> dict[str, Any]:
+    """Everything that a program may want to know of a study."""
+    trials = [
+        {
+            "trial": one.number,
+            "state": one.state,
+            "params": one.params,
+            "value": one.value,
+            "seconds": one.seconds,
+            "attempts": one.attempts,
+            "reports": one.reports,
+            "reason": one.reason,
+            "more": one.more,
+        }
+        for one in study.history.trials.values()
+    ]
+    best = study.done[0].number if study.done else None
+    return {"name": study.name, "metric": study.sweep.metric, "goal": study.sweep.goal, "best": best, "trials": trials}
+
+
+def write_best_config(study: Study, file: str | Path) -> Trial:
+    """Write the config of the best trial, as `train --config` reads it; returns the trial.
+
+    Raises:
+        ValueError: no trial has a value yet, or its program was not ours.
+    """
+    if not study.done:
+        raise ValueError(f"--best_config {file}: no trial of {study.path} has given a {study.sweep.metric} yet")
+    best = study.done[0]
+    used = study.run_dir(best) / CONFIG
+    if not used.is_file():
+        raise ValueError(
+            f"--best_config {file}: trial {best.number} has no {used}: it was a program of your own, or trained on "
+            f"another machine; its parameters are {flat(best.params)}"
+        )
+    fields = {name: value for name, value in load_yaml(used).items() if name != RECORD}
+    if fields.get("wandb") == "offline":  # how a sweep without an account follows its trials: no choice of the user's
+        del fields["wandb"]
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Config.from_dict(fields, str(used)).save_yaml(file)
+    return best

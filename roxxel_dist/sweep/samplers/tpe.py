@@ -1,0 +1,105 @@
+"""Optuna's TPE over the unit cube: what searches on where a Gaussian process would be too slow."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from roxxel_dist.sweep.samplers.base import Point, Record, generator, packages
+from roxxel_dist.sweep.space.sweep_file import Sweep
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import TPESampler
+    from optuna.trial import FrozenTrial
+
+START = 10
+"""Trials at random before TPE has anything to go by."""
+OFFERS = 20
+CATEGORIES = 30
+"""More choices than this, in order, are taken as a range of integers."""
+
+
+class Tpe:
+    """Proposes points for a sweep. Choices have no order here: that made it worse when measured."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        with packages("tpe", "optuna"):
+            import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._kinds = [one.distribution for one in sweep.space.free]
+        self._dims: dict[str, BaseDistribution] = {}
+        for dim, kind in enumerate(self._kinds):
+            count = len(kind.choices or ())
+            if kind.choices is None:
+                self._dims[str(dim)] = optuna.distributions.FloatDistribution(0.0, 1.0)
+            elif kind.is_ordered and count > CATEGORIES:
+                self._dims[str(dim)] = optuna.distributions.IntDistribution(0, count - 1)
+            else:
+                self._dims[str(dim)] = optuna.distributions.CategoricalDistribution(range(count))
+        self._begin()
+
+    def _begin(self) -> None:
+        import optuna
+
+        self._study: Study = optuna.create_study(direction="minimize")
+        self._numbers: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
+        """Points, the likeliest to be good first."""
+        from optuna.trial import TrialState
+
+        chance = generator(record.seed, trial, "tpe")
+        if record.told < START:
+            while True:
+                yield [chance.random() for _ in self._kinds]
+        self._follow(record)
+        self._study.sampler = _sampler(self._dims, chance.getrandbits(32))
+        for _ in range(OFFERS):
+            offer = self._study.ask(self._dims)
+            self._study.tell(offer, state=TrialState.FAIL)  # TPE does not look at it: the record says what was run
+            yield self._point(offer.params)
+
+    def _follow(self, record: Record) -> None:
+        """Bring the study up to the record; its trials are in the order of their numbers, whenever they were told."""
+        from optuna.trial import TrialState, create_trial
+
+        fresh = sorted(set(record.trials) - set(self._numbers))
+        if fresh and self._numbers and fresh[0] < max(self._numbers):
+            self._begin()
+            fresh = sorted(record.trials)
+        for number in fresh:
+            params = self._params(record.trials[number].point)
+            self._numbers[number] = len(self._study.get_trials(deepcopy=False))
+            self._study.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=self._dims))
+        for number, one in sorted(record.trials.items()):
+            if one.told and number not in self._told:
+                self._told.add(number)
+                # Pruned before it reported anything: ranks behind all others, as a failure as bad as the worst would.
+                state = TrialState.PRUNED if one.value is None else TrialState.COMPLETE
+                self._study.tell(self._numbers[number], values=one.value, state=state)
+
+    def _params(self, point: Point) -> dict[str, Any]:
+        return {
+            str(dim): u if kind.choices is None else kind.number(u)
+            for dim, (kind, u) in enumerate(zip(self._kinds, point, strict=True))
+        }
+
+    def _point(self, params: dict[str, Any]) -> list[float]:
+        return [
+            params[str(dim)] if kind.choices is None else kind.middle(params[str(dim)])
+            for dim, kind in enumerate(self._kinds)
+        ]
+
+
+def _sampler(dims: "dict[str, BaseDistribution]", seed: int) -> "TPESampler":
+    from optuna.samplers import TPESampler
+
+    class Sampler(TPESampler):
+        """TPE that is told its dimensions: it would compare those of all trials at each suggestion."""
+
+        def infer_relative_search_space(self, study: "Study", trial: "FrozenTrial") -> "dict[str, BaseDistribution]":
+            return dims
+
+    return Sampler(seed=seed, n_startup_trials=0, multivariate=True, constant_liar=True)

@@ -1,0 +1,1 @@
+"""Who gets the next steps: early stopping."""

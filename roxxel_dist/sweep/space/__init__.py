@@ -1,0 +1,1 @@
+"""What a sweep varies: W&B's file, distributions, constraints."""

@@ -1,0 +1,203 @@
+"""Trials of a program of the user's own: what starts it, and how its W&B run is read.
+
+The program is any one that logs to W&B under the metric's name; it runs with an unmodified client. Its parameters come
+as W&B's agent gives them: in its words, by the macros of `command`, and in `wandb.config`.
+"""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.sweep.execution.metrics import Report, more_of
+from roxxel_dist.sweep.execution.process import count, environment, with_ranks
+from roxxel_dist.sweep.wandb_bridge.run_file import WandbFile
+
+DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
+OURS = "train_sweep.py"
+MACRO = re.compile(r"\$\{(.*)\}")
+ENVVAR = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+PARAMETERS, WORDS, ENDED = "parameters.yaml", "parameters.json", "ended.json"
+
+
+def command_of(
+    program: str | None, command: Sequence[str] | None, directory: str | Path | None = None
+) -> list[str] | None:
+    """The words of a sweep's own program, macros and all; None where its trials are trainings of a Config.
+
+    `train_sweep.py` stands for such a training, where no file of that name does something else.
+
+    Args:
+        program: of the sweep's file, as it stands there.
+        command: of the sweep's file.
+        directory: where it is run; by default that of this process.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    words = list(command or DEFAULT_COMMAND)
+    if "${program}" not in words:
+        return words if command else None
+    if program is None:
+        return None
+    path = Path(directory or os.getcwd(), program)
+    if not path.exists():
+        if path.name == OURS:
+            return None
+        raise ValueError(f"program: {program} is not there (looked in {path.parent}): check the path")
+    if path.name == OURS and "roxxel_dist" in path.read_text(encoding="utf-8", errors="replace"):
+        return None
+    return [program if word == "${program}" else word for word in words]
+
+
+def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> list[str]:
+    """A command with W&B's macros replaced, as W&B's agent does it.
+
+    Args:
+        words: of the command.
+        params: of the trial.
+        json_file: what ${args_json_file} names.
+
+    Raises:
+        ValueError: a macro that there is not.
+    """
+    flags = {name: f"{name}={value}" for name, value in params.items()}
+    switches = [name if params[name] is True else flags[name] for name in params if params[name] is not False]
+    macros = {
+        "env": ["/usr/bin/env"],
+        "interpreter": [sys.executable],
+        "args": [f"--{flag}" for flag in flags.values()],
+        "args_no_equals": [word for name, value in params.items() for word in (f"--{name}", str(value))],
+        "args_no_hyphens": list(flags.values()),
+        "args_no_boolean_flags": [f"--{flag}" for flag in switches],
+        "args_append_hydra": [f"+{flag}" for flag in flags.values()],
+        "args_override_hydra": [f"++{flag}" for flag in flags.values()],
+        "args_json": [json.dumps(params)],
+        "args_json_file": [str(json_file)],
+    }
+    found: list[str] = []
+    for word in words:
+        text = ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(word))
+        macro = MACRO.fullmatch(text)
+        if macro and macro[1] not in macros:
+            known = ", ".join(f"${{{name}}}" for name in ("program", *macros))
+            raise ValueError(f"command: there is no {text}: there are {known}, ${{envvar:NAME}}")
+        found += macros[macro[1]] if macro else [text]
+    return found
+
+
+def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The words and the environment of a trial's program, whose W&B run is kept in `folder`.
+
+    Raises:
+        ValueError: the command has a macro that there is not.
+    """
+    import yaml
+
+    params = task["params"]
+    folder.mkdir(parents=True, exist_ok=True)  # the client writes elsewhere where there is none
+    (folder / WORDS).write_text(json.dumps(params), encoding="utf-8")
+    told = {"wandb_version": 1, **{name: {"value": value} for name, value in params.items()}}
+    (folder / PARAMETERS).write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
+    words = expand(task["program"], params, folder / WORDS)
+    if count(task) > 1 and words[0] == "/usr/bin/env":
+        words = words[1:]  # the launcher looks for the program itself, and prepares a Python one
+    config = task.get("config") or {}
+    own = {
+        "WANDB_MODE": "online" if config.get("wandb") == "online" else "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SWEEP_PARAM_PATH": str(folder / PARAMETERS),
+        "WANDB_RUN_GROUP": folder.parent.parent.name,
+        "WANDB_ERROR_REPORTING": "false",
+        **({"WANDB_PROJECT": config["wandb_project"]} if config.get("wandb_project") else {}),
+        **(task.get("environment") or {}),
+    }
+    return with_ranks(task, words, env=own), environment(own)
+
+
+def note_end(folder: Path) -> None:
+    """Remember that the program has ended well: it is not run again."""
+    (folder / ENDED).write_text('{"exit_code": 0}\n', encoding="utf-8")
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether `note_end` was called."""
+    return (folder / ENDED).exists()
+
+
+class ProgramReader:
+    """Follows the W&B runs in a folder: those of all ranks and of all attempts.
+
+    Args:
+        folder: where the client has its folder `wandb`; it need not exist yet.
+        metric: whose values are wanted; points between the names of what is nested.
+
+    Attributes:
+        names: of all that was logged.
+    """
+
+    def __init__(self, folder: Path, metric: str) -> None:
+        self._folder, self._metric = folder, metric
+        self._files: dict[Path, tuple[int, WandbFile]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._told = -1
+        self.names: set[str] = set()
+
+    def read(self, *, last: bool = False) -> list[Report]:
+        """(step, value) for each new value of the metric; what was only put into the summary comes with the last call.
+
+        Args:
+            last: the program has ended.
+        """
+        found = [report for file in self._grown() for report in self._new(file)]
+        if last and self._told < 0:
+            for _, file in self._files.values():
+                self.names |= file.summary.keys()
+                if (value := _number(file.summary.get(self._metric))) is not None:
+                    found.append((int(_number(file.summary.get("_step")) or 0), value))
+        return found
+
+    def _grown(self) -> list[WandbFile]:
+        """The files that have more in them than at the last call, in the order in which their runs began."""
+        found = []
+        for path in sorted(self._folder.glob("wandb/*run-*/run-*.wandb")):
+            if path.parent.is_symlink():  # latest-run
+                continue
+            size, file = self._files.get(path) or (0, WandbFile(path))
+            if path.stat().st_size > size:
+                self._files[path] = (path.stat().st_size, file)
+                found.append(file)
+        return found
+
+    def _new(self, file: WandbFile) -> list[Report]:
+        found = []
+        for step, row in file.rows():
+            self._rows.setdefault(step, {}).update(row)
+            self.names |= {name for name in row if not name.startswith("_")}
+            value = _number(row.get(self._metric))
+            if value is not None and step > self._told:
+                self._told = step
+                found.append((step, value))
+        return found
+
+    def exit_code(self) -> int | None:
+        """What the client of the last run says that its program ended with; None where it says nothing."""
+        return self._files[max(self._files)][1].exit_code if self._files else None
+
+    def more(self) -> dict[str, Any]:
+        """What else is worth knowing of a trial, where it was logged."""
+        return more_of(self._rows)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _number(value: Any) -> float | None:
+    """A value as a number; the client writes those that are not finite as text."""
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return math.nan
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
