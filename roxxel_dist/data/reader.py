@@ -107,6 +107,24 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     ]
 
 
+def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """So many tokens of a file from a byte on: a fresh array [count], filled by read(2) and not from a map.
+
+    Of a mapped file that is cut short the rest of the last page is zeros.
+
+    Raises:
+        ValueError: the file was cut short. The message names it.
+        OSError: the file cannot be opened.
+    """
+    tokens = np.fromfile(path, dtype, count, offset=offset)
+    if len(tokens) < count:
+        raise ValueError(
+            f"{path} was cut short while it was read: {os.stat(path).st_size} bytes are left. "
+            "Get it whole again and start again"
+        )
+    return tokens
+
+
 class Windows:
     """Copies windows of bytes from some arrays, wherever they are in memory, with one index operation.
 
