@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.data.dataset import TokenSequence
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
 from roxxel_dist.data.slices import TokenFile
 
@@ -47,7 +47,7 @@ class VerifiedBlocks:
         self._vocab_size = vocab_size
         self._files: dict[Path, _File] = {}
 
-    def verify(self, data: TokenSequence, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
+    def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Compare what some windows read, as far as that was not done before.
 
         Args:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from roxxel_dist.data.atomic_dir import make_folder, sync_folder
+from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.data.file_lock import wait_for_lock
 
 JOURNAL = "journal.jsonl"

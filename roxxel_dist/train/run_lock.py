@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from roxxel_dist.data.atomic_dir import make_folder
+from roxxel_dist.cluster.durable import make_folder
 from roxxel_dist.data.file_lock import holder, take_lock
 
 LOCK = ".lock"

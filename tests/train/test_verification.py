@@ -7,7 +7,7 @@ import pytest
 from runs import make, rows, saved, train
 
 from roxxel_dist import Roxxel
-from roxxel_dist.data.dataset import place_of
+from roxxel_dist.data.dataset import locate_token
 from roxxel_dist.data.verify_on_read import DamagedData
 
 
@@ -44,7 +44,7 @@ def test_a_damaged_block_with_valid_ids_ends_the_run_by_name(data, tmp_path):
         with pytest.raises(DamagedData) as caught:
             trainer.run()
         trainer.close()
-        place = place_of(dataset, token)
+        place = locate_token(dataset, token)
     text = str(caught.value)
     assert "data 'self'" in text
     assert f"{place.path}: block " in text

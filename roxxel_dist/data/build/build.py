@@ -11,7 +11,8 @@ from typing import Any, get_args
 import numpy as np
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging, write_file
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, cores, encode_documents, train_on
