@@ -18,7 +18,7 @@ import numpy as np
 
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions, write_data_set
-from roxxel_dist.data.discovery import NoShardsError, Source, Target, find_shards
+from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards
 from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.data.packing import Boundaries
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
@@ -215,7 +215,7 @@ class Roxxel(TokenSequence):
         ValueError: the files are not the whole shards of one data set. The message names the file.
     """
 
-    def __init__(self, filepath: Source, *, io: Io = "mmap", dtype: Any = None, overwrite: bool = False) -> None:
+    def __init__(self, filepath: DataPath, *, io: Io = "mmap", dtype: Any = None, overwrite: bool = False) -> None:
         if io not in get_args(Io):
             raise ValueError(f"io={io!r}: how batches are read, one of {', '.join(get_args(Io))}")
         self.filepath = filepath
