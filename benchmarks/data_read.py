@@ -26,7 +26,7 @@ from measure import QUICK_ROUNDS, ROUNDS, Lines, Result, flags, interleave, rati
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import find_damage
@@ -213,7 +213,7 @@ def verify(corpus: Corpus) -> Iterable[Result]:
                     pass
 
     def check() -> None:
-        assert not list(find_damage(corpus.shards.shards, Report(False), workers=1))
+        assert not list(find_damage(corpus.shards.shards, Progress(False), workers=1))
 
     times = interleave({"reading the files once": read_once, "ours": check}, 1, rounds=corpus.rounds)
     yield from ratios("data verify", "ours", times, {"reading the files once": 0.5})

@@ -16,7 +16,7 @@ import numpy as np
 
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions, write_data_set
-from roxxel_dist.data.discovery import NoShardsError, Source, Target, find_shards
+from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards
 from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.data.packing import segments_and_positions
 from roxxel_dist.data.reader import WindowReader
@@ -39,7 +39,7 @@ class Roxxel:
         ValueError: the files are not the whole shards of one data set. The message names the file.
     """
 
-    def __init__(self, filepath: Source, *, dtype: Any = None, overwrite: bool = False) -> None:
+    def __init__(self, filepath: DataPath, *, dtype: Any = None, overwrite: bool = False) -> None:
         self.filepath = filepath
         self._dtype = dtype
         self._is_view = False

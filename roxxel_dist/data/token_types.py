@@ -53,7 +53,7 @@ def storage_dtype(dtype: Any) -> np.dtype:
     return found
 
 
-def fit(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
+def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
     """The same values in `dtype`.
 
     Raises:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
-from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.shard import Shard
@@ -23,12 +23,12 @@ WORTH_A_PROCESS = 1 << 32
 Piece = tuple[Path, int, int]
 
 
-def find_damage(shards: Sequence[TokenFile], report: Report, workers: int | None = None) -> Iterator[str]:
+def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | None = None) -> Iterator[str]:
     """What is wrong with the shards: one message for each damaged one, which names the block and the document.
 
     Args:
         shards: open, of one data set.
-        report: shows how far it is.
+        progress: shows how far it is.
         workers: processes; None: as many as there are cores, or this one alone where there is little to read.
     """
     size = sum(shard.tokens.nbytes for shard in shards)
@@ -43,13 +43,13 @@ def find_damage(shards: Sequence[TokenFile], report: Report, workers: int | None
                 shard.verify()  # a file of another system has no checksums
         except ValueError as error:
             yield str(error)
-    yield from _find_damaged_blocks(whole, report, workers)
+    yield from _find_damaged_blocks(whole, progress, workers)
 
 
-def _find_damaged_blocks(shards: Sequence[Shard], report: Report, workers: int) -> Iterator[str]:
+def _find_damaged_blocks(shards: Sequence[Shard], progress: Progress, workers: int) -> Iterator[str]:
     pieces = [(shard.path, first, last) for shard in shards for first, last in shard.pieces()]
     by_path = {shard.path: shard for shard in shards}
-    with report.bar("verify", max(1, len(pieces))) as advance:
+    with progress.bar("verify", max(1, len(pieces))) as advance:
         # One process reads what is mapped already.
         checked = _in_processes(pieces, workers) if workers > 1 else _in_this_one(shards)
         for path, group in groupby(checked, lambda piece: piece[0]):

@@ -17,10 +17,10 @@ from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, cores, encode_documents, train_on
 from roxxel_dist.data.verify import info
-from roxxel_dist.data.build.inputs import HALVES, PathLike, Source, check_settings, find_inputs, ready_tokenizer
+from roxxel_dist.data.build.inputs import SPLITS, PathLike, BuildInputs, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import check_local
-from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions, write_shards
@@ -51,7 +51,7 @@ def build(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Roxxel:
-    """Build a data set from text, or from the tokens of another system, and return it, or its half to train on.
+    """Build a data set from text, or from the tokens of another system, and return it, or its split to train on.
 
     The result follows from the inputs and these settings alone; where `out` holds it already, it is returned at once. A
     build that was killed goes on, when started again, behind its last finished shard and with the tokenizer that it had
@@ -85,28 +85,28 @@ def build(
     """
     for path in (paths, out) if isinstance(paths, (str, os.PathLike)) else (*paths, out):
         check_local("a path of the data", path)
-    report, place = Report(progress), Path(out)
+    log, place = Progress(progress), Path(out)
     named = check_settings(paths, place, workers, val_fraction)
-    ready = ready_tokenizer(tokenizer, vocab_size, eos_token)
-    tokens, corpus = find_inputs(named, include, exclude, place, dtype, report)
-    source = Source(
+    ready = load_tokenizer(tokenizer, vocab_size, eos_token)
+    tokens, corpus = find_inputs(named, include, exclude, place, dtype, log)
+    source = BuildInputs(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    return _build(source, place, cores() if workers is None else workers, overwrite, report)
+    return _build(source, place, cores() if workers is None else workers, overwrite, log)
 
 
-def _build(source: Source, place: Path, workers: int, overwrite: bool, report: Report) -> Roxxel:
-    for folder in (place, *(place / half for half in HALVES)):
+def _build(source: BuildInputs, place: Path, workers: int, overwrite: bool, log: Progress) -> Roxxel:
+    for folder in (place, *(place / split for split in SPLITS)):
         if folder.is_dir():
             finish_interrupted(folder)
-    # A build that was killed between its halves has one of them there: it is kept, and the other is made.
-    missing = [half for half in source.halves if not _is_built(place / half, source)]
+    # A build that was killed between its splits has one of them there: it is kept, and the other is made.
+    missing = [split for split in source.splits if not _is_built(place / split, source)]
     if not missing:
-        report.line(f"{place} holds this very data set already: nothing to do")
-        return Roxxel(place / source.halves[0])
-    there = {half: _ours(place / half) for half in ("", *HALVES) if half in missing or half not in source.halves}
-    names = [f"{half}/{name}".lstrip("/") for half in there for name in there[half]]
+        log.line(f"{place} holds this very data set already: nothing to do")
+        return Roxxel(place / source.splits[0])
+    there = {split: _ours(place / split) for split in ("", *SPLITS) if split in missing or split not in source.splits}
+    names = [f"{split}/{name}".lstrip("/") for split in there for name in there[split]]
     if names and not overwrite:
         raise ValueError(
             f"{place} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
@@ -116,14 +116,14 @@ def _build(source: Source, place: Path, workers: int, overwrite: bool, report: R
         parts = place / PARTS
         try:
             with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
-                _make(parts, missing, source, workers, report)
+                _make(parts, missing, source, workers, log)
                 _publish(place, parts, missing, staged, source, there)
         finally:
             shutil.rmtree(parts, ignore_errors=True)
-    return Roxxel(place / source.halves[0])
+    return Roxxel(place / source.splits[0])
 
 
-def _make(parts: Path, halves: Sequence[str], source: Source, workers: int, report: Report) -> None:
+def _make(parts: Path, splits: Sequence[str], source: BuildInputs, workers: int, log: Progress) -> None:
     """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to."""
     record = json.dumps(source.record(), indent=1, sort_keys=True).encode()
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
@@ -135,60 +135,60 @@ def _make(parts: Path, halves: Sequence[str], source: Source, workers: int, repo
         if (parts / TOKENIZER_FILE).is_file():
             tokenizer = Tokenizer.load(parts / TOKENIZER_FILE)
         else:
-            report.line(f"training a {source.kind} tokenizer")
+            log.line(f"training a {source.kind} tokenizer")
             kind = next(kind for kind in get_args(Kind) if kind == source.kind)
-            texts = (piece for text, _ in source.texts(source.halves[0]) for piece in pieces(text))
+            texts = (piece for text, _ in source.texts(source.splits[0]) for piece in pieces(text))
             threads = workers if source.size >= PARALLEL_BYTES else 1
-            tokenizer = train_on(kind, texts, source.vocab_size, threads, progress=report.enabled)
+            tokenizer = train_on(kind, texts, source.vocab_size, threads, progress=log.enabled)
             if tokenizer.vocab_size < (source.vocab_size or 0):
-                report.line(f"vocab_size={source.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
+                log.line(f"vocab_size={source.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
     if tokenizer is not None and not (parts / TOKENIZER_FILE).is_file():
         tokenizer.save(parts / TOKENIZER_FILE)
-    for half in halves:
-        (parts / half).mkdir(exist_ok=True)
-        last = _finished(parts / half)
+    for split in splits:
+        (parts / split).mkdir(exist_ok=True)
+        last = _finished(parts / split)
         if last is not None:
-            report.line(f"going on behind {last.index + 1} finished shards of a build that was ended")
-        _write_half(parts, half, source, tokenizer, last, workers, report)
+            log.line(f"going on behind {last.index + 1} finished shards of a build that was ended")
+        _write_split(parts, split, source, tokenizer, last, workers, log)
 
 
-def _write_half(
+def _write_split(
     parts: Path,
-    half: str,
-    source: Source,
+    split: str,
+    source: BuildInputs,
     tokenizer: Tokenizer | None,
     last: Metadata | None,
     workers: int,
-    report: Report,
+    log: Progress,
 ) -> None:
     skipped = last.first_document + last.documents if last else 0
-    name = f" for {half}" if half else ""
+    name = f" for {split}" if split else ""
     if source.corpus is not None:
         assert tokenizer is not None
         options = _options(source, tokenizer, tokenizer.eos_id if source.eos else None)
-        with report.bar(f"encoding{name} with {tokenizer.vocab_size} ids", source.size) as advance:
+        with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", source.size) as advance:
             processes = workers if source.size >= PARALLEL_BYTES else 1
-            texts = source.texts(half, skipped)
+            texts = source.texts(split, skipped)
             items = encode_documents(texts, tokenizer, parts / TOKENIZER_FILE, processes, advance)
-            written = write_shards(parts / half, SHARD_NAME, items, options, after=last)
+            written = write_shards(parts / split, SHARD_NAME, items, options, after=last)
     else:
         assert source.tokens is not None
         options = _options(source, tokenizer, source.tokens.shards[0].metadata.separator)
-        with report.bar(f"copying{name}", source.size) as advance:
+        with log.bar(f"copying{name}", source.size) as advance:
 
             def arrays() -> Iterator[np.ndarray]:
-                for document in source.arrays(half, skipped):
+                for document in source.arrays(split, skipped):
                     yield document
                     advance(document.nbytes)
 
-            written = write_shards(parts / half, SHARD_NAME, arrays(), options, after=last)
+            written = write_shards(parts / split, SHARD_NAME, arrays(), options, after=last)
     if not written and last is None:
-        if half:
-            raise ValueError(f"val_fraction={source.val_fraction}: no document is left for {half}; use another share")
+        if split:
+            raise ValueError(f"val_fraction={source.val_fraction}: no document is left for {split}; use another share")
         raise ValueError("nothing to build from: every document is empty")
 
 
-def _options(source: Source, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
+def _options(source: BuildInputs, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
     known = source.tokens
     return WriteOptions(
         separator=separator,
@@ -217,22 +217,22 @@ def _finished(folder: Path) -> Metadata | None:
 
 
 def _publish(
-    place: Path, parts: Path, halves: Sequence[str], staged: Path, source: Source, there: dict[str, list[str]]
+    place: Path, parts: Path, splits: Sequence[str], staged: Path, source: BuildInputs, there: dict[str, list[str]]
 ) -> None:
-    """Bring the finished files to their place, the half to validate with first, and remove what they replace."""
+    """Bring the finished files to their place, the split to validate with first, and remove what they replace."""
     beside = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if (parts / name).exists()]
-    for half in sorted({*halves, *(half for half in there if there[half])}, reverse=True):
+    for split in sorted({*splits, *(split for split in there if there[split])}, reverse=True):
         with ExitStack() as stack:
-            target = stack.enter_context(staging(place / half, "build")) if half else staged
-            if half in halves:
+            target = stack.enter_context(staging(place / split, "build")) if split else staged
+            if split in splits:
                 for name in beside:
                     write_file(target / name, (parts / name).read_bytes())
-                for path in (parts / half).glob("*.rox"):
+                for path in (parts / split).glob("*.rox"):
                     path.rename(target / path.name)
                 with Roxxel(target) as written:
                     record = source.record() | {"fingerprint": written.fingerprint}
                 write_file(target / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
-            publish(target, there[half])
+            publish(target, there[split])
 
 
 def _ours(place: Path) -> list[str]:
@@ -243,10 +243,10 @@ def _ours(place: Path) -> list[str]:
     beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
     found = [name for name in names if name.endswith(".rox") or name in beside]
     # A folder `train` of somebody else's, with a tokenizer and no data, is nothing of ours.
-    return found if place.name not in HALVES or any(name.endswith(".rox") for name in found) else []
+    return found if place.name not in SPLITS or any(name.endswith(".rox") for name in found) else []
 
 
-def _is_built(folder: Path, source: Source) -> bool:
+def _is_built(folder: Path, source: BuildInputs) -> bool:
     """Whether the data set in a folder came from this very build, by its `build.json`, and was not changed since."""
     try:
         there = json.loads((folder / BUILD_FILE).read_bytes())

@@ -11,17 +11,17 @@ import xxhash
 
 from roxxel_dist.data.build.documents import Corpus, find_corpus
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import is_tokens_only
-from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.discovery import has_text, is_tokens
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
 
-HALVES = ("train", "val")
+SPLITS = ("train", "val")
 SHOWN_ENDINGS = 4
 PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class BuildInputs:
     """What a build is made from, and the settings that decide its result."""
 
     corpus: Corpus | None
@@ -36,9 +36,9 @@ class Source:
     max_shard_bytes: int
 
     @property
-    def halves(self) -> tuple[str, ...]:
+    def splits(self) -> tuple[str, ...]:
         """The folders in `out` to fill; "" is `out` itself."""
-        return HALVES if self.val_fraction else ("",)
+        return SPLITS if self.val_fraction else ("",)
 
     @property
     def size(self) -> int:
@@ -62,30 +62,30 @@ class Source:
         settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
         return {"inputs": inputs, "settings": settings}
 
-    def is_in(self, half: str, number: int) -> bool:
-        """Whether document `number` belongs to a half: decided by its number alone."""
+    def in_split(self, split: str, number: int) -> bool:
+        """Whether document `number` belongs to a split: decided by its number alone."""
         if not self.val_fraction:
             return True
         drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
-        return (drawn < self.val_fraction) == (half == "val")
+        return (drawn < self.val_fraction) == (split == "val")
 
-    def texts(self, half: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
-        """The texts of a half without the first `skipped`, with the bytes read since the one before."""
+    def texts(self, split: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
+        """The texts of a split without the first `skipped`, with the bytes read since the one before."""
         assert self.corpus is not None
         read, number = 0, -1
         for file in self.corpus.files:
             for text, size in file.documents(self.text_key):
                 read, number = read + size, number + 1
-                if self.is_in(half, number):
+                if self.in_split(split, number):
                     skipped -= 1
                     if skipped < 0:
                         yield text, read
                         read = 0
 
-    def arrays(self, half: str, skipped: int = 0) -> Iterator[np.ndarray]:
+    def arrays(self, split: str, skipped: int = 0) -> Iterator[np.ndarray]:
         """The same for tokens."""
         for number, document in enumerate(self._open.read_documents()):
-            if self.is_in(half, number):
+            if self.in_split(split, number):
                 skipped -= 1
                 if skipped < 0:
                     yield document
@@ -100,7 +100,7 @@ def check_settings(
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
     named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    filled = [place, *(place / half for half in HALVES if val_fraction)]
+    filled = [place, *(place / split for split in SPLITS if val_fraction)]
     for path in named:
         if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:
             raise ValueError(
@@ -111,7 +111,7 @@ def check_settings(
 
 
 def find_inputs(
-    named: list[Path], include: Sequence[str], exclude: Sequence[str], place: Path, dtype: Any, report: Report
+    named: list[Path], include: Sequence[str], exclude: Sequence[str], place: Path, dtype: Any, progress: Progress
 ) -> tuple[Roxxel | None, Corpus | None]:
     """The tokens or the texts that the paths name, for a build into the folder `place`; one of the two is None.
 
@@ -119,20 +119,20 @@ def find_inputs(
         FileNotFoundError: one does not exist.
         ValueError: there is nothing in them, they are damaged, or some are tokens and some text.
     """
-    kinds = [is_tokens_only(path) for path in named]
+    kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in named]
     if all(kinds) and named:
         tokens = Roxxel([str(path) for path in named] if len(named) > 1 else named[0], dtype=dtype)
-        report.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
+        progress.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
         return tokens, None
     if any(kinds):
         text, token = named[kinds.index(False)], named[kinds.index(True)]
         raise ValueError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
     corpus = find_corpus(named, include, exclude, place)
-    report.line(_found(corpus))
+    progress.line(_found(corpus))
     return None, corpus
 
 
-def ready_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
+def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
     """The tokenizer that a path names, or None where a kind to train is named."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
