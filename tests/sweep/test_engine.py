@@ -13,7 +13,7 @@ from engines import MIXED, engine, loss, named, searched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roxxel_dist.sweep.samplers import UsedUp
+from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 SEARCHING = ("bayes", "tpe", "wandb", "random")
@@ -61,7 +61,7 @@ def test_recalled_in_any_order_it_goes_on_as_before(method: str) -> None:
         again = engine(MIXED, method, seed=3)
         late = []
         for trial in chance.sample(list(asked), count):
-            again.recall(trial, json.loads(json.dumps(asked[trial])), points[trial])
+            again.restore(trial, json.loads(json.dumps(asked[trial])), points[trial])
             if trial in told and chance.random() < 0.5:
                 again.tell(trial, told[trial])
             elif trial in told:
@@ -78,7 +78,7 @@ def test_a_history_is_recalled_at_once() -> None:
     found = engine(MIXED)
     start = time.process_time()
     for trial, params in rows:
-        found.recall(trial, params, source.point(trial))
+        found.restore(trial, params, source.point(trial))
         found.tell(trial, loss(params))
     print(f"1,000 recalled and told in {1000 * (time.process_time() - start):.0f} ms")
     trial, params = found.ask()  # TPE by now
@@ -132,7 +132,7 @@ def test_one_huge_value_does_not_hide_the_others() -> None:
         return 1e6 if params["x"] < 0.15 else value
 
     found = engine({"x": {"min": 0.0, "max": 1.0}, "y": {"min": 0.0, "max": 1.0}})
-    found.recall(0, {"x": 0.05, "y": 0.5}, [0.05, 0.5])
+    found.restore(0, {"x": 0.05, "y": 0.5}, [0.05, 0.5])
     found.tell(0, 1e6)
     assert min(value for _, value in searched(found, 24, bowl) if value is not None) < 1e-3
 
@@ -142,10 +142,10 @@ def test_a_parameter_that_is_off_does_not_matter() -> None:
     found = engine(parameters, when={"experts": "moe"})
     rows = searched(found, 25, lambda params: params["x"] + params.get("experts", 3.0) / 40)
     assert all(("experts" in params) == params["moe"] for params, _ in rows)
-    from roxxel_dist.sweep.samplers.bayes import Coding
+    from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
     sweep = sweep_of({"parameters": parameters}, {"when": {"experts": "moe"}})
-    coding = Coding(sweep.space, sweep.rules)
+    coding = SpaceTransform(sweep.space, sweep.rules)
     on, off, other = coding.encode(np.array([[0, 5, 0.5], [1, 5, 0.5], [1, 9, 0.5]]))
     assert (off == other).all()
     assert on[1] != off[1]
@@ -181,9 +181,9 @@ def test_any_space_can_be_searched_and_recalled(parameters: dict[str, Any], seed
     for turn in range(8):
         try:
             trial, params = found.ask()
-        except UsedUp:
+        except SpaceExhausted:
             assert seen
-            with pytest.raises(UsedUp):
+            with pytest.raises(SpaceExhausted):
                 again.ask()
             return
         assert trial == turn
@@ -191,13 +191,13 @@ def test_any_space_can_be_searched_and_recalled(parameters: dict[str, Any], seed
         assert named(params) not in seen
         seen.add(named(params))
         assert all(0 <= u <= 1 for u in found.point(trial))
-        again.recall(trial, params, json.loads(json.dumps(found.point(trial))))
+        again.restore(trial, params, json.loads(json.dumps(found.point(trial))))
         if data.draw(st.booleans()):
             value = data.draw(st.one_of(st.none(), st.floats()))
             found.tell(trial, value)
             again.tell(trial, value)
     try:
         expected = found.ask()
-    except UsedUp:
+    except SpaceExhausted:
         return
     assert again.ask() == expected

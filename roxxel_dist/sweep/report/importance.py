@@ -18,27 +18,27 @@ def importances(study: Study) -> dict[str, float]:
     """
     import numpy as np
 
-    from roxxel_dist.sweep.samplers.bayes import LEARN_FROM, Coding, informative, one_thread, usual_values
+    from roxxel_dist.sweep.samplers.bayes import LEARN_FROM, SpaceTransform, one_thread, standardize, training_subset
     from roxxel_dist.sweep.samplers.gp import fit, learn
 
     free = study.sweep.space.free
     trials = [one for one in study.done if len(one.point) == len(free)]
     if len(trials) < FEWEST or len({one.value for one in trials}) < 2 or not free:
         return {}
-    coding, chance = Coding(study.sweep.space, study.sweep.rules), np.random.default_rng(0)
-    points = coding.encode(coding.rows([tuple(one.point) for one in trials]))
-    values = usual_values([study.sweep.sign * float(one.value or 0.0) for one in trials])
-    cubes = [coding.from_cube(chance.random((SAMPLES, coding.dims))) for _ in range(2)]
+    transform, rng = SpaceTransform(study.sweep.space, study.sweep.rules), np.random.default_rng(0)
+    points = transform.encode(transform.rows([tuple(one.point) for one in trials]))
+    values = standardize([study.sweep.sign * float(one.value or 0.0) for one in trials])
+    cubes = [transform.from_cube(rng.random((SAMPLES, transform.dims))) for _ in range(2)]
     with one_thread():
-        few = informative(values, LEARN_FROM)
+        few = training_subset(values, LEARN_FROM)
         theta = learn(points[few], values[few])
-        some = informative(values, MOST)
+        some = training_subset(values, MOST)
         process = fit(points[some], values[some], theta)
-        believed = process.believe(coding.encode(cubes[0]))[0]
+        believed = process.predict(transform.encode(cubes[0]))[0]
         found = []
-        for dim in range(coding.dims):
+        for dim in range(transform.dims):
             changed = cubes[0].copy()
             changed[:, dim] = cubes[1][:, dim]
-            found.append(float(np.mean((believed - process.believe(coding.encode(changed))[0]) ** 2)))
+            found.append(float(np.mean((believed - process.predict(transform.encode(changed))[0]) ** 2)))
     whole = sum(found)
     return {one.name: share / whole for one, share in zip(free, found, strict=True)} if whole > 0 else {}

@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from roxxel_dist.sweep.samplers.base import Search, UsedUp
+from roxxel_dist.sweep.samplers.base import AskTell, SpaceExhausted
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, sweep_of
 
-__all__ = ["ENGINES", "Engine", "UsedUp", "make"]
-ENGINES = {
-    "bayes": "roxxel_dist.sweep.samplers.bayes:Bayes",
-    "random": "roxxel_dist.sweep.samplers.base:at_random",
-    "grid": "roxxel_dist.sweep.samplers.base:in_order",
-    "tpe": "roxxel_dist.sweep.samplers.tpe:Tpe",
-    "wandb": "roxxel_dist.sweep.samplers.wandb_engine:Wandb",
+__all__ = ["SAMPLERS", "Engine", "SpaceExhausted", "make"]
+SAMPLERS = {
+    "bayes": "roxxel_dist.sweep.samplers.bayes:BayesSampler",
+    "random": "roxxel_dist.sweep.samplers.base:RandomSampler",
+    "grid": "roxxel_dist.sweep.samplers.base:GridSampler",
+    "tpe": "roxxel_dist.sweep.samplers.tpe:TpeSampler",
+    "wandb": "roxxel_dist.sweep.samplers.wandb_engine:WandbSampler",
 }
-"""What makes the `Proposer` of a sweep, by the name of its method; imported when it is asked for."""
+"""What makes the `Sampler` of a sweep, by the name of its method; imported when it is asked for."""
 
 
 class Engine(Protocol):
     """Asks for trials and is told what they gave. Several may run at once."""
 
     def ask(self) -> tuple[int, Params]:
-        """The number of the next trial (from 0) and its parameters. Raises UsedUp."""
+        """The number of the next trial (from 0) and its parameters. Raises SpaceExhausted."""
         ...
 
     def tell(self, trial: int, value: float | None) -> None:
@@ -41,7 +41,7 @@ class Engine(Protocol):
         """Where a trial is in the unit cube, for the journal."""
         ...
 
-    def recall(self, trial: int, params: Params, point: Sequence[float]) -> None:
+    def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
         """Take note of an earlier ask, from the journal."""
         ...
 
@@ -58,7 +58,7 @@ def make(
     Args:
         sweep: as W&B's YAML has it, or read already.
         seed: of everything random.
-        method: one of ENGINES; None: the sweep's own.
+        method: one of SAMPLERS; None: the sweep's own.
         accept: raises ValueError for parameters that no trial can be made of; asked only of those about to be chosen.
 
     Returns:
@@ -70,7 +70,7 @@ def make(
     """
     sweep = sweep if isinstance(sweep, Sweep) else sweep_of(sweep)
     method = method or sweep.method
-    if method not in ENGINES:
-        raise ValueError(f"method: {method!r} is none: there are {', '.join(ENGINES)}")
-    proposer = resolve_name(ENGINES[method])(sweep)
-    return Search(sweep, seed, proposer, accept, fill=method != "grid")
+    if method not in SAMPLERS:
+        raise ValueError(f"method: {method!r} is none: there are {', '.join(SAMPLERS)}")
+    sampler = resolve_name(SAMPLERS[method])(sweep)
+    return AskTell(sweep, seed, sampler, accept, fill=method != "grid")

@@ -1,9 +1,9 @@
 """Random and grid search.
 
-What all engines share: the record of what was asked and told, and which points may become trials.
+What all engines share: the history of what was asked and told, and which points may become trials.
 
-An engine is a `Search` with a way to propose points. Whatever it proposes, no configuration is run twice, and none that
-breaks a rule of the sweep is run at all.
+An engine is an `AskTell` with a sampler, which proposes points. Whatever that is, no configuration is run twice, and
+none that breaks a rule of the sweep is run at all.
 """
 
 import json
@@ -29,7 +29,7 @@ REFUSALS = 200
 """After so many configurations that `accept` refuses the engine looks elsewhere: to look at one takes a while."""
 
 
-class UsedUp(Exception):
+class SpaceExhausted(Exception):
     """No configuration is left that was not run; the message is for people."""
 
 
@@ -38,7 +38,7 @@ class RefusedError(ValueError):
 
 
 @dataclass(kw_only=True)
-class Asked:
+class SampledTrial:
     """A trial as an engine sees it."""
 
     point: Point
@@ -48,13 +48,13 @@ class Asked:
     """Less is better, whatever the goal; None: running, or it failed."""
 
 
-class Record:
+class TrialHistory:
     """Everything asked and told so far."""
 
     def __init__(self, sweep: Sweep, seed: int) -> None:
         self.sweep: Sweep = sweep
         self.seed: int = seed
-        self.trials: dict[int, Asked] = {}
+        self.trials: dict[int, SampledTrial] = {}
         self.keys: set[str] = set()
 
     @property
@@ -76,29 +76,29 @@ class Record:
                 f"trial {trial} is a point of {len(point)} dimensions, and this sweep has {len(self.space.free)}: "
                 "it was asked for under other parameters; start a study of its own for a changed sweep"
             )
-        self.trials[trial] = Asked(point=tuple(point), params=params)
-        self.keys.add(key(params))
+        self.trials[trial] = SampledTrial(point=tuple(point), params=params)
+        self.keys.add(config_key(params))
 
 
-Proposer = Callable[[Record, int], Iterable[Sequence[float]]]
-"""Points for a trial of this number, best first. A function of seed, number and record alone."""
+Sampler = Callable[[TrialHistory, int], Iterable[Sequence[float]]]
+"""Points for a trial of this number, best first. A function of seed, number and history alone."""
 
 
-def key(params: Params) -> str:
+def config_key(params: Params) -> str:
     """What two equal configurations have in common."""
     return json.dumps(params, sort_keys=True, default=repr)
 
 
-def snapped(space: Space, point: Sequence[float]) -> Point:
+def canonical(space: Space, point: Sequence[float]) -> Point:
     """The point that stands for all points with the same choices."""
     kinds = [one.distribution for one in space.free]
     return tuple(
-        min(max(float(u), 0.0), 1.0) if kind.choices is None else kind.middle(kind.number(u))
+        min(max(float(u), 0.0), 1.0) if kind.choices is None else kind.to_unit(kind.index_at(u))
         for kind, u in zip(kinds, point, strict=True)
     )
 
 
-def generator(seed: int, trial: int, purpose: str) -> random.Random:
+def rng_for(seed: int, trial: int, purpose: str) -> random.Random:
     """Random numbers that depend on these alone, on every machine."""
     return random.Random(f"{seed}/{trial}/{purpose}")
 
@@ -126,7 +126,7 @@ def packages(method: str, package: str) -> Iterator[None]:
         ) from error
 
 
-class Search:
+class AskTell:
     """An engine: see `roxxel_dist.sweep.samplers.Engine`.
 
     Args:
@@ -141,12 +141,12 @@ class Search:
         self,
         sweep: Sweep,
         seed: int,
-        propose: Proposer,
+        propose: Sampler,
         accept: Callable[[Params], None] | None = None,
         *,
         fill: bool = True,
     ) -> None:
-        self._record = Record(sweep, seed)
+        self._history = TrialHistory(sweep, seed)
         self._propose, self._accept, self._fill = propose, accept, fill
         self._refused: dict[str, str] = {}
         self._refusal = ""
@@ -155,21 +155,21 @@ class Search:
         """The next trial and its parameters: derived ones in, those whose condition does not hold out.
 
         Raises:
-            UsedUp: no configuration is left that was not run and keeps the rules.
+            SpaceExhausted: no configuration is left that was not run and keeps the rules.
         """
-        trial = max(self._record.trials, default=-1) + 1
+        trial = max(self._history.trials, default=-1) + 1
         refused: set[str] = set()
         for points, limit in self._sources(trial):
-            if self._record.trials:
+            if self._history.trials:
                 refused.clear()
             for point in points:
-                place, name = snapped(self._record.space, point), ""
+                place, name = canonical(self._history.space, point), ""
                 try:
-                    params = self._record.sweep.rules.complete(self._record.space.point(place))
-                    if (name := key(params)) in self._record.keys:
+                    params = self._history.sweep.rules.resolve(self._history.space.point(place))
+                    if (name := config_key(params)) in self._history.keys:
                         continue
                     self._check(name, params)
-                    self._record.add(trial, params, place)
+                    self._history.add(trial, params, place)
                     return trial, params
                 except InfeasibleError as error:
                     self._refusal = str(error)
@@ -178,28 +178,28 @@ class Search:
                     refused.add(name)
                     if len(refused) == limit:
                         break
-            if len(refused) == limit and not self._record.trials:
-                raise UsedUp(f"{limit} configurations were looked at, and none can be run: {self._refusal}")
-        raise UsedUp(self._ending())
+            if len(refused) == limit and not self._history.trials:
+                raise SpaceExhausted(f"{limit} configurations were looked at, and none can be run: {self._refusal}")
+        raise SpaceExhausted(self._ending())
 
     def tell(self, trial: int, value: float | None) -> None:
         """What a trial gave; None, or a value that is no finite number: it failed."""
-        if trial not in self._record.trials:
+        if trial not in self._history.trials:
             raise ValueError(f"trial {trial} was never asked for")
-        one = self._record.trials[trial]
+        one = self._history.trials[trial]
         if one.told:
             raise ValueError(f"trial {trial} was told already")
         one.told = True
         if value is not None and math.isfinite(value):
-            one.value = self._record.sweep.sign * float(value)
+            one.value = self._history.sweep.sign * float(value)
 
     def point(self, trial: int) -> list[float]:
         """Where in the unit cube a trial is: one number a free parameter."""
-        return list(self._record.trials[trial].point)
+        return list(self._history.trials[trial].point)
 
-    def recall(self, trial: int, params: Params, point: Sequence[float]) -> None:
+    def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
         """An earlier `ask`, from the journal of a study."""
-        self._record.add(trial, params, point)
+        self._history.add(trial, params, point)
 
     def _check(self, name: str, params: Params) -> None:
         if self._accept is None:
@@ -217,22 +217,22 @@ class Search:
 
         The points of a grid, and those of a small space in which trials were run, are all looked at.
         """
-        proposed = self._propose(self._record, trial)
+        proposed = self._propose(self._history, trial)
         if not self._fill:
             yield proposed, None
             return
         yield islice(proposed, PROPOSED), REFUSALS
-        space, chance = self._record.space, generator(self._record.seed, trial, "fill")
+        space, rng = self._history.space, rng_for(self._history.seed, trial, "fill")
         small = space.size is not None and space.size <= COUNTABLE
         tries = min(space.size or 0, 100) if small else TRIES
-        yield ([chance.random() for _ in space.free] for _ in range(tries)), REFUSALS
+        yield ([rng.random() for _ in space.free] for _ in range(tries)), REFUSALS
         if small:
             everything = list(space.grid())
-            chance.shuffle(everything)
-            yield everything, None if self._record.trials else REFUSALS
+            rng.shuffle(everything)
+            yield everything, None if self._history.trials else REFUSALS
 
     def _ending(self) -> str:
-        size, count = self._record.space.size, len(self._record.trials)
+        size, count = self._history.space.size, len(self._history.trials)
         if not count:
             return f"there is no configuration that can be run: {self._refusal}"
         if size is not None and (size <= COUNTABLE or not self._fill):
@@ -242,20 +242,20 @@ class Search:
         return f"the space looks used up: {count} configurations were run, and random tries found no other{why}"
 
 
-def at_random(sweep: Sweep) -> Proposer:
+def RandomSampler(sweep: Sweep) -> Sampler:
     """Every parameter by itself, as its distribution says."""
     width = len(sweep.space.free)
 
-    def points(record: Record, trial: int) -> Iterator[list[float]]:
-        chance = generator(record.seed, trial, "random")
+    def points(history: TrialHistory, trial: int) -> Iterator[list[float]]:
+        rng = rng_for(history.seed, trial, "random")
         while True:
-            yield [chance.random() for _ in range(width)]
+            yield [rng.random() for _ in range(width)]
 
     return points
 
 
-def in_order(sweep: Sweep) -> Proposer:
+def GridSampler(sweep: Sweep) -> Sampler:
     """The points of a grid, one after the other. Raises ValueError where they are endless."""
     next(sweep.space.grid())
     points = sweep.space.grid()  # gone through once: what was passed was run, or can never be
-    return lambda record, trial: points
+    return lambda history, trial: points

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize
 
-from roxxel_dist.sweep.samplers.base import Point, Proposer, Record, one_thread
+from roxxel_dist.sweep.samplers.base import Point, Sampler, TrialHistory, one_thread
 from roxxel_dist.sweep.samplers.gp import GaussianProcess, fit, learn
 from roxxel_dist.sweep.space.constraints import Expression
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Rules, Space, Sweep
 
-MIDDLE = 0.5
+INACTIVE = 0.5
 """Where a parameter stands that does not matter, since its condition does not hold."""
 
 
@@ -27,7 +27,7 @@ STEPWISE = 12
 """Ordered choices up to so many are walked one by one; more of them, by a share of their range."""
 
 
-class Coding:
+class SpaceTransform:
     """How the free parameters of a space become columns."""
 
     def __init__(self, space: Space, rules: Rules) -> None:
@@ -57,7 +57,7 @@ class Coding:
         """float64[n, dims] of points in the unit cube."""
         return np.array(
             [
-                [u if kind.choices is None else kind.number(u) for kind, u in zip(self._kinds, point, strict=True)]
+                [u if kind.choices is None else kind.index_at(u) for kind, u in zip(self._kinds, point, strict=True)]
                 for point in points
             ],
             dtype=float,
@@ -66,7 +66,7 @@ class Coding:
     def point(self, row: np.ndarray) -> list[float]:
         """The point of the unit cube that a row stands for."""
         return [
-            float(value) if kind.choices is None else kind.middle(int(value))
+            float(value) if kind.choices is None else kind.to_unit(int(value))
             for kind, value in zip(self._kinds, row, strict=True)
         ]
 
@@ -92,7 +92,7 @@ class Coding:
                 found[:, columns] = (rows[:, dim : dim + 1] == np.arange(count)) / np.sqrt(2)
         for dims, off in self._off(rows):
             for dim in dims:
-                found[off, self.columns[dim]] = MIDDLE if self._ordered[dim] else 0.0
+                found[off, self.columns[dim]] = INACTIVE if self._ordered[dim] else 0.0
         return found
 
     def _off(self, rows: np.ndarray) -> list[tuple[list[int], np.ndarray]]:
@@ -115,12 +115,12 @@ class Coding:
             return bool(formula(self._space.point(self.point(row))))
         return False
 
-    def mutate(self, rows: np.ndarray, chance: np.random.Generator, times: int, reach: float) -> np.ndarray:
+    def mutate(self, rows: np.ndarray, rng: np.random.Generator, times: int, reach: float) -> np.ndarray:
         """Neighbours: each row with `times` parameters, picked at random, moved by about `reach` of their range."""
         found, every = rows.copy(), np.arange(len(rows))
         for _ in range(times):
-            picked = chance.integers(self.dims, size=len(rows))
-            steps, other = reach * chance.normal(size=len(rows)), chance.random(len(rows))
+            picked = rng.integers(self.dims, size=len(rows))
+            steps, other = reach * rng.normal(size=len(rows)), rng.random(len(rows))
             values, last = found[every, picked], self._last[picked]
             near = np.round(np.where(self._many[picked], np.abs(steps) * last, 1.0))
             moved = np.clip(values + np.copysign(np.maximum(near, 1.0), steps), 0.0, last)
@@ -137,7 +137,7 @@ def _needed(space: Space, formula: Expression) -> list[int]:
 
 LEARN_FROM, REFINE_WITH, REFINEMENTS = 60, 100, 4
 """Scales are learned from so many trials, and then from more of them in a few steps: the cost grows with the cube."""
-HAND_OVER = 300
+MAX_GP_TRIALS = 300
 """From so many ended trials on, TPE proposes: the process would take too long."""
 CANDIDATES, NEIGHBOURS = 1500, 100
 """Rows looked at anywhere, and near each of the best; fewer after `PLENTY` trials, for each costs more then."""
@@ -156,7 +156,7 @@ CLIMB = {"maxiter": 15, "ftol": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Belief:
+class Acquisition:
     """What a search believes."""
 
     value: GaussianProcess
@@ -165,118 +165,118 @@ class Belief:
     limit: float = 0.0
     """What `failure` says of a point that is as likely to fail as not."""
 
-    def promise(self, points: np.ndarray) -> np.ndarray:
+    def log_score(self, points: np.ndarray) -> np.ndarray:
         """The log of the expected improvement times the chance of a trial that does not fail: float64[m]."""
-        found = self.value.log_improvement(points)
+        found = self.value.log_expected_improvement(points)
         if self.failure is None:
             return found
-        order, chances = np.argsort(-found, kind="stable"), np.empty(len(points))
+        order, log_chances = np.argsort(-found, kind="stable"), np.empty(len(points))
         done, best = 0, -np.inf
         while done < len(points) and best < found[order[done]]:  # what comes after can be among the best
             some = order[done : done + LIKELY]
-            chances[some] = self.failure.log_chance_below(points[some], self.limit)
+            log_chances[some] = self.failure.log_probability_below(points[some], self.limit)
             done += len(some)
-            best = np.sort((found + chances)[order[:done]])[-BEAM:][0]
-        chances[order[done:]] = chances[order[:done]].min()
-        return found + chances
+            best = np.sort((found + log_chances)[order[:done]])[-BEAM:][0]
+        log_chances[order[done:]] = log_chances[order[:done]].min()
+        return found + log_chances
 
 
 def _expecting(points: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
-    few = informative(values, LEARN_FROM)
+    few = training_subset(values, LEARN_FROM)
     theta = learn(points[few], values[few])
     if len(few) < len(values):
-        more = informative(values, REFINE_WITH)
+        more = training_subset(values, REFINE_WITH)
         theta = learn(points[more], values[more], theta, REFINEMENTS)
     process = fit(points, values, theta)
     if not len(running):
         return process
-    return fit(np.r_[points, running], np.r_[values, process.believe(running)[0]], theta)
+    return fit(np.r_[points, running], np.r_[values, process.predict(running)[0]], theta)
 
 
-class Bayes:
+class BayesSampler:
     """Proposes points for a sweep."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._coding = Coding(sweep.space, sweep.rules)
-        self._late: Proposer | None = None
-        self.start: int = start_count(self._coding.width)
+        self._transform = SpaceTransform(sweep.space, sweep.rules)
+        self._late: Sampler | None = None
+        self.start: int = start_count(self._transform.width)
 
-    def __call__(self, record: Record, trial: int) -> Iterator[Sequence[float]]:
+    def __call__(self, history: TrialHistory, trial: int) -> Iterator[Sequence[float]]:
         """Points, best first."""
-        coding = self._coding
-        if not coding.dims:
+        transform = self._transform
+        if not transform.dims:
             yield []
             return
-        if record.told >= HAND_OVER:
-            from roxxel_dist.sweep.samplers.tpe import Tpe
+        if history.told >= MAX_GP_TRIALS:
+            from roxxel_dist.sweep.samplers.tpe import TpeSampler
 
-            self._late = self._late or Tpe(self._sweep)
-            yield from self._late(record, trial)
+            self._late = self._late or TpeSampler(self._sweep)
+            yield from self._late(history, trial)
             return
-        chance = np.random.default_rng([record.seed, trial])
+        rng = np.random.default_rng([history.seed, trial])
         if trial < self.start:
-            cube = start_points(coding.dims, self.start, record.seed)
-            yield coding.point(coding.from_cube(cube)[trial])
-        if record.told < 2:
+            cube = start_points(transform.dims, self.start, history.seed)
+            yield transform.point(transform.from_cube(cube)[trial])
+        if history.told < 2:
             return
         with one_thread():
-            ranked = self._ranked(record, self._believed(record), chance)
+            ranked = self._ranked(history, self._believed(history), rng)
         for row in ranked:
-            yield coding.point(row)
+            yield transform.point(row)
 
-    def _believed(self, record: Record) -> "Belief":
+    def _believed(self, history: TrialHistory) -> "Acquisition":
         """What is believed of values and failures; a trial that runs is taken to give what is expected of it."""
-        trials = [record.trials[number] for number in sorted(record.trials)]
+        trials = [history.trials[number] for number in sorted(history.trials)]
         told = [one for one in trials if one.told]
-        points = self._coding.encode(self._coding.rows([one.point for one in told]))
-        others = self._coding.encode(self._coding.rows([one.point for one in trials if not one.told]))
-        values = usual_values([one.value for one in told])
+        points = self._transform.encode(self._transform.rows([one.point for one in told]))
+        others = self._transform.encode(self._transform.rows([one.point for one in trials if not one.told]))
+        values = standardize([one.value for one in told])
         failed = np.array([float(one.value is None) for one in told])
         if not 0 < failed.mean() < 1:
-            return Belief(value=_expecting(points, values, others))
+            return Acquisition(value=_expecting(points, values, others))
         usual, spread = failed.mean(), failed.std()
         failure = _expecting(points, (failed - usual) / spread, others)
-        return Belief(value=_expecting(points, values, others), failure=failure, limit=(0.5 - usual) / spread)
+        return Acquisition(value=_expecting(points, values, others), failure=failure, limit=(0.5 - usual) / spread)
 
-    def _ranked(self, record: Record, belief: Belief, chance: np.random.Generator) -> np.ndarray:
+    def _ranked(self, history: TrialHistory, acquisition: Acquisition, rng: np.random.Generator) -> np.ndarray:
         """Rows, the one that promises most first: many anywhere and near the best, then a local search."""
-        coding = self._coding
-        done = sorted((one.value, number) for number, one in record.trials.items() if one.value is not None)
-        top = coding.rows([record.trials[number].point for _, number in done[:5]])
-        share = min(1.0, PLENTY / record.told)
+        transform = self._transform
+        done = sorted((one.value, number) for number, one in history.trials.items() if one.value is not None)
+        top = transform.rows([history.trials[number].point for _, number in done[:5]])
+        share = min(1.0, PLENTY / history.told)
         anywhere, near_best = int(CANDIDATES * share), int(NEIGHBOURS * share)
         one, three = int(40 * share), int(20 * share)
-        rows = [coding.from_cube(chance.random((anywhere, coding.dims)))]
+        rows = [transform.from_cube(rng.random((anywhere, transform.dims)))]
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
-            rows.append(coding.mutate(np.repeat(top, near_best, 0), chance, times, reach))
+            rows.append(transform.mutate(np.repeat(top, near_best, 0), rng, times, reach))
         pool = np.concatenate(rows)
-        worth = belief.promise(coding.encode(pool))
-        beam = self._best(pool, worth)
+        score = acquisition.log_score(transform.encode(pool))
+        beam = self._best(pool, score)
         for reach in ROUNDS:
-            near = [coding.mutate(np.repeat(beam, one, 0), chance, 1, reach)]
-            near.append(coding.mutate(np.repeat(beam, three, 0), chance, 3, reach))
+            near = [transform.mutate(np.repeat(beam, one, 0), rng, 1, reach)]
+            near.append(transform.mutate(np.repeat(beam, three, 0), rng, 3, reach))
             fresh = np.concatenate([beam, *near])
-            found = belief.promise(coding.encode(fresh))
+            found = acquisition.log_score(transform.encode(fresh))
             beam = self._best(fresh, found)
-            pool, worth = np.concatenate([pool, fresh]), np.concatenate([worth, found])
-        if coding.smooth:
-            beam = self._climbed(belief, beam[:3])
-        return np.concatenate([beam, pool[np.argsort(-worth, kind="stable")]])
+            pool, score = np.concatenate([pool, fresh]), np.concatenate([score, found])
+        if transform.smooth:
+            beam = self._climbed(acquisition, beam[:3])
+        return np.concatenate([beam, pool[np.argsort(-score, kind="stable")]])
 
-    def _climbed(self, belief: Belief, beam: np.ndarray) -> np.ndarray:
+    def _climbed(self, acquisition: Acquisition, beam: np.ndarray) -> np.ndarray:
         """Rows after their endless parameters have followed the slope to the top; the best first."""
-        coding, smooth = self._coding, self._coding.smooth
-        columns = [coding.columns[dim].start for dim in smooth]
+        transform, smooth = self._transform, self._transform.smooth
+        columns = [transform.columns[dim].start for dim in smooth]
         found = []
         for row in beam:
-            place = coding.encode(row[None])[0]
+            place = transform.encode(row[None])[0]
 
             def downhill(values: np.ndarray, place: np.ndarray = place) -> tuple[float, np.ndarray]:
                 here = place.copy()
                 here[columns] = values
-                worth, slope = belief.value.slope(here)
-                return -worth, -slope[columns]
+                score, slope = acquisition.value.slope(here)
+                return -score, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)
             top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options=CLIMB)
@@ -284,16 +284,16 @@ class Bayes:
             better[smooth] = top.x
             found += [row, better]  # what promises more without failures may promise less with them
         rows = np.stack(found)
-        return rows[np.argsort(-belief.promise(coding.encode(rows)), kind="stable")]
+        return rows[np.argsort(-acquisition.log_score(transform.encode(rows)), kind="stable")]
 
-    def _best(self, rows: np.ndarray, worth: np.ndarray) -> np.ndarray:
+    def _best(self, rows: np.ndarray, score: np.ndarray) -> np.ndarray:
         """The few rows that promise most and keep the rules."""
-        order = np.argsort(-worth, kind="stable")
+        order = np.argsort(-score, kind="stable")
         if not self._sweep.rules.constraints:
             return rows[order[:BEAM]]
         kept = []
         for index in order[:400]:
-            if self._keeps(self._sweep.space.point(self._coding.point(rows[index]))):
+            if self._keeps(self._sweep.space.point(self._transform.point(rows[index]))):
                 kept.append(index)
             if len(kept) == BEAM:
                 break
@@ -301,7 +301,7 @@ class Bayes:
 
     def _keeps(self, params: Params) -> bool:
         try:
-            self._sweep.rules.complete(params)
+            self._sweep.rules.resolve(params)
         except InfeasibleError:
             return False
         return True
@@ -314,12 +314,12 @@ def start_count(width: int) -> int:
 
 def start_points(dims: int, count: int, seed: int) -> np.ndarray:
     """float64[count, dims] in (0, 1): each dimension has one point in each of `count` equal parts."""
-    chance = np.random.default_rng([seed, 7])
-    ranks = np.stack([chance.permutation(count) for _ in range(dims)], 1)
-    return (ranks + chance.random((count, dims))) / count
+    rng = np.random.default_rng([seed, 7])
+    ranks = np.stack([rng.permutation(count) for _ in range(dims)], 1)
+    return (ranks + rng.random((count, dims))) / count
 
 
-def usual_values(values: list[float | None]) -> np.ndarray:
+def standardize(values: list[float | None]) -> np.ndarray:
     """Values with failures as bad as the worst, of mean 0 and deviation 1."""
     known = np.array([value for value in values if value is not None])
     if not len(known):
@@ -334,7 +334,7 @@ def usual_values(values: list[float | None]) -> np.ndarray:
     return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
 
 
-def informative(values: np.ndarray, count: int) -> np.ndarray:
+def training_subset(values: np.ndarray, count: int) -> np.ndarray:
     """Which trials scales are learned from: the best ones, and others evenly over time; `count` at most."""
     if len(values) <= count:
         return np.arange(len(values))

@@ -87,9 +87,9 @@ class _Posterior:
         gradient[:dims] = pull.sum(1) @ scaled**2 - ((pull @ scaled) * scaled).sum(0)
         gradient[dims] = 0.5 * signal * (residue * alike).sum()
         gradient[dims + 1] = 0.5 * noise * np.trace(residue)
-        worth = 0.5 * values @ weights + np.log(np.diag(factor)).sum()
+        score = 0.5 * values @ weights + np.log(np.diag(factor)).sum()
         offsets = (theta - self.centre) / self._spread
-        return worth + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
+        return score + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
 
 
 def learn(points: np.ndarray, values: np.ndarray, start: np.ndarray | None = None, steps: int = STEPS) -> np.ndarray:
@@ -125,7 +125,7 @@ class GaussianProcess:
     def _signal(self) -> float:
         return float(np.exp(self.theta[-2]))
 
-    def believe(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def predict(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of what would be measured there without noise: float64[m] each.
 
         Args:
@@ -140,14 +140,14 @@ class GaussianProcess:
             left[block] = self._signal - np.einsum("ij,ij->i", alike @ self._inverse, alike)
         return mean, np.sqrt(np.maximum(left, 1e-12))
 
-    def log_improvement(self, points: np.ndarray) -> np.ndarray:
+    def log_expected_improvement(self, points: np.ndarray) -> np.ndarray:
         """The logarithm of the expected improvement over `best`: float64[m] for float64[m, d]."""
-        mean, deviation = self.believe(points)
+        mean, deviation = self.predict(points)
         return np.log(deviation) + _log_h((self.best - mean) / deviation)
 
-    def log_chance_below(self, points: np.ndarray, limit: float) -> np.ndarray:
+    def log_probability_below(self, points: np.ndarray, limit: float) -> np.ndarray:
         """The logarithm of the chance that the value there is less than `limit`: float64[m] for float64[m, d]."""
-        mean, deviation = self.believe(points)
+        mean, deviation = self.predict(points)
         return log_ndtr((limit - mean) / deviation)
 
     def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.sweep.samplers.base import Point, Record, generator, packages
+from roxxel_dist.sweep.samplers.base import Point, TrialHistory, packages, rng_for
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ CATEGORIES = 30
 """More choices than this, in order, are taken as a range of integers."""
 
 
-class Tpe:
+class TpeSampler:
     """Proposes points for a sweep. Choices have no order here: that made it worse when measured."""
 
     def __init__(self, sweep: Sweep) -> None:
@@ -46,34 +46,34 @@ class Tpe:
         self._numbers: dict[int, int] = {}
         self._told: set[int] = set()
 
-    def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
+    def __call__(self, history: TrialHistory, trial: int) -> Iterator[list[float]]:
         """Points, the likeliest to be good first."""
         from optuna.trial import TrialState
 
-        chance = generator(record.seed, trial, "tpe")
-        if record.told < START:
+        rng = rng_for(history.seed, trial, "tpe")
+        if history.told < START:
             while True:
-                yield [chance.random() for _ in self._kinds]
-        self._follow(record)
-        self._study.sampler = _sampler(self._dims, chance.getrandbits(32))
+                yield [rng.random() for _ in self._kinds]
+        self._follow(history)
+        self._study.sampler = _sampler(self._dims, rng.getrandbits(32))
         for _ in range(OFFERS):
             offer = self._study.ask(self._dims)
-            self._study.tell(offer, state=TrialState.FAIL)  # TPE does not look at it: the record says what was run
+            self._study.tell(offer, state=TrialState.FAIL)  # TPE does not look at it: the history says what was run
             yield self._point(offer.params)
 
-    def _follow(self, record: Record) -> None:
-        """Bring the study up to the record; its trials are in the order of their numbers, whenever they were told."""
+    def _follow(self, history: TrialHistory) -> None:
+        """Bring the study up to the history; its trials are in the order of their numbers, whenever they were told."""
         from optuna.trial import TrialState, create_trial
 
-        fresh = sorted(set(record.trials) - set(self._numbers))
+        fresh = sorted(set(history.trials) - set(self._numbers))
         if fresh and self._numbers and fresh[0] < max(self._numbers):
             self._begin()
-            fresh = sorted(record.trials)
+            fresh = sorted(history.trials)
         for number in fresh:
-            params = self._params(record.trials[number].point)
+            params = self._params(history.trials[number].point)
             self._numbers[number] = len(self._study.get_trials(deepcopy=False))
             self._study.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=self._dims))
-        for number, one in sorted(record.trials.items()):
+        for number, one in sorted(history.trials.items()):
             if one.told and number not in self._told:
                 self._told.add(number)
                 # Pruned before it reported anything: ranks behind all others, as a failure as bad as the worst would.
@@ -82,13 +82,13 @@ class Tpe:
 
     def _params(self, point: Point) -> dict[str, Any]:
         return {
-            str(dim): u if kind.choices is None else kind.number(u)
+            str(dim): u if kind.choices is None else kind.index_at(u)
             for dim, (kind, u) in enumerate(zip(self._kinds, point, strict=True))
         }
 
     def _point(self, params: dict[str, Any]) -> list[float]:
         return [
-            params[str(dim)] if kind.choices is None else kind.middle(params[str(dim)])
+            params[str(dim)] if kind.choices is None else kind.to_unit(params[str(dim)])
             for dim, kind in enumerate(self._kinds)
         ]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roxxel_dist.sweep.samplers.base import Record, generator, one_thread, packages
+from roxxel_dist.sweep.samplers.base import TrialHistory, one_thread, packages, rng_for
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 OFFERS = 8
@@ -19,7 +19,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class Wandb:
+class WandbSampler:
     """Proposes points for a sweep.
 
     W&B's engine sees the unit cube through the inverse CDFs of its parameters. It is given the cube itself, and choices
@@ -43,17 +43,17 @@ class Wandb:
     def _name(self, dim: int) -> str:
         return f"p{dim:04d}"
 
-    def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
+    def __call__(self, history: TrialHistory, trial: int) -> Iterator[list[float]]:
         """Points, as W&B's engine would choose them."""
         import numpy as np
 
         from sweeps import next_run
 
-        runs = self._runs(record)
-        chance = generator(record.seed, trial, "wandb")
+        runs = self._runs(history)
+        rng = rng_for(history.seed, trial, "wandb")
         for _ in range(OFFERS):
             kept = np.random.get_state()
-            np.random.seed(chance.getrandbits(32))  # it draws from numpy's own numbers, and can be told no seed
+            np.random.seed(rng.getrandbits(32))  # it draws from numpy's own numbers, and can be told no seed
             try:
                 with _quiet(), one_thread():
                     found = next_run(self._config, runs)
@@ -63,15 +63,15 @@ class Wandb:
                 return
             yield self._point(found.config)
 
-    def _runs(self, record: Record) -> list[Any]:
+    def _runs(self, history: TrialHistory) -> list[Any]:
         from sweeps import RunState, SweepRun
 
         runs = []
-        for number in sorted(record.trials):
-            one = record.trials[number]
+        for number in sorted(history.trials):
+            one = history.trials[number]
             state = RunState.running if not one.told else RunState.failed if one.value is None else RunState.finished
             config = {
-                self._name(dim): {"value": kind.number(u) if whole else u}
+                self._name(dim): {"value": kind.index_at(u) if whole else u}
                 for dim, (kind, whole, u) in enumerate(zip(self._kinds, self._whole, one.point, strict=True))
             }
             summary = {} if one.value is None else {"value": one.value}
@@ -82,6 +82,6 @@ class Wandb:
     def _point(self, config: dict[str, Any]) -> list[float]:
         values = [config[self._name(dim)]["value"] for dim in range(len(self._kinds))]
         return [
-            kind.middle(int(value)) if whole else float(value)
+            kind.to_unit(int(value)) if whole else float(value)
             for kind, whole, value in zip(self._kinds, self._whole, values, strict=True)
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from roxxel_dist.sweep.space.yaml_errors import Place, is_amount, nearest
+from roxxel_dist.sweep.space.yaml_errors import YamlLocator, is_amount, nearest
 
 LONGEST, DEEPEST = 2000, 50
 """Characters of a formula, and operations within one another."""
@@ -213,7 +213,7 @@ class Rules:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
 
-    def complete(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
 
         What asks for a parameter that is left out is left out with it: a derived one, a condition, a constraint.
@@ -257,14 +257,14 @@ def _is_true(formula: Expression, params: Mapping[str, Any], *, unknown: bool) -
         raise InfeasibleError(str(error)) from error
 
 
-def rules_of(told: Mapping[str, Any], place: Place, parameters: Any) -> Rules:
+def parse_rules(told: Mapping[str, Any], locator: YamlLocator, parameters: Any) -> Rules:
     """The rules of a file, for parameters of such names. Raises ValueError that names file, line and key."""
     for key, part in told.items():
         if key not in EXTRAS:
-            raise place.error([str(key)], f"there is no such key: {nearest(key, EXTRAS)}")
+            raise locator.error([str(key)], f"there is no such key: {nearest(key, EXTRAS)}")
         if not isinstance(part, list if key == "constraints" else Mapping) and part is not None:
             form = "a list of formulas" if key == "constraints" else "a mapping of names to values"
-            raise place.error([key], f"{part!r} must be {form}")
+            raise locator.error([key], f"{part!r} must be {form}")
     derived, when, resources = (
         {str(k): v for k, v in (told.get(n) or {}).items()} for n in ("derived", "when", "resources")
     )
@@ -274,24 +274,24 @@ def rules_of(told: Mapping[str, Any], place: Place, parameters: Any) -> Rules:
         try:
             found = Expression(str(text))
         except ValueError as error:
-            raise place.error(path, str(error)) from None
+            raise locator.error(path, str(error)) from None
         for name in sorted(found.names - set(known)):
-            raise place.error(path, f"{found.text!r}: there is no parameter {name!r}: {nearest(name, known)}")
+            raise locator.error(path, f"{found.text!r}: there is no parameter {name!r}: {nearest(name, known)}")
         return found
 
     for name in when:
         if name not in names:
-            raise place.error(["when", name], f"there is no such parameter: {nearest(name, names)}")
+            raise locator.error(["when", name], f"there is no such parameter: {nearest(name, names)}")
     for name, amount in resources.items():
         if not is_amount(amount):
-            raise place.error(["resources", name], f"{amount!r} must be a number, 0 or more")
+            raise locator.error(["resources", name], f"{amount!r} must be a number, 0 or more")
     formulas = {name: formula(["derived", name], text, [*names, *derived]) for name, text in derived.items()}
     # A formula that asks for its own name means the parameter of that name.
     needed = {name: (found.names & set(derived)) - ({name} & set(names)) for name, found in formulas.items()}
     try:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
-        raise place.error(["derived"], f"these need one another: {', '.join(map(str, error.args[1]))}") from None
+        raise locator.error(["derived"], f"these need one another: {', '.join(map(str, error.args[1]))}") from None
     return Rules(
         derived={name: formulas[name] for name in order},
         constraints=tuple(formula(["constraints"], text, [*names, *derived]) for text in told.get("constraints") or ()),

@@ -33,21 +33,21 @@ class Distribution:
     """All values, where there are finitely many, in the order of u; numeric ones are sorted."""
     weights: tuple[float, ...] | None = None
     """How likely each choice is; None: all alike."""
-    listed: Sequence[int] | None = None
+    grid_order: Sequence[int] | None = None
     """The numbers of the choices in the order of the file, which is the order of a grid; None: as they are."""
-    steps: tuple[int, Callable[[int], float]] | None = None
+    quantized: tuple[int, Callable[[int], float]] | None = None
     """Where rounding leaves finitely many values: how many, and the u of each, counted from 0 in the order of u."""
 
     @property
     def count(self) -> int | None:
         """How many values there are; None: endless."""
-        return len(self.choices) if self.choices is not None else self.steps[0] if self.steps else None
+        return len(self.choices) if self.choices is not None else self.quantized[0] if self.quantized else None
 
-    def turn(self, number: int) -> float:
+    def grid_point(self, number: int) -> float:
         """The u of a value, counted from 0 in the order of a grid."""
-        if self.choices is None and self.steps:
-            return self.steps[1](number)
-        return self.middle(number if self.listed is None else self.listed[number])
+        if self.choices is None and self.quantized:
+            return self.quantized[1](number)
+        return self.to_unit(number if self.grid_order is None else self.grid_order[number])
 
     @property
     def is_constant(self) -> bool:
@@ -59,12 +59,12 @@ class Distribution:
         """Whether neighbours in u are neighbours in value."""
         return self.choices is None or isinstance(self.choices, range) or all(map(_is_number, self.choices))
 
-    def number(self, u: float) -> int:
+    def index_at(self, u: float) -> int:
         """Which choice is at u in [0, 1], counted from 0."""
         count = len(self.choices or ())
         return min(bisect_right(_ends(self.weights), u) if self.weights else int(u * count), count - 1)
 
-    def middle(self, number: int) -> float:
+    def to_unit(self, number: int) -> float:
         """The u in the middle of a choice: the one that stands for it."""
         if self.weights is None:
             return (number + 0.5) / len(self.choices or ())
@@ -151,10 +151,10 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     place = {number: rank for rank, number in enumerate(order)}
     found = Distribution(
         name=name,
-        quantile=lambda u: choices[found.number(u)],
+        quantile=lambda u: choices[found.index_at(u)],
         choices=choices,
         weights=chances if weighted else None,
-        listed=tuple(place[number] for number in sorted(order)),
+        grid_order=tuple(place[number] for number in sorted(order)),
     )
     return found
 
@@ -205,7 +205,9 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
         value = round(shape(u, numbers) / step) * step
         return int(value) if whole else value
 
-    return Distribution(name=name, quantile=rounded, steps=_steps(base, numbers, step) if "min" in numbers else None)
+    return Distribution(
+        name=name, quantile=rounded, quantized=_steps(base, numbers, step) if "min" in numbers else None
+    )
 
 
 def _steps(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[[int], float]] | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import yaml_problem
-from roxxel_dist.sweep.space.constraints import InfeasibleError, Rules, rules_of
+from roxxel_dist.sweep.space.constraints import InfeasibleError, Rules, parse_rules
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
-from roxxel_dist.sweep.space.yaml_errors import Place, is_amount, nearest
+from roxxel_dist.sweep.space.yaml_errors import YamlLocator, is_amount, nearest
 
 METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
@@ -84,7 +84,7 @@ class Space:
             for dim in dims:
                 kind = self.free[dim].distribution
                 rest, turn = divmod(rest, kind.count or 1)
-                point[dim] = kind.turn(turn)
+                point[dim] = kind.grid_point(turn)
             yield point
 
 
@@ -124,18 +124,18 @@ class Sweep:
 
 def read_sweep(path: str | Path, extras: str | Path | None = None) -> Sweep:
     """The sweep of a file. Raises ValueError that names file, line and key."""
-    sweep, place = _load(path)
-    more, other = _load(extras) if extras is not None else ({}, place)
-    return _sweep(sweep, place, rules_of(more, other, sweep.get("parameters")))
+    sweep, locator = _load(path)
+    more, other = _load(extras) if extras is not None else ({}, locator)
+    return _sweep(sweep, locator, parse_rules(more, other, sweep.get("parameters")))
 
 
 def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep of a dictionary, as `wandb.sweep` takes one. Raises ValueError that names the key."""
-    place = Place("sweep", {})
-    return _sweep(sweep, place, rules_of(extras or {}, place, sweep.get("parameters")))
+    locator = YamlLocator("sweep", {})
+    return _sweep(sweep, locator, parse_rules(extras or {}, locator, sweep.get("parameters")))
 
 
-def _load(path: str | Path) -> tuple[Mapping[str, Any], Place]:
+def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
     import yaml
 
     try:
@@ -148,7 +148,7 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], Place]:
         raise ValueError(f"{path} is no YAML: {yaml_problem(error)}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: must be a mapping of keys to values")
-    return found, Place(str(path), dict(_lines(tree)))
+    return found, YamlLocator(str(path), dict(_lines(tree)))
 
 
 def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -160,73 +160,73 @@ def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield from _lines(value, here)
 
 
-def _sweep(told: Mapping[str, Any], place: Place, rules: Rules) -> Sweep:
+def _sweep(told: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sweep:
     for key in told:
         if key not in KEYS:
-            raise place.error([str(key)], f"there is no such key: {nearest(key, KEYS)}")
+            raise locator.error([str(key)], f"there is no such key: {nearest(key, KEYS)}")
     method = told.get("method", "bayes")
     if method not in METHODS:
-        raise place.error(["method"], f"{method!r} is none of W&B's: {nearest(method, METHODS)}; --method has others")
+        raise locator.error(["method"], f"{method!r} is none of W&B's: {nearest(method, METHODS)}; --method has others")
     metric = told.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
-        raise place.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
+        raise locator.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
-        raise place.error(["metric", "goal"], f"{goal!r} is none: {nearest(goal, GOALS)}")
+        raise locator.error(["metric", "goal"], f"{goal!r} is none: {nearest(goal, GOALS)}")
     parameters = told.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
-        raise place.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
+        raise locator.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
     run_cap = told.get("run_cap")
     if run_cap is not None and (type(run_cap) is not int or run_cap < 1):
-        raise place.error(["run_cap"], f"{run_cap!r} must be 1 or more trials")
+        raise locator.error(["run_cap"], f"{run_cap!r} must be 1 or more trials")
     command = told.get("command")
     if command is not None and (not isinstance(command, list | tuple) or not command):
-        raise place.error(
+        raise locator.error(
             ["command"], f"{command!r} must be a list of words, such as ['${{env}}', '${{program}}', '${{args}}']"
         )
     texts = {key: told.get(key) for key in ("program", "name", "project", "entity")}
     for key, text in texts.items():
         if not isinstance(text, str | None):
-            raise place.error([key], f"{text!r} must be a text")
+            raise locator.error([key], f"{text!r} must be a text")
     return Sweep(
         method=method,
         metric=metric["name"],
         goal=goal,
-        space=Space(parameters=tuple(_parameters(parameters, ("parameters",), place))),
+        space=Space(parameters=tuple(_parameters(parameters, ("parameters",), locator))),
         command=None if command is None else tuple(map(str, command)),
         run_cap=run_cap,
-        early_terminate=_early(told.get("early_terminate"), place),
+        early_terminate=_early(told.get("early_terminate"), locator),
         rules=rules,
         **texts,
     )
 
 
-def _parameters(told: Mapping[str, Any], path: tuple[str, ...], place: Place) -> Iterator[Parameter]:
+def _parameters(told: Mapping[str, Any], path: tuple[str, ...], locator: YamlLocator) -> Iterator[Parameter]:
     for key, spec in told.items():
         here = (*path, str(key))
         if not isinstance(spec, Mapping):
-            raise place.error(here, f"{spec!r} must be a mapping: for one value write `{key}: {{value: {spec}}}`")
+            raise locator.error(here, f"{spec!r} must be a mapping: for one value write `{key}: {{value: {spec}}}`")
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], Mapping):
-            yield from _parameters(spec["parameters"], (*here, "parameters"), place)
+            yield from _parameters(spec["parameters"], (*here, "parameters"), locator)
             continue
         try:
             found = distribution(spec)
         except ValueError as error:
-            raise place.error(here, str(error)) from None
+            raise locator.error(here, str(error)) from None
         yield Parameter(path=tuple(here[1::2]), distribution=found)
 
 
-def _early(told: Any, place: Place) -> Mapping[str, Any] | None:
+def _early(told: Any, locator: YamlLocator) -> Mapping[str, Any] | None:
     if told is None:
         return None
     if not isinstance(told, Mapping) or told.get("type") != "hyperband":
-        raise place.error(["early_terminate"], "must have `type: hyperband`")
+        raise locator.error(["early_terminate"], "must have `type: hyperband`")
     for key in told:
         if key not in HYPERBAND:
-            raise place.error(["early_terminate", str(key)], f"there is no such key: {nearest(key, HYPERBAND)}")
+            raise locator.error(["early_terminate", str(key)], f"there is no such key: {nearest(key, HYPERBAND)}")
     if "min_iter" not in told and not {"max_iter", "s"} <= set(told):
-        raise place.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
+        raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
     for key in set(told) - {"type", "strict"}:
         if not is_amount(told[key]) or not told[key]:
-            raise place.error(["early_terminate", str(key)], f"{told[key]!r} must be a number above 0")
+            raise locator.error(["early_terminate", str(key)], f"{told[key]!r} must be a number above 0")
     return told

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class Place:
+class YamlLocator:
     """Tells where in a file something stands."""
 
     def __init__(self, file: str, lines: Mapping[tuple[str, ...], int]) -> None:
