@@ -17,8 +17,7 @@ from roxxel_dist.sweep.options import Wanted
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
-from roxxel_dist.sweep.space.sweep_file import Params
-from roxxel_dist.sweep.space.yaml_errors import nearest
+from roxxel_dist.sweep.space.sweep_file import Params, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
