@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,20 @@ from engines import MIXED, engine, loss, named, searched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roxxel_dist import sweep as sweep_package
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 
-SEARCHING = ("bayes", "tpe", "wandb", "random")
+SEARCHING = ("bayes", "tpe", "random")
 
 
 @pytest.mark.parametrize("method", SEARCHING)
 def test_a_search_finds_what_is_good_and_repeats_nothing(method: str) -> None:
     found = engine(MIXED, method)
-    count = 10 if method == "wandb" else 30  # W&B's engine takes a fifth of a second each time
-    rows = searched(found, count)
-    assert len({named(params) for params, _ in rows}) == count
+    rows = searched(found, 30)
+    assert len({named(params) for params, _ in rows}) == 30
     assert all(params["seed"] == 7 and set(params["moe"]) == {"use", "experts"} for params, _ in rows)
-    assert all(len(found.point(trial)) == 6 for trial in range(count))
+    assert all(len(found.point(trial)) == 6 for trial in range(30))
     known = [value for _, value in rows if value is not None]
     if method == "bayes":
         assert min(known) < 0.1
@@ -46,7 +47,7 @@ def test_the_goal_decides_what_is_better(goal: str) -> None:
 
 @pytest.mark.parametrize("method", SEARCHING)
 def test_recalled_in_any_order_it_goes_on_as_before(method: str) -> None:
-    first, count = engine(MIXED, method, seed=3), 8 if method == "wandb" else 16
+    first, count = engine(MIXED, method, seed=3), 16
     asked, told = {}, {}
     for turn in range(count):
         trial, params = first.ask()
@@ -70,6 +71,30 @@ def test_recalled_in_any_order_it_goes_on_as_before(method: str) -> None:
             again.tell(trial, told[trial])
         assert again.ask() == expected
     assert engine(MIXED, method, seed=4).ask() != engine(MIXED, method, seed=3).ask()
+
+
+def test_a_sweep_is_a_mapping_or_a_file(tmp_path: Path) -> None:
+    parameters = {"lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1}, "dim": {"values": [8, 16]}}
+    sweep = {"method": "random", "parameters": parameters, "metric": {"name": "acc", "goal": "maximize"}}
+    for method in (None, *SEARCHING, "grid"):
+        parameters["lr"] = {"values": [0.1, 0.2]} if method == "grid" else parameters["lr"]
+        (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+        searches = [
+            sweep_package.make(sweep, seed=5, method=method),
+            sweep_package.make(tmp_path / "sweep.yaml", seed=5, method=method),
+            sweep_package.make(str(tmp_path / "sweep.yaml"), 5, method),
+        ]
+        for _ in range(3):
+            asked = [search.ask() for search in searches]
+            assert asked[0] == asked[1] == asked[2]
+            for search in searches:
+                search.tell(asked[0][0], asked[0][1]["lr"])
+    with pytest.raises(ValueError, match="there are bayes, tpe, random, grid"):
+        sweep_package.make(sweep, method="wandb")
+    with pytest.raises(ValueError, match=r"'wandb' is none .* there are bayes, random, grid; --method has tpe too"):
+        sweep_package.make({**sweep, "method": "wandb"})
+    with pytest.raises(ValueError, match=r"none.yaml: cannot be read"):
+        sweep_package.make(tmp_path / "none.yaml")
 
 
 def test_a_history_is_recalled_at_once() -> None:
@@ -145,7 +170,7 @@ def test_a_parameter_that_is_off_does_not_matter() -> None:
     from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
     sweep = sweep_of({"parameters": parameters}, {"when": {"experts": "moe"}})
-    coding = SpaceTransform(sweep.space, sweep.rules)
+    coding = SpaceTransform(sweep)
     on, off, other = coding.encode(np.array([[0, 5, 0.5], [1, 5, 0.5], [1, 9, 0.5]]))
     assert (off == other).all()
     assert on[1] != off[1]

@@ -27,13 +27,13 @@ def test_the_gradient_that_learning_follows_is_the_slope() -> None:
 
 def test_what_matters_is_learned() -> None:
     points, values = told()
-    scales = np.exp(gp.learn(points, values)[:-2])
+    scales = np.exp(gp.fit_hyperparameters(points, values)[:-2])
     assert scales[0] < 0.5 * min(scales[1:])
 
 
 def test_it_believes_what_it_was_told_and_doubts_what_is_far() -> None:
     points, values = told()
-    process = gp.fit(points, values, gp.learn(points, values))
+    process = gp.condition(points, values, gp.fit_hyperparameters(points, values))
     mean, deviation = process.predict(points)
     assert np.abs(mean - values).max() < 0.2
     assert process.best == pytest.approx(mean.min())
@@ -47,7 +47,7 @@ def test_it_believes_what_it_was_told_and_doubts_what_is_far() -> None:
 
 def test_the_slope_of_the_expected_improvement() -> None:
     points, values = told(noise=0.3)
-    process = gp.fit(points, values, gp.learn(points, values))
+    process = gp.condition(points, values, gp.fit_hyperparameters(points, values))
     for point in np.random.default_rng(7).random((5, 3)):
         worth, slope = process.slope(point)
         assert worth == pytest.approx(process.log_expected_improvement(point[None])[0], rel=1e-5, abs=1e-4)
@@ -67,7 +67,7 @@ def test_the_expected_improvement_is_exact_far_below_zero() -> None:
 def test_the_chance_of_a_value_below_a_limit() -> None:
     points, _ = told()
     failed = np.where(points[:, 0] > 0.7, 1.0, -1.0)
-    process = gp.fit(points, failed, gp.learn(points, failed))
+    process = gp.condition(points, failed, gp.fit_hyperparameters(points, failed))
     sure, safe = process.log_probability_below(np.array([[0.9, 0.5, 0.5], [0.2, 0.5, 0.5]]), 0.0)
     assert sure < math.log(0.2)
     assert safe > math.log(0.9)
@@ -75,5 +75,5 @@ def test_the_chance_of_a_value_below_a_limit() -> None:
 
 def test_values_that_are_all_alike_teach_nothing_and_break_nothing() -> None:
     points = np.full((4, 2), 0.5)
-    process = gp.fit(points, np.zeros(4), gp.learn(points, np.zeros(4)))
+    process = gp.condition(points, np.zeros(4), gp.fit_hyperparameters(points, np.zeros(4)))
     assert np.isfinite(process.log_expected_improvement(np.array([[0.5, 0.5], [0.0, 1.0]]))).all()

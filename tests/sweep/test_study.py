@@ -53,7 +53,7 @@ def test_what_matters_is_found(study):
 
 
 def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
-    sizes = {"learn": 0, "fit": 0}
+    sizes = {"fit_hyperparameters": 0, "condition": 0}
 
     def counted(name, work):
         def call(points, *more):
@@ -62,8 +62,8 @@ def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
 
         monkeypatch.setattr(gp, name, call)
 
-    counted("learn", gp.learn)
-    counted("fit", gp.fit)
+    counted("fit_hyperparameters", gp.fit_hyperparameters)
+    counted("condition", gp.condition)
     sweep, trials = sweep_of(SWEEP), {}
     engine = make(sweep, seed=1)
     for _ in range(1500):
@@ -72,7 +72,7 @@ def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
         trials[number] = Trial(number=number, params=params, point=point, state="done", value=value)
     shares = importances(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)))
     assert min(shares, key=shares.__getitem__) == "optimizer"
-    assert sizes == {"learn": 60, "fit": 500}  # the cost of both grows with the cube
+    assert sizes == {"fit_hyperparameters": 80, "condition": 500}  # the cost of both grows with the cube
 
 
 def test_few_trials_show_no_importance(tmp_path):
