@@ -17,12 +17,20 @@ from roxxel_dist.data.file_lock import holder
 from roxxel_dist.run_directory import LOCK, is_held
 from roxxel_dist.sweep.execution.metrics import Report, RunReader
 from roxxel_dist.sweep.execution.outcome import disk_full, failure, machines_fault, unreported
-from roxxel_dist.sweep.execution.process import LOCK_LIMIT_S, POLL_S, ROXXEL, Child, count, environment, with_ranks
+from roxxel_dist.sweep.execution.process import (
+    POLL_S,
+    ROXXEL,
+    TrialProcess,
+    environment,
+    launch_command,
+    rank_count,
+)
 from roxxel_dist.sweep.wandb_bridge.program import ProgramReader, has_ended, note_end, prepare
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION, TRIAL
 
 HEADS = ("n_heads", "head_size")
+LOCK_LIMIT_S = 30.0
 
 
 def config_of(base: Mapping[str, Any], params: Mapping[str, Any], swept: Collection[str] | None = None) -> Any:
@@ -136,12 +144,16 @@ def _train(task: Task, folder: Path, reader: Reader) -> Iterator[Event]:
             return
     score = Score(task, reader)
     title = f"trial {task['trial']}, attempt {task['attempt']}"
-    child = Child(command, env, Path(task["log"]), title, task.get("directory"))
+    try:
+        child = TrialProcess(command, env, Path(task["log"]), title, task.get("directory"))
+    except ChildProcessError as error:
+        yield fail(task, "error", f"its program does not start: {error}")
+        return
     code, stopped = yield from follow(task, child, score)
-    yield _verdict(task, folder, score, code, child.said(), stopped)
+    yield _verdict(task, folder, score, code, child.output(), stopped)
 
 
-def follow(task: Task, child: Child, score: "Score") -> Generator[Event, None, tuple[int, str | None]]:
+def follow(task: Task, child: TrialProcess, score: "Score") -> Generator[Event, None, tuple[int, str | None]]:
     """Yield the start and the reports of a program; returns its exit code, and "time" where its time was over.
 
     It is ended when its time is over, when the metric is no number, and when this generator is closed or interrupted.
@@ -200,7 +212,7 @@ def _verdict(task: Task, folder: Path, score: Score, code: int, said: str, stopp
     if code == 0:
         note_end(folder) if task["program"] else None
         return score.result(None)
-    if reason := machines_fault(code, ours=not task["program"] or count(task) > 1):
+    if reason := machines_fault(code, ours=not task["program"] or rank_count(task) > 1):
         return {"lost": {"reason": reason}}
     if full := disk_full(said):
         return {"broken": {"reason": full}}
@@ -239,4 +251,4 @@ def _prepare(task: Task, folder: Path) -> tuple[list[str], dict[str, str]]:
     words += ["--data_path", str(task["data_path"])] if task.get("data_path") else []
     own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", TRIAL: "1"}
     own |= task.get("environment") or {}
-    return with_ranks(task, words, ROXXEL, env=own), environment(own)
+    return launch_command(task, words, ROXXEL, env=own), environment(own)

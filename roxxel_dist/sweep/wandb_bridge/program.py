@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.sweep.execution.metrics import Report, more_of
-from roxxel_dist.sweep.execution.process import count, environment, with_ranks
+from roxxel_dist.sweep.execution.process import environment, launch_command, rank_count
 from roxxel_dist.sweep.wandb_bridge.run_file import WandbFile
 
 DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
@@ -104,7 +104,7 @@ def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str,
     told = {"wandb_version": 1, **{name: {"value": value} for name, value in params.items()}}
     (folder / PARAMETERS).write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
     words = expand(task["program"], params, folder / WORDS)
-    if count(task) > 1 and words[0] == "/usr/bin/env":
+    if rank_count(task) > 1 and words[0] == "/usr/bin/env":
         words = words[1:]  # the launcher looks for the program itself, and prepares a Python one
     config = task.get("config") or {}
     own = {
@@ -116,7 +116,7 @@ def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str,
         **({"WANDB_PROJECT": config["wandb_project"]} if config.get("wandb_project") else {}),
         **(task.get("environment") or {}),
     }
-    return with_ranks(task, words, env=own), environment(own)
+    return launch_command(task, words, env=own), environment(own)
 
 
 def note_end(folder: Path) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 from roxxel_dist.run_directory import METRICS
 from roxxel_dist.sweep.execution.metrics import Report, RunReader
 from roxxel_dist.sweep.execution.outcome import BEGIN, disk_full, failure, machines_fault
-from roxxel_dist.sweep.execution.process import Child, environment
+from roxxel_dist.sweep.execution.process import TrialProcess, environment
 from roxxel_dist.sweep.execution.trial import Event, Score, Task, fail, flat, follow, wait_until_free
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
@@ -142,12 +142,12 @@ def agent_trial(task: Task) -> Iterator[Event]:
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", task["sweep"]["wandb"]]
     title = f"trial {task['trial']}, attempt {task['attempt']}"
-    child = Child(words, _environment(task, folder), Path(task["log"]), title, task.get("directory"))
+    child = TrialProcess(words, _environment(task, folder), Path(task["log"]), title, task.get("directory"))
     reader = _AgentReader(folder, task["metric"])
     score = Score(task, reader)
     try:
         code, stopped = yield from follow(task, child, score)
-        yield _verdict(task, folder, reader, score, code, child.said(), stopped)
+        yield _verdict(task, folder, reader, score, code, child.output(), stopped)
     finally:
         reader.close()
 
