@@ -221,7 +221,7 @@ def test_what_a_spawned_program_leaves_has_its_time_and_is_killed_then(start: St
 def test_a_spawned_tree_ends_with_its_parent_and_with_its_keeper(
     victim: str, start: Start, alive: Alive, until: Until
 ) -> None:
-    process, (keeper, pid, daemon, _) = start(SPAWN, DAEMON + "trap '' TERM; " + SLEEPS, 1000, 2, "wait")
+    process, (keeper, pid, daemon, _) = start(SPAWN, DAEMON + "echo $$; exec sleep 1000", 1000, 2, "wait")
     os.kill(process.pid if victim == "its parent" else keeper, signal.SIGKILL)
     until(lambda: not alive(keeper) and not alive(pid), "the program to be gone")
     if victim == "its parent":

@@ -183,7 +183,7 @@ def test_a_full_disk_is_not_the_fault_of_its_parameters(study):
     full = "import sys; print('OSError: [Errno 28] No space left on device'); sys.exit('RuntimeError: loop is closed')"
     _, _, last = split(run(task(study, 61, program=program(full))))
     assert last == {
-        "broken": {"reason": "a trial could not write (No space left on device): make room, and start the sweep again"}
+        "fatal": {"reason": "a trial could not write (No space left on device): make room, and start the sweep again"}
     }
 
 

@@ -261,7 +261,7 @@ class SpawnedTree(Tree):
         with far:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), *command],
-                stdin=far,
+                stdin=far.fileno(),
                 stdout=output,
                 stderr=output,
                 env=env,
