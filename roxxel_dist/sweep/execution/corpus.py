@@ -11,7 +11,7 @@ from typing import Any
 from roxxel_dist.config import Config, UsageError
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.data.file_lock import wait_for_lock
-from roxxel_dist.sweep.execution.process import POLL_S, Child, environment
+from roxxel_dist.sweep.execution.process import POLL_S, TrialProcess, environment
 
 SILENT_S = 2.0
 LIMIT_S = 3600.0
@@ -93,13 +93,13 @@ def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
         corpus["text"] or "",
         corpus["folder"],
     ]
-    child = Child(words, environment({}), Path(task["log"]), "shards of the text", task.get("directory"))
+    child = TrialProcess(words, environment({}), Path(task["log"]), "shards of the text", task.get("directory"))
     try:
         while child.wait(POLL_S) is None:
             pass
     finally:
         code = child.end()
-    return None if code == 0 else (child.said().strip().splitlines() or [f"exit code {code}"])[-1]
+    return None if code == 0 else (child.output().strip().splitlines() or [f"exit code {code}"])[-1]
 
 
 def main(config: str, data_path: str, folder: str) -> int:
