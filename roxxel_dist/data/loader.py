@@ -14,7 +14,7 @@ import numpy as np
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
 from roxxel_dist.data.dataset import locate_token
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.data.verify_on_read import DamagedData, VerifiedBlocks
+from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
 
 if TYPE_CHECKING:
     import jax
