@@ -208,16 +208,15 @@ class Plan:
 
     def _compute(self, segment: Segment, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """The fields of `Rows` for the S steps [first, stop) of a segment, the arrays being [S, B]."""
-        items, width = segment.shape.items_per_step, segment.shape.rows_per_item
-        begin = segment.first_step
-        chosen, before = segment.mixture.choose((first - begin) * items, (stop - begin) * items)
+        per_step, width, begin = segment.shape.items_per_step, segment.shape.rows_per_item, segment.first_step
+        chosen, before = segment.mixture.choose((first - begin) * per_step, (stop - begin) * per_step)
         offset = np.empty((len(chosen), width), np.int64)
         for number, allocation in enumerate(segment.allocations):
             # A data set's windows are read one after the other, whatever is read between them.
-            mine = np.flatnonzero(chosen == number)
-            if len(mine):
+            items = np.flatnonzero(chosen == number)
+            if len(items):
                 low = int(before[number]) * width
-                offset[mine] = allocation.offsets(low, low + len(mine) * width).reshape(-1, width)
+                offset[items] = allocation.offsets(low, low + len(items) * width).reshape(-1, width)
         numbers = np.array([self.datasets.index(a.source.name) for a in segment.allocations], np.int32)
         dataset = np.repeat(numbers[chosen], width)
         shape, size = segment.shape, (stop - first, segment.shape.batch_size)

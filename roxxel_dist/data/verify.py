@@ -54,8 +54,8 @@ def find_damage(shards: Sequence[TokenFile], report: Report, workers: int | None
             checked = (shard.damaged_blocks(blocks) for shard, blocks in pieces)
         else:
             checked = processes.map(_check, [shard.path for shard, _ in pieces], [blocks for _, blocks in pieces])
-        for (shard, _), found in zip(pieces, checked, strict=True):
-            damaged[shard] += found
+        for (shard, _), blocks in zip(pieces, checked, strict=True):
+            damaged[shard] += blocks
             advance(1)
     for shard, blocks in damaged.items():
         try:

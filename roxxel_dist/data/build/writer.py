@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.data.atomic_dir import publish, staging
-from roxxel_dist.data.token_types import as_array, fit, separator_value, smallest_dtype, storage_dtype
+from roxxel_dist.data.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import Target
 from roxxel_dist.data.slices import TokenFile, open_slices
@@ -90,7 +90,7 @@ def write_shards(
     writer: ShardWriter | None = None
     try:
         for number, raw in documents:
-            document = fit(raw, settings.dtype, options.vocab_size, number)
+            document = cast_lossless(raw, settings.dtype, options.vocab_size, number)
             size = (len(document) + per_document) * settings.dtype.itemsize
             if writer is not None and limit is not None and writer.token_bytes + size > limit:
                 after = writer.finish()
