@@ -29,8 +29,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.data.verify import find_damage
-from roxxel_dist.data.verify_on_read import VerifiedBlocks
+from roxxel_dist.data.verify import VerifiedBlocks, find_damage
 from roxxel_dist.train.verification import STEPS_AT_ONCE
 
 TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257

@@ -268,19 +268,6 @@ class Roxxel:
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out
 
-    def first_shards(self, count: int) -> "Roxxel":
-        """A view on the first `count` shards: what a data set was before others were added.
-
-        Args:
-            count: how many.
-
-        Raises:
-            ValueError: there are not so many.
-        """
-        if not 1 <= count <= len(self._slices):
-            raise ValueError(f"{self.filepath}: {count} shards are asked for, and it has {len(self._slices)}")
-        return self._view(self._slices[:count])
-
     def stream(
         self,
         seq_len: int,

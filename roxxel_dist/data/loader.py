@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
-from roxxel_dist.data.dataset import locate_token
+from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.data.verify_on_read import DamagedData, VerifiedBlocks
+from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh, NamedSharding
-
-    from roxxel_dist.data.dataset import Roxxel
 
 STEPS_AHEAD = 4
 ALL_ROWS = slice(None)
@@ -47,7 +46,7 @@ class Stream:
     def __init__(
         self,
         plan: Plan,
-        dataset: "Roxxel | Mapping[str, Roxxel]",
+        dataset: Roxxel | Mapping[str, Roxxel],
         sharding: "NamedSharding | None",
         start_step: int = 0,
     ) -> None:
@@ -55,8 +54,7 @@ class Stream:
         ends = [*(amendment.from_step for amendment in plan.amendments[1:]), ENDLESS]
         spans = zip(plan.amendments, ends, strict=True)
         read = {name for amendment, end in spans if start_step < end for name in amendment.sources}
-        missing = [name for name in plan.datasets if name in read and name not in named]
-        if missing:
+        if missing := [name for name in plan.datasets if name in read and name not in named]:
             raise ValueError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
         self.plan = plan
         self.datasets: dict[int, Roxxel] = {
@@ -187,30 +185,26 @@ class Stream:
 
 
 def stream_of(
-    dataset: "Roxxel",
+    dataset: Roxxel,
     seq_len: int,
     batch_size: int,
-    seed: int = 0,
-    start_step: int = 0,
-    steps: int | None = None,
-    passes: int | None = 1,
+    seed: int,
+    start_step: int,
+    steps: int | None,
+    passes: int | None,
     *,
     mesh: "Mesh | None" = None,
     data_sharding: "NamedSharding | None" = None,
-    mix_datasets: "Mapping[str, Roxxel] | None" = None,
+    mix_datasets: Mapping[str, Roxxel] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Stream:
     """What `Roxxel.stream` gives: a curriculum of one phase as a stream."""
-    from roxxel_dist.curriculum.phases import Curriculum, Phase
-
     if steps is not None and passes != 1:
         raise ValueError(f"steps={steps} and passes={passes}: give one of them, steps are counted whatever the passes")
     if passes is not None and passes < 1:
         raise ValueError(f"passes={passes}: passes over the data set, at least 1, or None for a stream without an end")
-    if steps is not None or passes is None:
-        phase = Phase(ENDLESS if steps is None else steps, batch_size, seq_len, weights=weights)
-    else:
-        phase = Phase(batch_size=batch_size, seq_len=seq_len, epochs=passes, weights=weights)
+    steps = ENDLESS if steps is None and passes is None else steps  # which win over epochs
+    phase = Phase(steps, batch_size, seq_len, epochs=passes, weights=weights)
     plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)
     if mesh is not None and data_sharding is None:
         from roxxel_dist.cluster.mesh import batch_sharding

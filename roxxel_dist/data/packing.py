@@ -41,25 +41,25 @@ def segments_and_positions(
     begins = [rows]
     for number in np.unique(numbers).tolist():
         chosen = np.flatnonzero(numbers == number)
-        row, place = _begins(files[number], offsets[chosen], length)
-        begins.append(rows[chosen[row]] + place)
+        row, position = _begins(files[number], offsets[chosen], length)
+        begins.append(rows[chosen[row]] + position)
     return _count(np.unique(np.concatenate(begins)), len(offsets), length)
 
 
 def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(segments, positions), from the sorted places where a row or a document begins, the rows laid end to end."""
     tokens = np.diff(begins, append=rows * length)
-    row, place = np.divmod(begins, length)
+    row, position = np.divmod(begins, length)
     segment = np.arange(len(begins)) - np.searchsorted(begins, row * length)
     segments = np.repeat(segment.astype(np.int32), tokens).reshape(rows, length)
-    starts = np.repeat(place.astype(np.int32), tokens).reshape(rows, length)
+    starts = np.repeat(position.astype(np.int32), tokens).reshape(rows, length)
     return segments, np.arange(length, dtype=np.int32) - starts
 
 
 def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(window, place in it) of every document that begins inside a window of a file, not with it.
 
-    A document without a token begins where the next does: the same place comes twice.
+    A document without a token begins where the next does: the same position comes twice.
 
     Raises:
         ValueError: its document ends are damaged.
@@ -70,7 +70,7 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     window = np.repeat(np.arange(len(offsets)), count)
     # In each window the numbers of its ends follow each other from the first.
     number = np.arange(len(window)) + np.repeat(first - np.cumsum(count) + count, count)
-    place = ends[number] - offsets[window]
-    if (last < first).any() or (last >= len(ends)).any() or ((place < 1) | (place >= length)).any():
+    position = ends[number] - offsets[window]
+    if (last < first).any() or (last >= len(ends)).any() or ((position < 1) | (position >= length)).any():
         raise ValueError(f"{file.path}: the document ends are damaged. Write the file again from its source")
-    return window, place
+    return window, position

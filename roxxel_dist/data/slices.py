@@ -178,9 +178,11 @@ def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
             f"{previous.path.name} is shard {expected - 1}. Put it back"
         )
     for name in ("vocab_size", "tokenizer_fingerprint"):
-        mine, its = getattr(shard.metadata, name), getattr(previous.metadata, name)
-        if mine != its:
-            raise ValueError(f"{shard.path} has {name} {mine}, {previous.path} has {its}: they are not one data set")
+        value, expected_value = getattr(shard.metadata, name), getattr(previous.metadata, name)
+        if value != expected_value:
+            raise ValueError(
+                f"{shard.path} has {name} {value}, {previous.path} has {expected_value}: they are not one data set"
+            )
     if not shard.follows(previous):
         raise ValueError(
             f"{shard.path} was not written behind {previous.path}: shards of two data sets, or of two versions of one, "
