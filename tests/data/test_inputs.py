@@ -116,6 +116,18 @@ def test_a_mistake_in_a_helper_process_is_told(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_bar_of_a_training_is_on_stderr_alone(tmp_path, monkeypatch, capfd):
+    """The library writes newlines to stdout, where a helper process answers and the caller's own output goes."""
+    write_json_lines(tmp_path / "a.jsonl")
+    options = {"tokenizer": "bpe", "vocab_size": 300, "progress": True}
+    here = built(tmp_path / "a.jsonl", tmp_path / "one", **options, workers=1)
+    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
+    for workers in (1, 2):
+        ds = built(tmp_path / "a.jsonl", tmp_path / f"out{workers}", **options, workers=workers)
+        assert ds.fingerprint == here.fingerprint
+    assert capfd.readouterr().out == ""
+
+
 KILLED = """
 import os, sys
 import roxxel_dist.data.build.build

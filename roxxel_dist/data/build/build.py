@@ -138,7 +138,7 @@ def _make(parts: Path, splits: Sequence[str], source: BuildInputs, workers: int,
             log.line(f"training a {source.kind} tokenizer")
             kind = next(kind for kind in get_args(Kind) if kind == source.kind)
             texts = (piece for text, _ in source.texts(source.splits[0]) for piece in pieces(text))
-            threads = workers if source.size >= PARALLEL_BYTES else 1
+            threads = workers if source.size >= PARALLEL_BYTES else 0
             tokenizer = train_on(kind, texts, source.vocab_size, threads, progress=log.enabled)
             if tokenizer.vocab_size < (source.vocab_size or 0):
                 log.line(f"vocab_size={source.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
