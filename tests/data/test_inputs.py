@@ -18,6 +18,7 @@ from refusing import refusing_by_name
 from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.documents import read_arrow, read_json_lines, read_parquet, saved_data_set
 from roxxel_dist.data.build.tokenizer import train_tokenizer
+from roxxel_dist.data.build.writer import write_shards
 from roxxel_dist.data.dataset import Roxxel
 
 TEXTS = [f"text {number}: " + "naïve 東京 words\n" * (number % 7) for number in range(90)]
@@ -89,6 +90,42 @@ def test_kinds_of_text_can_be_mixed(tmp_path):
     write_json_lines(tmp_path / "in" / "a.jsonl", ["one"])
     write_parquet(tmp_path / "in" / "b.parquet", ["two"], kind=pa.large_string())
     assert texts_of(built(tmp_path / "in", tmp_path / "out")) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_link_is_read_by_its_own_name(tmp_path, name):
+    """As in the cache of a hub, whose files are called by their digests."""
+    (tmp_path / "in").mkdir()
+    WRITERS[name](tmp_path / name, ["one", "two"])
+    (tmp_path / name).rename(tmp_path / "0123abcd")
+    (tmp_path / "in" / name).symlink_to(tmp_path / "0123abcd")
+    assert texts_of(built(tmp_path / "in", tmp_path / "out")) == ["one", "two"]
+
+
+def test_a_saved_file_of_arrow_can_be_named(tmp_path):
+    write_saved(tmp_path / "saved")
+    files = [tmp_path / "saved" / f"data-{number:05d}-of-00002.arrow" for number in (1, 0)]
+    assert texts_of(built(files, tmp_path / "out")) == TEXTS[50:] + TEXTS[:50]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.npy"])
+def test_a_source_that_is_cut_between_two_reads_is_an_error(tmp_path, monkeypatch, name):
+    """Its tokens would be zeros in the new data set, and their checksums right."""
+    path, tokens = tmp_path / name, np.arange(1, 3000, dtype=np.uint16)
+    if name == "a.npy":
+        np.save(path, tokens)
+    else:
+        write_json_lines(path, ["some words"] * 300)
+    size = os.path.getsize(path)
+
+    def cut_and_write(*words, **options):
+        os.truncate(path, size - 1000)
+        return write_shards(*words, **options)
+
+    monkeypatch.setattr("roxxel_dist.data.build.build.write_shards", cut_and_write)
+    with pytest.raises(ValueError, match=rf"{name}( changed while| was cut short while|, line \d+: not JSON)"):
+        built(path, tmp_path / "out")
+    assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize(
