@@ -171,9 +171,10 @@ def _text_file(path: Path, name: str) -> TextFile | None:
         except UnicodeDecodeError:
             return None
         return TextFile(path, name, len(data), checksum(data), kind, status.st_mtime_ns)
+    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_64).intdigest()
-    return TextFile(path, name, status.st_size, digest, kind, status.st_mtime_ns)
+        hashlib.file_digest(file, lambda: digest)
+    return TextFile(path, name, status.st_size, digest.intdigest(), kind, status.st_mtime_ns)
 
 
 def _walk(
