@@ -31,13 +31,9 @@ def rank_count(task: Mapping[str, Any]) -> int:
 def launch_command(
     task: Mapping[str, Any], words: Sequence[str], alone: Sequence[str] = (), *, env: Iterable[str] = ()
 ) -> list[str]:
-    """The command of a trial: its program where it is one process, the launcher of its ranks where there are more.
+    """The command of a trial: its program (`alone` and `words`), or the launcher of its ranks where there are several.
 
-    Args:
-        task: says how many, and where.
-        words: of the program, as they stand behind `--` of `launch`.
-        alone: go before them where there is no launcher.
-        env: names of the variables that the ranks need; on other hosts they have no others of this process.
+    Ranks on other hosts have of this process's variables those alone that `env` names.
     """
     if rank_count(task) == 1:
         return [*alone, *words]
@@ -62,17 +58,9 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 class TrialProcess:
-    """A program with a log, as a process tree that ends with this process.
+    """A program, as a process tree that ends with this process; what it writes is appended to a log, below a title.
 
-    Args:
-        command: the words of the program.
-        environment: all of it, as `environment` makes it.
-        log: what it writes is appended here.
-        title: a line that goes before it.
-        directory: where it runs; that of this process if None.
-
-    Raises:
-        ChildProcessError: it could not be started.
+    Raises ChildProcessError where it cannot be started.
     """
 
     def __init__(

@@ -43,17 +43,12 @@ def function_name(run: Callable[[Item], Iterator[Item]]) -> str:
 
 
 def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
-    """Run a trial. Yields what `run` yields.
+    """Run a trial: the generator function `run`, as `module:name`. Yields what it yields.
 
-    Besides, {"start"} gets the address of this node, an error of `run` becomes a {"fail"}, and {"fatal": {"reason"}}
-    tells that no trial can run here.
-
-    Args:
-        run: a generator function, as `module:name`.
-        task: what it is called with.
-        driver: the process to die with, where it can be seen from here, and its OMP_NUM_THREADS: Ray sets its own.
+    Besides, {"start"} gets the address of this node, an error becomes a {"fail"}, and {"fatal": {"reason"}} tells that
+    no trial can run here. This process dies with the driver, where that can be seen from here.
     """
-    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets its own
     if driver["threads"] is not None:
         os.environ["OMP_NUM_THREADS"] = driver["threads"]
     signal.signal(signal.SIGURG, lambda *_: None)  # only the return from a system call is wanted
@@ -161,13 +156,7 @@ class Attempt:
 
 
 class RayExecutor:
-    """Trials as streaming Ray tasks, one process each, that Ray never runs again on its own.
-
-    Args:
-        ray: the module, connected.
-        run: the body of a trial.
-        resources: of each, as Ray counts them.
-    """
+    """Trials as streaming Ray tasks, one process each, that Ray never runs again on its own."""
 
     def __init__(self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float]) -> None:
         self._ray = ray

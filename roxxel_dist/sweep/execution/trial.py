@@ -66,11 +66,7 @@ def run(task: Task) -> Iterator[Event]:
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's: it can go on from its
     checkpoint) and `fatal` (the disk is full: no trial can go on). A run that is finished already yields what it
     reported, and its result, at once. When it is closed, or interrupted, the training is asked to stop, saves, and is
-    killed after 15 s.
-
-    Args:
-        task: what the controller makes of a trial; plain values. run_dir and log are absolute, other paths count from
-            "directory", where it has one, or else from the working directory of this process.
+    killed after 15 s. Paths that are not absolute count from the task's "directory", or else from this process's.
     """
     folder, own = Path(task["run_dir"]), bool(task["program"])
     if reason := wait_until_free(folder):

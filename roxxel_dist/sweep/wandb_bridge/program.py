@@ -31,13 +31,7 @@ def command_of(
 
     `train_sweep.py` stands for such a training, where no file of that name does something else.
 
-    Args:
-        program: of the sweep's file, as it stands there.
-        command: of the sweep's file.
-        directory: where it is run; by default that of this process.
-
-    Raises:
-        ValueError: there is no such program.
+    Raises ValueError where there is no such program in the directory (None: that of this process).
     """
     words = list(command or DEFAULT_COMMAND)
     if "${program}" not in words:
@@ -55,16 +49,7 @@ def command_of(
 
 
 def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> list[str]:
-    """A command with W&B's macros replaced, as W&B's agent does it.
-
-    Args:
-        words: of the command.
-        params: of the trial.
-        json_file: what ${args_json_file} names.
-
-    Raises:
-        ValueError: a macro that there is not.
-    """
+    """A command with W&B's macros replaced, as W&B's agent does it. Raises ValueError for a macro that there is not."""
     flags = {name: f"{name}={value}" for name, value in params.items()}
     switches = [name if params[name] is True else flags[name] for name in params if params[name] is not False]
     macros = {
@@ -91,11 +76,7 @@ def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> 
 
 
 def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The words and the environment of a trial's program, whose W&B run is kept in `folder`.
-
-    Raises:
-        ValueError: the command has a macro that there is not.
-    """
+    """The words and the environment of a trial's program, whose W&B run is kept in `folder`. Raises ValueError."""
     import yaml
 
     params = task["params"]

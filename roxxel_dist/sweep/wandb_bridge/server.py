@@ -81,37 +81,34 @@ def definition(sweep_id: str) -> Mapping[str, Any]:
         raise ValueError(f"--sweep_id {sweep_id}: {_in_a_line(error)}") from error
 
 
-def create_or_join(sweep: Mapping[str, Any] | str, project: str | None = None, entity: str | None = None) -> str:
+def create_or_join(sweep: Mapping[str, Any] | str, project: str | None = None) -> str:
     """ENTITY/PROJECT/ID of a sweep on the W&B server: a new one, or one that is there.
-
-    A sweep whose program is `train_sweep.py`, or that has none, gets a command that works in every folder.
 
     Args:
         sweep: what W&B's YAML has, or the id of a sweep: ID, PROJECT/ID or ENTITY/PROJECT/ID.
-        project: of the sweep; that of the file or of the environment where not given.
-        entity: whose project it is; the user's own where not given.
+        project: of the sweep, where its id has none; that of the file or of the environment where not given.
 
     Raises:
         ValueError: no login, no such server, or no such sweep.
     """
     import wandb
 
-    *before, name = sweep.split("/") if isinstance(sweep, str) else [""]
+    joined = sweep if isinstance(sweep, str) else None
     config = {} if isinstance(sweep, str) else dict(sweep)
-    if not isinstance(sweep, str) and command_of(config.get("program"), config.get("command")) is None:
-        config |= {"program": "train_sweep.py", "command": COMMAND}
-    project = (before or [None])[-1] or project or config.get("project") or os.environ.get("WANDB_PROJECT") or PROJECT
+    if joined is None and command_of(config.get("program"), config.get("command")) is None:
+        config |= {"program": "train_sweep.py", "command": COMMAND}  # which work in every folder
+    entity, id_project, name = ["", "", *(joined or "").split("/")][-3:]
+    project = id_project or project or config.get("project") or os.environ.get("WANDB_PROJECT") or PROJECT
     try:
         # A wrong key, a server that is not there: the client has many errors for it, and no base of them all.
         api = wandb.Api()
-        entity = (before[0] if len(before) == 2 else entity) or config.get("entity") or os.environ.get("WANDB_ENTITY")
-        entity = entity or api.default_entity
-        if isinstance(sweep, str):
+        entity = entity or config.get("entity") or os.environ.get("WANDB_ENTITY") or api.default_entity
+        if joined is not None:
             api.sweep(f"{entity}/{project}/{name}")
         else:
             name = wandb.sweep(config, entity=entity, project=project)
     except Exception as error:
-        what = f"the W&B sweep {sweep!r} cannot be joined" if isinstance(sweep, str) else "no W&B sweep can be created"
+        what = "no W&B sweep can be created" if joined is None else f"the W&B sweep {sweep!r} cannot be joined"
         raise ValueError(f"{what}: {_in_a_line(error)}") from error
     return f"{entity}/{project}/{name}"
 
@@ -125,9 +122,7 @@ def agent_trial(task: Task) -> Iterator[Event]:
 
     As `trial.run`, but the parameters are the server's: the result has them as "params", and reports come as W&B's
     client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials.
-
-    Args:
-        task: as for `trial.run`; `task["sweep"]["wandb"]` is the sweep, as `create_or_join` returns it.
+    `task["sweep"]["wandb"]` is the sweep, as `create_or_join` returns it.
     """
     folder = Path(task["run_dir"]).absolute()
     if reason := wait_until_free(folder):
