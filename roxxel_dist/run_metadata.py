@@ -249,15 +249,9 @@ def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = Fal
 
 
 def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> CheckpointRef | None:
-    """The checkpoint that a run is forked from: the one that is named, or the one that its config remembers.
+    """The checkpoint that the run in `run` is forked from: the one that is named, or that its saved config remembers.
 
-    Args:
-        fork: RUN@STEP.
-        saved: the config of the run in `run`, where there is one.
-        run: the new run's folder.
-
-    Raises:
-        ValueError: no run is named, or the run is there already and comes from elsewhere.
+    Raises ValueError where no run is named, or the run is there already and comes from elsewhere.
     """
     recorded = saved.get(RECORD, {}).get("forked_from")
     known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None

@@ -35,8 +35,7 @@ def is_hf_folder(folder: Path) -> bool:
 def fields_of(folder: Path) -> dict[str, Any]:
     """The fields of a `ModelConfig` that the model in a folder has.
 
-    Raises:
-        ValueError: the Transformer cannot be that model; the message names the file and all that is in the way.
+    Raises ValueError where the Transformer cannot be that model; the message names the file and all that is in the way.
     """
     path = folder / HF_CONFIG
     try:
@@ -60,8 +59,7 @@ def fields_of(folder: Path) -> dict[str, Any]:
 class HfFolder:
     """The weights of such a model, by our names. To be closed.
 
-    Raises:
-        ValueError: a file is missing or damaged, or the Transformer cannot be that model.
+    Raises ValueError where a file is missing or damaged, or the Transformer cannot be that model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,8 +108,7 @@ class HfFolder:
     def restore_params(self, like: Mapping[str, Any]) -> Leaves:
         """The parameters, placed and of the types as `like`; each process reads the parts that it holds.
 
-        Raises:
-            ValueError: they are of another model.
+        Raises ValueError where they are of another model.
         """
         self.check_params(like)
         return {
