@@ -321,7 +321,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
                 attention=components.kernel, score_bytes=_score_bytes(shape, layout, components),
             )
         )  # fmt: skip
-    params = {**view.frozen, **view.params}
+    params: dict[str, Any] = {**view.frozen, **view.params}
     other = {name: leaf for name, leaf in hparams.items() if name not in split.frozen.names}
     limit = min(filter(None, ((x.memory_stats() or {}).get("bytes_limit") for x in mesh.local_devices)), default=None)
     if request.device_memory_gb:
@@ -383,7 +383,8 @@ def abstract_train_state(
         dtype=jnp.bfloat16 if options.use_bf16 else None,
     )  # fmt: skip
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    return split, state, hparams | dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
+    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
+    return split, state, hparams | numbers
 
 
 def memory_analysis(program: Any) -> StepMemory:

@@ -24,7 +24,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import find_shards, is_tokens
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
-from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
+from roxxel_dist.run_metadata import RunMetadata, data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
@@ -90,7 +90,7 @@ def evaluate(
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
-    determinism.pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
+    determinism.pin_threads(RunMetadata.of(saved).pjrt_nproc)
     initialize()
     determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:

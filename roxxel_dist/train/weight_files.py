@@ -17,7 +17,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 import numpy as np
@@ -58,7 +58,7 @@ class TensorFiles:
         self._file_of = {}
         self._opened.close()
 
-    def __enter__(self) -> "TensorFiles":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
