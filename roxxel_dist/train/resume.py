@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.checkpoint.manager import restore
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
@@ -306,6 +308,16 @@ def rewind(
         raise bad from error
     early_stopping = store.metadata(good).early_stopping
     return good, plan, replace(metadata, early_stopping=early_stopping, rewinds=metadata.rewinds + 1)
+
+
+def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
+    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
+
+    How many there were in a row is not: a run that was killed must end where one that went on would have.
+    """
+    state: TrainState = store.restore(step, like)
+    none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
+    return state._replace(health=state.health._replace(bad_step=none, skipped=also))
 
 
 def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) -> TrainState:

@@ -26,7 +26,7 @@ from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify_on_read import VerifiedBlocks
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
-from roxxel_dist.train.checkpoint.manager import CheckpointManager, restore
+from roxxel_dist.train.checkpoint.manager import CheckpointManager
 from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
@@ -43,6 +43,7 @@ from roxxel_dist.train.resume import (
     begin,
     checkpoint_metadata,
     last_step,
+    restore,
     restore_start,
     rewind,
     with_adapters,

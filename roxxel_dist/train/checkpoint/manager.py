@@ -6,9 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import jax
-import numpy as np
-
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import files
@@ -186,13 +183,3 @@ class CheckpointManager:
     def _write_cursor(self, step: int, *, finished: bool) -> None:
         if is_primary():
             write_cursor(self._folder, step, self._last_step, finished=finished)
-
-
-def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
-    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
-
-    How many there were in a row is not: a run that was killed must end where one that went on would have.
-    """
-    state: TrainState = store.restore(step, like)
-    none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
-    return state._replace(health=state.health._replace(bad_step=none, skipped=also))
