@@ -308,8 +308,7 @@ def yaml_problem(error: Exception) -> str:
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises:
-        ValueError: no such file, not YAML, not a mapping, or one with a key that is given twice.
+    Raises ValueError for no such file, no YAML, no mapping, or a key that is given twice.
     """
     import yaml
 

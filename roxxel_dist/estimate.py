@@ -37,7 +37,7 @@ from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
-from roxxel_dist.train.optimizer import first_state
+from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
@@ -219,14 +219,24 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
         pin_threads()
         initialize()
         with usage_errors():
-            _check_shares(request)
+            devices, here = request.devices, jax.device_count()
+            if devices and here != devices:
+                raise ValueError(
+                    f"devices is {devices}, and the processes of this job have {here}: leave it out, or plan in a "
+                    f"process that is not launched"
+                )
+            if request.processes and here % request.processes:
+                raise ValueError(
+                    f"processes is {request.processes}, which does not divide the {here} device(s): each has as many "
+                    f"as the others, so use a divisor, or other --devices"
+                )
             path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:
                 config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
             notes = [note] if note and not saved else []
             begun_with = kernel_begun_with(saved)
             kernel = begun_with if config.attention == "auto" else config.attention
-            if request.devices and kernel in ("cudnn", "splash"):
+            if devices and kernel in ("cudnn", "splash"):
                 config, begun_with = dataclasses.replace(config, attention="xla"), None
                 notes.append(
                     f"attention by {kernel} is not simulated: the memory of phases is that of xla, in its place"
@@ -247,19 +257,6 @@ def _saved(run: Path) -> dict[str, Any]:
     if not (run / CONFIG).exists():
         raise ValueError(f"{run} has no {CONFIG}: a run of a bare Trainer has no config to plan with")
     return saved_config(run)
-
-
-def _check_shares(request: EstimateRequest) -> None:
-    if request.devices and jax.device_count() != request.devices:
-        raise ValueError(
-            f"devices is {request.devices}, and the processes of this job have {jax.device_count()}: leave it out, or "
-            f"plan in a process that is not launched"
-        )
-    if request.processes and jax.device_count() % request.processes:
-        raise ValueError(
-            f"processes is {request.processes}, which does not divide the {jax.device_count()} device(s): each has "
-            f"as many as the others, so use a divisor, or other --devices"
-        )
 
 
 def _estimate(components: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
@@ -324,9 +321,11 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
                 attention=components.kernel, score_bytes=_score_bytes(shape, layout, components),
             )
         )  # fmt: skip
-    params = {**view.frozen, **view.params}
+    params: dict[str, Any] = {**view.frozen, **view.params}
     other = {name: leaf for name, leaf in hparams.items() if name not in split.frozen.names}
-    limit = int(request.device_memory_gb * 1e9) if request.device_memory_gb else _memory_limit(mesh.local_devices)
+    limit = min(filter(None, ((x.memory_stats() or {}).get("bytes_limit") for x in mesh.local_devices)), default=None)
+    if request.device_memory_gb:
+        limit = int(request.device_memory_gb * 1e9)
     device = mesh.devices.flat[0]
     return RunEstimate(
         description=plan.describe(), phases=tuple(phases), steps=last, tokens=plan.tokens(last),
@@ -342,7 +341,14 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
             "optimizer": device_bytes(state.opt_state),
             "other": device_bytes((state.step, state.rest, state.health, other)),
         },
-        arrays=tuple(_array(name, leaf) for name, leaf in params.items()),
+        arrays=tuple(
+            {
+                "name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype),
+                "cut": [None if axis is None else str(axis) for axis in leaf.sharding.spec],
+                "device_bytes": device_bytes(leaf),
+            }
+            for name, leaf in params.items()
+        ),
         fsdp=config.fsdp, grad_accum=grad_accum,
         devices=mesh.size, processes=processes, platform=device.platform, device_kind=device.device_kind,
         simulated=request.devices is not None, memory_limit=limit,
@@ -369,16 +375,16 @@ def abstract_train_state(
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
     """What does not change, the state before the first step and the hparams of all steps: shapes and shardings.
 
-    Raises:
-        ValueError: what the model or the optimizer asks for cannot be.
+    Raises ValueError where what the model or the optimizer asks for cannot be.
     """
     optimizer, options = components.optimizer, components.options
     split, state, hparams = abstract_state(
-        components.build, first_state(optimizer), mesh, fsdp=options.fsdp,
+        components.build, InitialState(optimizer), mesh, fsdp=options.fsdp,
         dtype=jnp.bfloat16 if options.use_bf16 else None,
     )  # fmt: skip
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    return split, state, hparams | dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
+    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
+    return split, state, hparams | numbers
 
 
 def memory_analysis(program: Any) -> StepMemory:
@@ -440,12 +446,6 @@ def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> tuple[str, fl
     return f"estimated, {of_peak}", None, USUAL_MFU * peak
 
 
-def _memory_limit(devices: Sequence[Any]) -> int | None:
-    """Bytes that a program can have of the smallest of these devices; None where they do not say."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return min((limit for limit in limits if limit), default=None)
-
-
 def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
     """Tokens that can be read, and passes over them, of each data set when `last` steps are done."""
     segment = plan.segment(last - 1)
@@ -455,14 +455,6 @@ def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
         passes = at.pass_index + 1 - (at.pool.size - at.used) / units.count
         sets[name] = {"tokens": units.tokens, "passes": passes}
     return sets
-
-
-def _array(name: str, leaf: Any) -> dict[str, Any]:
-    cut = [None if axis is None else str(axis) for axis in leaf.sharding.spec]
-    return {
-        "name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype), "cut": cut,
-        "device_bytes": device_bytes(leaf),
-    }  # fmt: skip
 
 
 def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) -> str | None:
@@ -502,10 +494,8 @@ class Cost:
 def cost(config: Any, data_path: str | Path | None) -> Cost:
     """Steps, tokens, operations and parameters of a trial of a sweep.
 
-    Text is made into shards in a folder that is gone afterwards.
-
-    Raises:
-        UsageError: the config or the data do not allow the run.
+    Text is made into shards in a folder that is gone afterwards. Raises UsageError where the config or the data do not
+    allow the run.
     """
     with usage_errors(), contextlib.ExitStack() as held:
         config = with_base(config)[0].with_absolute_paths()
@@ -528,12 +518,7 @@ def cost(config: Any, data_path: str | Path | None) -> Cost:
 
 
 def table(run: RunEstimate, *, every_array: bool = False) -> str:
-    """All of an estimate in sections.
-
-    Args:
-        run: the estimate.
-        every_array: whether each parameter gets a line, or all of them one.
-    """
+    """All of an estimate in sections; each parameter has a line where `every_array`."""
     sections = {
         "phases": [run.description, *run.notes],
         "data": _data(run),

@@ -1,6 +1,5 @@
 """The batch of one step of a run: where each row comes from, and how it begins. No jax."""
 
-import json
 from pathlib import Path
 
 from roxxel_dist.config import RECORD, Config, load_yaml
@@ -9,7 +8,7 @@ from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
-from roxxel_dist.train.checkpoint.metadata import META
+from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
 SHOWN = 60
 
@@ -19,18 +18,15 @@ def saved_plan(run: Path) -> Plan | None:
     files = [path for path in run.glob(f"{CHECKPOINTS}/*/{META}") if path.parent.name.isdigit()]
     if not files:
         return None
-    newest = max(files, key=lambda path: int(path.parent.name))
-    return Plan.from_state(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
+    newest = max((path.parent for path in files), key=lambda checkpoint: int(checkpoint.name))
+    return Plan.from_state(MetaFile.read(newest).meta["plan"])
 
 
 def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
     """The rows that a step reads, a line each: data set, token, shard, document, and how the row begins.
 
-    Args:
-        source: a run directory, or a config file.
-        step: counted from 1, as in the log.
-        data_path: the shards; a run remembers its own.
-        text: the whole rows, decoded.
+    The step counts from 1, as in the log; the source is a run directory, which remembers its shards, or a config file.
+    With `text` the whole rows are decoded.
     """
     source = Path(source)
     path = source / CONFIG if source.is_dir() else source

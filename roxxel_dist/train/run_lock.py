@@ -18,11 +18,8 @@ class RunIsHeld(ValueError):
 def hold(run: Path, *, nested: bool = True) -> Callable[[], None]:
     """Hold a run directory, made where it is missing, for this process; returns what lets it go.
 
-    Where this process holds it already and may do so again (`nested`), what is returned does nothing.
-
-    Raises:
-        RunIsHeld: it is held.
-        ValueError: it cannot be written.
+    Where this process holds it already and may do so again (`nested`), what is returned does nothing. Raises RunIsHeld
+    where another one holds it, and ValueError where it cannot be written.
     """
     run = run.absolute()
     if nested and run in HELD:
