@@ -209,7 +209,8 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
         with usage_errors():
             saved = {} if request.run is None else _saved(request.run)
             config, note = with_base(config)
-            config = _valid(config)
+            config = config.with_absolute_paths()
+            config.validate()
             if config.deterministic:
                 make_deterministic()
             if request.devices:
@@ -228,7 +229,7 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
                 not_simulated = (
                     f"attention by {kernel} is not simulated: the memory of phases is that of xla, in its place"
                 )
-            components = held.enter_context(_components(config, path, "plan", begun_with=begun_with))
+            components = held.enter_context(_components(config, path, begun_with))
             if components.data.tokenizer is not None:
                 components.data.tokenizer.encode(config.sample_prompt)
         notes = [note] if note and not saved else []
@@ -238,19 +239,11 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
         return _estimate(components, request, notes)
 
 
-def _valid(config: Any) -> Any:
-    config = config.with_absolute_paths()
-    config.validate()
-    return config
-
-
 @contextlib.contextmanager
-def _components(
-    config: Any, path: Any, command: str, *, trial: bool = False, begun_with: AttentionKernel | None = None
-) -> Iterator[RunComponents]:
+def _components(config: Any, path: Any, begun_with: AttentionKernel | None) -> Iterator[RunComponents]:
     """What the run is made of; shards of text are there for so long."""
-    with temporary_folder(path, command) as folder, open_corpus(config, path, folder) as data:
-        yield build_components(config, data, trial=trial, begun_with=begun_with)
+    with temporary_folder(path, "plan") as folder, open_corpus(config, path, folder) as data:
+        yield build_components(config, data, begun_with=begun_with)
 
 
 def _saved(run: Path) -> dict[str, Any]:
@@ -543,41 +536,6 @@ def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int)
         f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: {needs}{has}: use "
         f"{', '.join(cures)}, or more devices"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of one run."""
-
-    steps: int
-    tokens: int
-    flops: float
-    """Forward and backward, of all steps."""
-    parameters: int
-
-
-def cost(config: Any, data_path: str | Path | None) -> Cost:
-    """Steps, tokens, operations and parameters of a trial of a sweep.
-
-    Text is made into shards in a folder that is gone afterwards.
-
-    Raises:
-        UsageError: the config or the data do not allow the run.
-    """
-    with usage_errors():
-        config = _valid(with_base(config)[0])
-        pin_threads()
-        initialize()
-        with _components(config, config.primary_path(data_path), "cost", trial=True) as components:
-            options, plan = components.options, components.curriculum.plan(components.config.seed)
-            model = TrainView(*abstract_train_state(components, components.mesh(), plan.total_steps))
-            flops_of, last = model.flops_per_token(), last_step(plan, options)
-            flops = (
-                (plan.tokens(stop) - plan.tokens(first)) * flops_of(plan.segment(stop - 1).shape.seq_len)
-                for first, stop in spans(plan, last)
-            )
-            parameters = sum(leaf.size for leaf in {**model.frozen, **model.params}.values())
-            return Cost(steps=last, tokens=plan.tokens(last), flops=sum(flops), parameters=parameters)
 
 
 def table(run: RunEstimate, *, every_array: bool = False) -> str:

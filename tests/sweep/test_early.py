@@ -1,14 +1,16 @@
 import pytest
 
-from roxxel_dist.sweep.schedulers import hyperband as early
-from roxxel_dist.sweep.schedulers.hyperband import bands
+from roxxel_dist.sweep.schedulers.hyperband import Hyperband, bands
 
 BY_MAX = {"type": "hyperband", "max_iter": 5, "eta": 2, "s": 2}
 
 
 def poor(rule, sign, values, running):
-    trials = {number: list(enumerate(reported, 1)) for number, reported in values.items()}
-    return early.poor(rule, sign, trials, running)
+    hyperband = Hyperband(rule, sign)
+    for number, reported in values.items():
+        for step in range(1, len(reported) + 1):
+            hyperband.report(number, list(enumerate(reported[:step], 1)), step)
+    return hyperband.trials_to_stop(running)
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,19 @@ def test_a_journal_of_a_later_version_is_named_and_of_the_first_read(tmp_path):
     path.write_text(json.dumps({**STUDY, "time": 1.0}) + "\n")
     assert read_history(tmp_path).metric == "val_loss"
     path.write_text(path.read_text() + json.dumps({**STUDY, "time": 2.0, "version": 2}) + "\n")
-    with pytest.raises(ValueError, match=r"journal\.jsonl, line 2: its form is version 2, and .* reads up to 1"):
+    newer = (
+        r"journal\.jsonl, line 2: journal of a newer version: it has no other keys, this version reads up to 1; update"
+    )
+    with pytest.raises(ValueError, match=newer):
         read_history(tmp_path)
+    events = [{**STUDY, "version": 2, "host": "h1"}, {**ask(0), "of": 7}, {"event": "pause", "trial": 0, "until": 3}]
+    path.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events))
+    with pytest.raises(
+        ValueError, match=r"line 1: .* it has the keys study\.host, ask\.of, pause\.until, this version"
+    ):
+        read_history(tmp_path)
+    with pytest.raises(ValueError, match="update roxxel-dist"):
+        Journal(tmp_path, quiet).__enter__()
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
