@@ -65,3 +65,35 @@ def test_strict_judges_at_the_last_band_alone():
     trials = {0: [1.0, 1.0], 1: [5.0, 0.5], 2: [5.0, 5.0]}
     rule = {"min_iter": 1, "eta": 2, "strict": True}
     assert list(poor(rule, 1.0, trials, [0, 1, 2])) == [2]
+
+
+class Read(list):
+    """Reports of a trial, which count how many of them are looked at."""
+
+    looked = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Read.looked += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_what_a_report_costs_does_not_grow_with_the_number_of_reports_and_trials():
+    hyperband, work = Hyperband({"min_iter": 3}, 1.0), {}
+    for trial in range(400):
+        before, reports = Read.looked, Read()
+        for step in range(1, 21):
+            reports.append((step, trial + 1 / step))
+            hyperband.report(trial, reports, step)
+            hyperband.trials_to_stop([trial])
+        work[trial] = Read.looked - before
+    assert set(work.values()) == {2 * 20}  # each report: itself, and whether it is the last
+
+
+def test_a_trial_that_is_run_again_replaces_its_values():
+    hyperband = Hyperband({"min_iter": 1, "eta": 2}, 1.0)
+    for trial, value in enumerate((1.0, 2.0, 3.0)):
+        hyperband.report(trial, [(1, value)], 1)
+    assert list(hyperband.trials_to_stop([0, 1, 2])) == [2]
+    hyperband.report(2, [(1, 0.5)], 1)
+    assert list(hyperband.trials_to_stop([0, 1, 2])) == [1]

@@ -206,3 +206,31 @@ def test_a_journal_of_a_thousand_trials_is_read_soon(tmp_path):
     assert len(history.trials) == 1000
     assert all(len(trial.reports) == 10 and trial.state == "done" for trial in history.trials.values())
     print(f"replayed in {time.process_time() - began:.3f} s CPU")
+
+
+class Untouched(dict):
+    """The trials of a long study, which nobody goes through for each line of the journal."""
+
+    def __iter__(self):
+        raise AssertionError("all trials were gone through")
+
+    values = items = keys = __iter__
+
+
+def test_a_line_costs_the_same_in_a_long_study(tmp_path, capsys):
+    from roxxel_dist.sweep.live_view import LiveView
+
+    with Journal(tmp_path, quiet) as journal:
+        history, view = journal.history, LiveView(9, 2, ["x"])
+        journal.append(STUDY, ask(0, x=0.0))
+        view.show(history)
+        history.trials = Untouched(history.trials)
+        lines = [start(0), report(0, 1, 2.0), result(0, 2.0), ask(1, x=1.0), start(1), report(1, 1, 1.0), fail(1)]
+        for event in [*lines, ask(2, x=2.0), start(2), report(2, 1, 1.5), result(2, 1.5, "hyperband")]:
+            journal.append(event)
+            view.show(history, event["trial"])
+            view.counts(history)
+        assert (history.best.number, history.timed, list(history.running)) == (2, 2, [])
+        counts = [history.count(state) for state in ("running", "done", "stopped", "failed")]
+    assert counts == [0, 1, 1, 1]
+    assert "trial 2 stopped early: val_loss 1.5; best 1.5 of trial 2" in capsys.readouterr().err
