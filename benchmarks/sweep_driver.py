@@ -37,7 +37,8 @@ def ours(trials: int) -> float:
     import sweep_driver
 
     from roxxel_dist.sweep import make
-    from roxxel_dist.sweep.controller import Options, run_sweep
+    from roxxel_dist.sweep.controller import run_sweep
+    from roxxel_dist.sweep.options import SweepOptions
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     sweep = sweep_of(SPACE)
@@ -51,7 +52,7 @@ def ours(trials: int) -> float:
         asking[0] += time.process_time() - began
         return found
 
-    def changed(history: Any) -> None:
+    def changed(history: Any, trial: int | None) -> None:
         if (ended := history.count("done")) in (FIRST, trials) and (not marks or marks[-1][0] != ended):
             marks.append((ended, time.process_time() - asking[0]))
 
@@ -59,7 +60,7 @@ def ours(trials: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run_sweep(
             Path(folder), sweep, engine, sweep_driver.noop, lambda trial, params, attempt: {"params": params},
-            Options(count=trials, workers=WORKERS), on_change=changed, say=print,
+            SweepOptions(count=trials, workers=WORKERS), {"CPU": 1.0}, on_change=changed, log=print,
         )  # fmt: skip
     return (marks[-1][1] - marks[0][1]) / (trials - FIRST)
 

@@ -85,6 +85,14 @@ TABLES = (
         left_out="Clusters of more than one node.",
     ),
     Table(
+        name="sweep_scale", part="sweep", title="A sweep of thousands of trials",
+        question="Does the cost of a trial grow with the number of trials, and how soon is a long journal replayed?",
+        how="The controller, random search, hyperband, the journal on the disk and the lines for a person; trials are "
+        "generators that report at once. CPU time of the process.",
+        quick="500 trials, not 5,000",
+        left_out="Ray, which `sweep_driver` measures; searches by `bayes`; the report at the end.",
+    ),
+    Table(
         name="sweep_engines", part="sweep", title="Engines of a search",
         question="Is the best of 50 trials of `bayes` as good as that of other engines, does it keep clear of trials "
         "that fail, does it work with 4 trials at once, and what does a suggestion cost?",

@@ -10,7 +10,7 @@ import yaml
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import Journal
 from roxxel_dist.sweep.samplers import make
-from roxxel_dist.sweep.study import look, write_down
+from roxxel_dist.sweep.study import StudyDir
 
 SWEEP = {
     "name": "made",
@@ -37,8 +37,8 @@ def made_study(folder: Path, count: int = 24, **changes: Any) -> Path:
     study, sweep = folder / "study", {**SWEEP, **changes}
     (folder / "made.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
     base = Config(dim=32, tokenizer_type="byte")
-    checked, data = look(study, str(folder / "made.yaml"), None, base, None)
-    write_down(study, str(folder / "made.yaml"), None, base, data)
+    checked, _ = StudyDir(study).open(str(folder / "made.yaml"), None, base, None)
+    StudyDir(study).create(str(folder / "made.yaml"), None, base, {"data_path": str(folder)})
     engine = make(checked, seed=1)
     told = {"metric": "val_loss", "goal": checked.goal, "method": "random", "seed": 1, "driver": {}}
     with Journal(study, print) as journal:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import trial_bodies
 
-from roxxel_dist.sweep.controller import Ending, Options, run_sweep
+from roxxel_dist.sweep.controller import Ending, run_sweep
 from roxxel_dist.sweep.execution.local_ray import TOKEN
 from roxxel_dist.sweep.journal import read_history
+from roxxel_dist.sweep.options import SweepOptions
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 
@@ -65,16 +66,19 @@ class Study:
         self.changes = 0
         path.mkdir(exist_ok=True)
 
-    def run(self, body: Callable[..., Any], sweep: dict[str, Any] | None = None, **options: Any) -> Ending:
+    def run(
+        self, body: Callable[..., Any], sweep: dict[str, Any] | None = None, resources: Any = None, **options: Any
+    ) -> Ending:
         """In this process."""
 
-        def changed(history: Any) -> None:
+        def changed(history: Any, number: int | None) -> None:
             self.changes += 1
 
         given = sweep_of(sweep or ONE)
         return run_sweep(
-            self.path, given, make(given, seed=1), body, self._task, Options(ray_address=self.address, **options),
-            on_change=changed, say=self.said.append,
+            self.path, given, make(given, seed=1), body, self._task,
+            SweepOptions(ray_address=self.address, **options), {"CPU": 1.0, **(resources or {})},
+            on_change=changed, log=self.said.append,
         )  # fmt: skip
 
     def start(self, body: str, sweep: dict[str, Any] | None = None, **options: Any) -> "subprocess.Popen[str]":

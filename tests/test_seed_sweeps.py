@@ -13,7 +13,6 @@ from reader import ROOT
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config, load_yaml
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.sweep import dry_run as estimate
 from roxxel_dist.sweep.study import read_study
 
 pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(900)]
@@ -46,21 +45,6 @@ def test_it_is_planned_as_it_stands(desk, file, monkeypatch, capsys):
     assert f"bayes search over {SWEEPS[file]} parameters, minimize val_loss" in said
     assert "trials: 50 trials" in said
     assert said.count("  for instance ") == 2
-
-
-def test_a_small_text_is_enough_for_some_trials(desk, monkeypatch, capsys):
-    """Of 100 KB, made tokens with a vocabulary that is learned from it, the largest batches are more than there is."""
-    monkeypatch.chdir(desk)
-    monkeypatch.setattr(estimate, "try_out", lambda *given: None)  # a training of its own
-    text = Path("data", "corpus.txt")
-    text.write_text((text.read_text() * 3)[:100_000])
-    words = ["--data_path", str(text), "--wandb_project", "mine", "--count", "50", "--dry_run"]
-    assert main(["sweep", "--sweep_config", "configs/sweep.yaml", *words]) == 0
-    assert re.search(
-        r"the first 5: .* parameters; [1-4] of them cannot run [(].*: one pass over "
-        r"the text to train on has 0 step[(]s[)] of .*: use a smaller batch_size or seq_len, or more text[)]",
-        capsys.readouterr().out,
-    )
 
 
 @pytest.mark.docs

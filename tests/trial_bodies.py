@@ -174,7 +174,8 @@ def main() -> int:
     import trial_bodies  # not __main__, which workers cannot import
 
     from roxxel_dist.sweep import controller
-    from roxxel_dist.sweep.controller import Options, run_sweep
+    from roxxel_dist.sweep.controller import run_sweep
+    from roxxel_dist.sweep.options import SweepOptions
     from roxxel_dist.sweep.samplers import make
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
@@ -187,8 +188,9 @@ def main() -> int:
         return {"trial": trial, "params": params, "attempt": attempt, "folder": str(study), **told.get("task", {})}
 
     ending = run_sweep(
-        study, sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of, Options(**told["options"]),
-        on_change=lambda history: None, say=lambda line: print(line, flush=True),
+        study, sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of,
+        SweepOptions(**told["options"]), {"CPU": 1.0, **sweep.rules.resources},
+        on_change=lambda history, number: None, log=lambda line: print(line, flush=True),
     )  # fmt: skip
     print(ending.reason, flush=True)
     return ending.code

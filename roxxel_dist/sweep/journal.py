@@ -1,32 +1,36 @@
-"""The record of a study: append-only JSON lines, each on the disk before anything is done about it, by one writer.
+"""The journal of a study: append-only JSON lines, each on the disk before anything is done about it, by one writer.
 
-What the journal of a study tells: its trials, what they reported, and how they ended.
+`History` is what the journal tells: the trials, what they reported, and how they ended. It is kept up to date line by
+line, at a cost that does not grow with the number of trials.
 """
 
 import json
 import math
 import os
-import socket
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.data.file_lock import release_lock, wait_for_lock
 
-JOURNAL = "journal.jsonl"
+JOURNAL, LOCK = "journal.jsonl", ".lock"
+WAIT_S = 30.0
+"""How long a start waits for the driver before it, which may be ending its trials."""
 VERSION = 1
 """Of the journal's form, in its `study` events; those of the first release have none, and are of this one."""
+KEYS = {
+    "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
+    "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
+}  # fmt: skip
+"""What events have in this version."""
 State = Literal["running", "done", "stopped", "failed"]
-
-
-class NewerError(ValueError):
-    """A journal that a later version has written."""
 
 
 @dataclass(kw_only=True)
@@ -58,10 +62,18 @@ class Trial:
     ended: float | None = None
 
     def reported(self, step: int) -> float | None:
-        """What it has reported for a step; None: nothing."""
-        place = bisect_left(self.reports, (step, -math.inf))
-        found = place < len(self.reports) and self.reports[place][0] == step
-        return self.reports[place][1] if found else None
+        """The value that it has reported for a step; None: nothing."""
+        index, is_there = self._index(step)
+        return self.reports[index][1] if is_there else None
+
+    def report(self, step: int, value: float) -> None:
+        """Add a report in its place."""
+        index, is_there = self._index(step)
+        self.reports[index : index + is_there] = [(step, value)]
+
+    def _index(self, step: int) -> tuple[int, bool]:
+        index = bisect_left(self.reports, step, key=itemgetter(0))
+        return index, index < len(self.reports) and self.reports[index][0] == step
 
 
 @dataclass(kw_only=True)
@@ -75,32 +87,37 @@ class History:
     seed: int | None = None
     failures_in_row: int = 0
     """Trials that failed since the last one that did not, and since the driver started."""
+    running: dict[int, Trial] = field(init=False, default_factory=dict)
+    """The trials that have not ended."""
+    best: Trial | None = field(init=False, default=None)
+    """The ended trial with the best value; the first of ties."""
+    timed: int = field(init=False, default=0)
+    """Ended trials of which it is known how long they took."""
+    _seconds: float = field(init=False, default=0.0)
+    _counts: Counter[State] = field(init=False, default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for trial in self.trials.values():
+            self._note(trial)
 
     @property
-    def best(self) -> Trial | None:
-        """The ended trial with the best value; the first of equals."""
-        ended = [trial for trial in self.trials.values() if trial.value is not None]
-        choose = min if self.goal == "minimize" else max
-        return choose(ended, key=lambda trial: trial.value or 0.0) if ended else None
+    def mean_seconds(self) -> float | None:
+        """How long a trial took; None before one has ended."""
+        return self._seconds / self.timed if self.timed else None
 
     def count(self, state: State) -> int:
         """How many trials are in a state."""
-        return sum(trial.state == state for trial in self.trials.values())
+        return len(self.running) if state == "running" else self._counts[state]
 
     def best_report(self, number: int) -> float | None:
         """The best value that a trial has reported; None before its first report."""
-        values = [value for _, value in self.trials[number].reports]
         choose = min if self.goal == "minimize" else max
-        return choose(values) if values else None
+        return choose((value for _, value in self.trials[number].reports), default=None)
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Follow one line of the journal. Raises KeyError for one that belongs to nothing before it, NewerError."""
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Follow one line of the journal. Raises KeyError where it lacks something, or belongs to nothing before it."""
         kind = event["event"]
         if kind == "study":
-            if (version := event.get("version", 1)) > VERSION:
-                raise NewerError(
-                    f"its form is version {version}, and this roxxel-dist reads up to {VERSION}: update it"
-                )
             self.metric, self.goal = event["metric"], event["goal"]
             self.method, self.seed = event["method"], event["seed"]
             self.failures_in_row = 0
@@ -108,14 +125,13 @@ class History:
         number = event["trial"]
         if kind == "ask":
             self.trials[number] = Trial(number=number, params=event["params"], point=event["point"])
-            return
         trial = self.trials[number]
         if kind == "start":
             trial.attempts = event["attempt"] + 1
             trial.node, trial.pid = event["node"], event["pid"]
             trial.began = trial.began or event["time"]
         elif kind == "report":
-            _put(trial.reports, event["step"], event["value"])
+            trial.report(event["step"], event["value"])
         elif kind == "stop":
             trial.stop = {name: event[name] for name in ("step", "value", "rule", "reason")}
         elif kind == "result":
@@ -127,31 +143,38 @@ class History:
             trial.state, trial.ended = "failed", event["time"]
             trial.kind, trial.reason, trial.log = event["kind"], event["reason"], event["log"]
             self.failures_in_row += 1
+        if kind in ("ask", "result", "fail"):
+            self._note(trial)
 
-
-def _put(reports: list[tuple[int, float]], step: int, value: float) -> None:
-    """Add a report in its place."""
-    place = len(reports)
-    while place and reports[place - 1][0] >= step:
-        place -= 1
-    again = place < len(reports) and reports[place][0] == step
-    reports[place : place + again] = [(step, value)]
+    def _note(self, trial: Trial) -> None:
+        """Count a trial that is new, or has ended."""
+        if trial.state == "running":
+            self.running[trial.number] = trial
+            return
+        self.running.pop(trial.number, None)
+        self._counts[trial.state] += 1
+        if trial.seconds is not None:
+            self.timed, self._seconds = self.timed + 1, self._seconds + trial.seconds
+        if trial.value is not None:
+            best, sign = self.best, 1 if self.goal == "minimize" else -1
+            if best is None or (sign * trial.value, trial.number) < (sign * (best.value or 0.0), best.number):
+                self.best = trial
 
 
 def read_history(study: Path) -> History:
     """The trials of a study as they are now. Nothing is locked: a line that is being written is passed over.
 
-    Raises ValueError where there is no journal, or it is damaged.
+    Raises ValueError where there is no journal, it is damaged, or a newer version has written it.
     """
     path = study / JOURNAL
     try:
         lines = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}): is {study} the folder of a study?") from error
-    return replay(path, whole(lines))
+    return replay(path, without_torn_tail(lines))
 
 
-def whole(data: bytes) -> bytes:
+def without_torn_tail(data: bytes) -> bytes:
     """The journal without a last line that is torn: not ended, or, after a power cut, not written."""
     data = data[: data.rfind(b"\n") + 1]
     last = data[data.rfind(b"\n", 0, len(data) - 1) + 1 :]
@@ -163,38 +186,29 @@ def whole(data: bytes) -> bytes:
 
 
 def replay(path: Path, data: bytes) -> History:
-    """The history of whole lines. Raises ValueError with the line of what is damaged."""
-    history = History()
-    for number, event in enumerate(_events(path, data.splitlines()), 1):
-        try:
-            history.take(event)
-        except NewerError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        except (KeyError, TypeError) as error:
-            raise _damaged(path, number, f"{type(error).__name__}: {error}") from error
-    return history
-
-
-def _events(path: Path, lines: Iterable[bytes]) -> Iterable[Mapping[str, Any]]:
+    """The history of whole lines. Raises ValueError with the line of what cannot be read."""
+    history, lines = History(), data.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise _damaged(path, number, str(error)) from error
-
-
-def _damaged(path: Path, line: int, why: str) -> ValueError:
-    return ValueError(
-        f"{path}, line {line}: damaged ({why}). Only the last line of a journal can be torn: "
-        "take the file from a copy, or take that line out"
+            event = json.loads(line)
+            if event["event"] == "study" and event.get("version", 1) > VERSION:
+                break
+            history.apply(event)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: damaged ({type(error).__name__}: {error}). Only the last line of a journal "
+                "can be torn: take the file from a copy, or take that line out"
+            ) from error
+    else:
+        return history
+    unknown = dict.fromkeys(
+        f"{event['event']}.{key}" for event in map(json.loads, lines) for key in event if key not in KEYS
     )
-
-
-LOCK = ".lock"
-WAIT_S = 30.0
-"""How long a start waits for the driver before it, which may be ending its trials."""
-
-__all__ = ["History", "Journal", "Trial", "read_history"]
+    keys = f"the keys {', '.join(unknown)}" if unknown else "no other keys"
+    raise ValueError(
+        f"{path}, line {number}: journal of a newer version: it has {keys}, this version reads up to {VERSION}; update "
+        "roxxel-dist"
+    )
 
 
 class Journal:
@@ -202,59 +216,52 @@ class Journal:
 
     Args:
         study: the folder; made where it is missing.
-        say: shows a line to a person.
+        log: shows a line to a person.
         wait_s: how long to wait for a driver that has it.
     """
 
-    def __init__(self, study: Path, say: Callable[[str], None], wait_s: float = WAIT_S) -> None:
-        self._study, self._say, self._wait_s = study, say, wait_s
+    def __init__(self, study: Path, log: Callable[[str], None], wait_s: float = WAIT_S) -> None:
+        self._study, self._log, self._wait_s = study, log, wait_s
         self.history = History()
 
     def __enter__(self) -> "Journal":
         """Take it, and read it.
 
         Raises:
-            ValueError: another driver holds it, it cannot be written, or it is damaged.
+            ValueError: another driver holds it, it cannot be written, or it cannot be read.
         """
-        path = self._study / JOURNAL
-        try:
-            make_folder(self._study)
-            self._lock = wait_for_lock(
-                self._study / LOCK,
-                lambda holder: f"waiting up to {self._wait_s:g} s for {holder}, which runs {self._study}",
-                lambda holder: (
-                    f"--study {self._study}: {holder} runs this study, and did not end within {self._wait_s:g} s: "
-                    "stop it, or name another folder"
-                ),
-                limit_s=self._wait_s,
-                say=self._say,
-            )
-        except OSError as error:
-            raise ValueError(
-                f"--study {self._study}: cannot be written ({error.strerror}): choose another folder, or change its "
-                "permissions"
-            ) from error
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        with ExitStack() as held:
             try:
-                data = whole(path.read_bytes())
-                self.history: History = replay(path, data)
-                self._size = len(data)
-                os.ftruncate(self._file, self._size)
-                sync_folder(self._study)
-            except BaseException:
-                os.close(self._file)
-                raise
-        except BaseException:
-            release_lock(self._lock)
-            raise
+                make_folder(self._study)
+                lock = wait_for_lock(
+                    self._study / LOCK,
+                    lambda holder: f"waiting up to {self._wait_s:g} s for {holder}, which runs {self._study}",
+                    lambda holder: (
+                        f"--study {self._study}: {holder} runs this study, and did not end within {self._wait_s:g} s: "
+                        "stop it, or name another folder"
+                    ),
+                    limit_s=self._wait_s,
+                    say=self._log,
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"--study {self._study}: cannot be written ({error.strerror}): choose another folder, or change "
+                    "its permissions"
+                ) from error
+            held.callback(release_lock, lock)
+            path = self._study / JOURNAL
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            held.callback(os.close, self._file)
+            data = without_torn_tail(path.read_bytes())
+            self.history = replay(path, data)
+            self._size = len(data)
+            os.ftruncate(self._file, self._size)
+            sync_folder(self._study)
+            self._held = held.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._file)
-        release_lock(self._lock)
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
 
     def append(self, *events: Mapping[str, Any]) -> None:
         """Write events, in one piece; they are on the disk when this returns.
@@ -262,8 +269,8 @@ class Journal:
         Numbers that JSON has no form for are written as null. Raises OSError where the disk does not take them.
         """
         now = round(time.time(), 3)
-        timed = [{"event": event["event"], "time": now, **finite(event)} for event in events]
-        data = "".join(json.dumps(event, allow_nan=False, default=_plain) + "\n" for event in timed).encode()
+        timed = [{"event": event["event"], "time": now, **_plain(event)} for event in events]
+        data = "".join(json.dumps(event, allow_nan=False) + "\n" for event in timed).encode()
         try:
             written = 0
             while written < len(data):
@@ -275,25 +282,14 @@ class Journal:
             raise
         self._size += len(data)
         for event in timed:
-            self.history.take(event)
-
-
-def this_driver() -> dict[str, Any]:
-    """Who writes, for people."""
-    return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON has no form for."""
-    if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+            self.history.apply(event)
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy as Python's own."""
-    if hasattr(value, "item"):
-        return finite(value.item())
-    raise TypeError(f"{value!r} cannot stand in a journal")
+    """The same as JSON has it: scalars of numpy as Python's own, None for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,12 +1,11 @@
 """What a person sees of a sweep: a live table on a terminal, else a line whenever something happens to a trial."""
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
+from roxxel_dist.display import aligned
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.report.text import STATES
@@ -17,7 +16,7 @@ ROWS = 12
 LONGEST = 100
 
 
-class Screen:
+class LiveView:
     """Shows a history that somebody else keeps up to date, while the context is open.
 
     Args:
@@ -27,20 +26,14 @@ class Screen:
         now: seconds since 1970.
     """
 
-    def __init__(
-        self,
-        count: int | None,
-        workers: int,
-        names: list[str],
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, count: int | None, workers: int, names: list[str], now: Callable[[], float] = time.time) -> None:
         self._count, self._workers, self._names, self._now = count, workers, names, now
         self._history: History | None = None
-        self._told: dict[int, tuple[str, int]] = {}
+        self._shown: dict[int, tuple[str, int]] = {}
         self._live: Any = None
         self._begun = now()
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "LiveView":
         if sys.stdout.isatty():
             from rich.console import Console
             from rich.live import Live
@@ -50,13 +43,11 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line, above the table where there is one."""
         line = f"roxxel-dist: {text}"
         if self._live is not None:
@@ -64,86 +55,78 @@ class Screen:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def show(self, history: History) -> None:
-        """Something has changed."""
+    def show(self, history: History, number: int | None = None) -> None:
+        """Something has changed: of the trial of this number, or of any."""
         first, self._history = self._history is None, history
-        trials = list(history.trials.values())
-        for trial in trials:
-            now = (trial.state, trial.attempts)
-            if self._told.get(trial.number) != now:
-                self._told[trial.number] = now
+        for trial in history.trials.values() if number is None else [history.trials[number]]:
+            state = (trial.state, trial.attempts)
+            if self._shown.get(trial.number) != state:
+                self._shown[trial.number] = state
                 if not first:
-                    self._tell(trial, history)
+                    self._announce(trial, history)
 
-    def _tell(self, trial: Trial, history: History) -> None:
-        if trial.state == "running":
-            if self._live is None and trial.attempts:
+    def _announce(self, trial: Trial, history: History) -> None:
+        if trial.state == "failed":
+            self.log(f"trial {trial.number} failed: {trial.reason}")
+        elif self._live is not None:
+            return
+        elif trial.state == "running":
+            if trial.attempts:
                 again = f" again (attempt {trial.attempts})" if trial.attempts > 1 else ""
-                self.say(f"trial {trial.number} runs{again}: {self._params(trial)}")
-        elif trial.state == "failed":
-            self.say(f"trial {trial.number} failed: {trial.reason}")
-        elif self._live is None:
-            best = history.best
+                self.log(f"trial {trial.number} runs{again}: {self._params(trial)}")
+        else:
+            best, left = history.best, self._left(history)
             tail = "" if best is None else f"; best {best.value:.6g} of trial {best.number}"
-            left = self._left(history)
             tail += "" if left is None else f"; {clock(left)} left"
-            self.say(f"trial {trial.number} {STATES[trial.state]}: {history.metric} {short(trial.value)}{tail}")
+            self.log(f"trial {trial.number} {STATES[trial.state]}: {history.metric} {short(trial.value)}{tail}")
 
     def render(self) -> Any:
         """The table, as it is now."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
         history = self._history
         if history is None:
             return Text("starting …")
-        trials = list(history.trials.values())
-        running = [one for one in trials if one.state == "running"]
-        table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-        for name in ("trial", "running", "step", history.metric or "", "parameters"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis")
-        for one in running[:ROWS]:
-            step, value = one.reports[-1] if one.reports else ("", "")
-            again = f" (attempt {one.attempts})" if one.attempts > 1 else ""
-            took = clock(self._now() - one.began) if one.began else "waits"
-            table.add_row(str(one.number), f"{took}{again}", str(step), short(value), self._params(one))
-        if len(running) > ROWS:
-            table.add_row("…", f"{len(running) - ROWS} more")
-        best = history.best
         lines = [Text(self.counts(history), style="bold")]
-        if best is not None:
-            told = f"best {history.metric} {best.value:.6g}: trial {best.number}, {self._params(best)}"
-            lines.append(Text(told, style="green", overflow="ellipsis", no_wrap=True))
-        return Group(*lines, *([table] if running else []))
+        if (best := history.best) is not None:
+            text = f"best {history.metric} {best.value:.6g}: trial {best.number}, {self._params(best)}"
+            lines.append(Text(text, style="green"))
+        rows = [["trial", "running", "step", history.metric or "", "parameters"]]
+        for trial in list(history.running.values())[:ROWS]:
+            step, value = trial.reports[-1] if trial.reports else ("", "")
+            again = f" (attempt {trial.attempts})" if trial.attempts > 1 else ""
+            took = clock(self._now() - trial.began) if trial.began else "waits"
+            rows.append([str(trial.number), f"{took}{again}", str(step), short(value), self._params(trial)])
+        if (more := len(history.running) - ROWS) > 0:
+            rows.append(["…", f"{more} more", "", "", ""])
+        if history.running:
+            head, *table = aligned(rows, right=False)
+            lines += [Text(head, style="bold"), *map(Text, table)]
+        for line in lines[1:]:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(*lines)
 
     def counts(self, history: History) -> str:
         """How many trials run, are done, failed, were stopped; and the time left."""
-        trials = list(history.trials.values())
-        number = {state: sum(one.state == state for one in trials) for state in STATES}
-        ended = len(trials) - number["running"]
-        whole = f" of {self._count}" if self._count else ""
-        left = self._left(history)
-        said = (
-            f"{ended}{whole} trials: {number['running']} running, {number['done']} done, {number['failed']} failed, "
-            f"{number['stopped']} stopped early; {clock(self._now() - self._begun)} so far"
+        ended, left = len(history.trials) - len(history.running), self._left(history)
+        total = f" of {self._count}" if self._count else ""
+        return (
+            f"{ended}{total} trials: {history.count('running')} running, {history.count('done')} done, "
+            f"{history.count('failed')} failed, {history.count('stopped')} stopped early; "
+            f"{clock(self._now() - self._begun)} so far{'' if left is None else f', {clock(left)} left'}"
         )
-        return said if left is None else f"{said}, {clock(left)} left"
 
     def _left(self, history: History) -> float | None:
         """Seconds to the end, as the trials so far went; None where nobody knows."""
-        trials = list(history.trials.values())
-        took = [one.seconds for one in trials if one.seconds is not None]
-        if not took or self._count is None:
+        mean, now = history.mean_seconds, self._now()
+        if mean is None or self._count is None:
             return None
-        usual, now = statistics.fmean(took), self._now()
-        running = [
-            max(0.0, usual - (now - one.began)) if one.began else usual for one in trials if one.state == "running"
-        ]
-        waiting = max(0, self._count - len(trials)) * usual
+        running = [max(0.0, mean - (now - (trial.began or now))) for trial in list(history.running.values())]
+        waiting = max(0, self._count - len(history.trials)) * mean
         return max([(sum(running) + waiting) / self._workers, *running])
 
     def _params(self, trial: Trial) -> str:
         params = flat(trial.params)
-        told = ", ".join(f"{name} {short(params[name])}" for name in self._names if name in params)
-        return told if len(told) <= LONGEST else told[: LONGEST - 1] + "…"
+        text = ", ".join(f"{name} {short(params[name])}" for name in self._names if name in params)
+        return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -1,113 +1,127 @@
-"""What a person asked of a sweep, checked.
+"""Options of a sweep, and the resources of its trials."""
 
-How a sweep is run, and how it ended.
-"""
-
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.launcher.backends.ray.cluster import check_address
 
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LEAST = {
+    "count": 1, "workers": 1, "hosts_per_trial": 1, "procs_per_host": 1, "gpus_per_trial": 1, "max_failures": 1,
+    "max_retries": 0,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a sweep is run.
+class TrialResources:
+    """What a trial takes of the machines."""
 
-    Args:
-        count: trials in all, those of earlier starts included; None: until the engine has no more.
-        workers: trials at once.
-        max_failures: so many failed trials in a row end the sweep.
-        max_retries: how often a trial is run again whose worker or node was lost.
-        resources: of each trial, as Ray counts them (CPU, GPU, memory in bytes, custom ones); before the sweep's own.
-        ray_address: of a Ray cluster (`auto` or HOST:PORT); None: a Ray of its own on this machine.
-        insecure: use the cluster also without a token.
-        method: of the engine, for the journal.
-        seed: of the engine, for the journal.
+    cpus: float
+    """Of each host."""
+    gpus: int | None
+    """Of each host, dealt to its processes; None: what is there, or what Ray gives the task."""
+    task: Mapping[str, float]
+    """What Ray keeps for the trial's task, as Ray counts it: CPU, GPU, memory in bytes, custom resources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """How a sweep is run: each field is a flag of `roxxel-dist sweep`.
+
+    Raises:
+        ValueError: a value breaks its rule.
     """
 
+    sweep_config: str | None = None
+    """A W&B sweep: YAML with method, metric, parameters …; a study that is there has its own."""
+    extras: str | None = None
+    """A second YAML file for what W&B's has no words for: derived, constraints, when, resources."""
+    data_path: str | None = None
+    """A text file, a folder of text, or shards made by `data build`; a study remembers its own."""
     count: int | None = None
+    """Trials in all, those of earlier starts included; run_cap of the YAML where not given, else until Ctrl-C."""
+    study: str | None = None
+    """Folder of the study; studies/NAME, after the file or the id, where not given. A study that is there goes on."""
     workers: int = 1
-    max_failures: int = 5
-    max_retries: int = 3
-    resources: Mapping[str, float] = field(default_factory=dict)
-    ray_address: str | None = None
-    insecure: bool = False
+    """Trials that run at once."""
     method: str | None = None
-    seed: int = 0
+    """bayes, tpe, random or grid; the method of the YAML where not given."""
+    sweep_seed: int = 0
+    """Seed of the search; the trials' own is `seed`."""
+    ray_address: str | None = None
+    """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
+    not given."""
+    insecure: bool = False
+    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
+    hosts_per_trial: int = 1
+    """Nodes of each trial."""
+    procs_per_host: int = 1
+    """Processes of each trial on each of its nodes."""
+    cpus_per_trial: float | None = None
+    """CPUs that Ray keeps for a trial on each of its nodes; `resources` of --extras, or one a process, if not given."""
+    gpus_per_trial: int | None = None
+    """GPUs of each trial, over all its nodes; all that are there where not given."""
+    max_trial_time: str | None = None
+    """Time after which a trial is ended, and its best value so far counts: seconds, or such as 90m, 2h, 1d."""
+    max_failures: int = 5
+    """Failed trials in a row that end the sweep."""
+    max_retries: int = 3
+    """Retries of a trial whose worker or node was lost."""
+    sweep_id: str | None = None
+    """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
+    dry_run: bool = False
+    """Print trials, devices and, where they are known, hours; run nothing."""
 
     def __post_init__(self) -> None:
-        least = {"count": 1, "workers": 1, "max_failures": 1, "max_retries": 0}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if given is not None and given < value:
-                raise ValueError(f"--{name} {given}: must be {value} or more")
-        for name, amount in self.resources.items():
-            if not (math.isfinite(amount) and amount >= 0):
-                raise ValueError(f"resources.{name}: {amount} must be 0 or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a sweep ended."""
-
-    code: int
-    """Of the process: 0, 1 (it cannot go on as it is), 42 (asked to end: start it again to go on)."""
-    reason: str
-
-
-FLAGS = {"hosts": "hosts_per_trial"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a person asked for."""
-
-    study: Path
-    count: int | None
-    workers: int
-    wandb_sweep: str | None
-    """Of a W&B server that shall lead: its id there, "" for a new one. None: the search is made here."""
-    wandb_project: str | None
-    """Of the server; that of the file where None."""
-    method: str | None
-    seed: int
-    ray_address: str | None
-    insecure: bool
-    hosts: int
-    procs_per_host: int
-    cpus_per_host: float | None
-    """None: what the sweep's second file says, or else one a process."""
-    gpus_per_host: int | None
-    max_time_s: float | None
-    max_failures: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("workers", 1), ("hosts", 1), ("procs_per_host", 1), ("max_failures", 1)):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"--{FLAGS.get(name, name)} {value}: must be at least {least}")
+                raise ValueError(f"--{name} {value}: must be at least {least}")
+        if self.cpus_per_trial is not None and self.cpus_per_trial <= 0:
+            raise ValueError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0")
         if self.ray_address is not None:
             try:
                 check_address(self.ray_address)
             except ValueError as error:
-                raise ValueError(str(error).replace("--address", "--ray_address")) from None
-        if self.cpus_per_host is not None and self.cpus_per_host <= 0:
-            raise ValueError(f"--cpus_per_trial {self.cpus_per_host:g}: must be more than 0")
-        if self.hosts > 1 and self.ray_address is None:
+                raise ValueError(str(error).replace("--address", "--ray_address", 1)) from None
+        if self.hosts_per_trial > 1 and self.ray_address is None:
             raise ValueError(
-                f"--hosts_per_trial {self.hosts}: this machine is one host: name a cluster with --ray_address"
+                f"--hosts_per_trial {self.hosts_per_trial}: this machine is one host: name a cluster with --ray_address"
             )
-        if self.gpus_per_host is not None and self.gpus_per_host % self.procs_per_host:
+        if self.gpus_per_trial is not None and self.gpus_per_trial % self.procs_per_trial:
             raise ValueError(
-                f"--gpus_per_trial gives {self.gpus_per_host} a host, which does not divide by --procs_per_host "
-                f"{self.procs_per_host}: use a multiple"
+                f"--gpus_per_trial {self.gpus_per_trial} does not divide by --procs_per_host x --hosts_per_trial, "
+                f"{self.procs_per_trial}: use a multiple"
             )
+        if self.max_time_s is not None and not 0 < self.max_time_s < float("inf"):
+            raise ValueError(f"--max_trial_time {self.max_trial_time}: write seconds, or such as 90m, 2h or 1d")
 
-    def share(self, rules: Mapping[str, float]) -> "Share":
-        """What a trial takes.
+    @property
+    def folder(self) -> Path:
+        """The study's: `study`, or else studies/NAME."""
+        name = Path(self.sweep_config).stem if self.sweep_config else (self.sweep_id or "").rpartition("/")[2]
+        return Path(self.study) if self.study else Path("studies", name or "sweep")
+
+    @property
+    def procs_per_trial(self) -> int:
+        """Processes of a trial, over all its hosts."""
+        return self.hosts_per_trial * self.procs_per_host
+
+    @property
+    def max_time_s(self) -> float | None:
+        """`max_trial_time` in seconds; 0 for what is no time."""
+        if self.max_trial_time is None:
+            return None
+        unit = self.max_trial_time[-1:].lower()
+        try:
+            return float(self.max_trial_time[:-1] if unit in UNITS else self.max_trial_time) * UNITS.get(unit, 1.0)
+        except ValueError:
+            return 0.0
+
+    def trial_resources(self, rules: Mapping[str, float]) -> TrialResources:
+        """What each trial takes.
 
         Args:
             rules: `resources` of the sweep's second file: CPU on each host, GPU over all of them, and custom ones. The
@@ -118,38 +132,21 @@ class Wanted:
         """
         # A CPU a process; on this machine not more than there are: they are shared, as with `launch local`.
         each = self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)
-        cpus = rules.get("CPU", each) if self.cpus_per_host is None else self.cpus_per_host
-        gpus = self._gpus(rules.get("GPU", 0)) if self.gpus_per_host is None else self.gpus_per_host
-        if self.hosts == 1:
-            return Share(cpus=cpus, gpus=gpus, task={"CPU": cpus} | ({"GPU": gpus} if gpus else {}))
+        cpus = rules.get("CPU", each) if self.cpus_per_trial is None else self.cpus_per_trial
+        gpus, amount = None, rules.get("GPU", 0) if self.gpus_per_trial is None else self.gpus_per_trial
+        if self.gpus_per_trial is not None or (amount and self.procs_per_trial > 1):
+            if amount % self.procs_per_trial:
+                raise ValueError(
+                    f"resources.GPU: {amount:g} does not divide by the {self.procs_per_trial} processes of a trial "
+                    "(--hosts_per_trial x --procs_per_host): use a multiple"
+                )
+            gpus = int(amount) // self.hosts_per_trial  # else one process has what Ray gives it, a part of a GPU too
+        if self.hosts_per_trial == 1:
+            return TrialResources(cpus=cpus, gpus=gpus, task={**rules, "CPU": cpus} | ({"GPU": gpus} if gpus else {}))
         if custom := sorted(rules.keys() - {"CPU", "GPU"}):
             raise ValueError(
-                f"resources: {', '.join(custom)}: a trial of --hosts_per_trial {self.hosts} can ask for CPU and GPU "
-                "alone: leave the others out"
+                f"resources: {', '.join(custom)}: a trial of --hosts_per_trial {self.hosts_per_trial} can ask for CPU "
+                "and GPU alone: leave the others out"
             )
         # The launcher takes its own on each of the hosts; the task that waits for it takes nothing.
-        return Share(cpus=cpus or each, gpus=gpus, task=dict.fromkeys({"CPU", *rules}, 0.0))
-
-    def _gpus(self, amount: float) -> int | None:
-        """The GPUs of each host, where they are to be dealt."""
-        parts = self.hosts * self.procs_per_host
-        if not amount or parts == 1:  # one process has what Ray gives it, a part of a GPU too
-            return None
-        if amount % parts:
-            raise ValueError(
-                f"resources.GPU: {amount:g} does not divide by the {parts} processes of a trial (--hosts_per_trial x "
-                "--procs_per_host): use a multiple"
-            )
-        return int(amount) // self.hosts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What a trial takes of the machines."""
-
-    cpus: float
-    """Of each host."""
-    gpus: int | None
-    """Of each host, dealt to its processes; None: what is there, or what Ray gives the task."""
-    task: Mapping[str, float]
-    """What Ray keeps for the trial's task; before the `resources` of the sweep's second file."""
+        return TrialResources(cpus=cpus or each, gpus=gpus, task=dict.fromkeys({"CPU", *rules}, 0.0))

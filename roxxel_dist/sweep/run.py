@@ -1,23 +1,28 @@
-"""A sweep from its command line: study, engine, trials, and what a person sees of them."""
+"""A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, flat_fields, load_yaml, unknown, usage_errors
-from roxxel_dist.sweep.dry_run import Plan, forecast, trials
+from roxxel_dist.launcher.backends.ray.cluster import ClusterError
+from roxxel_dist.sweep.controller import run_sweep
 from roxxel_dist.sweep.execution.corpus import shards_of
+from roxxel_dist.sweep.execution.task import TrialTask
 from roxxel_dist.sweep.execution.trial import config_of
+from roxxel_dist.sweep.execution.trial import run as run_trial
 from roxxel_dist.sweep.journal import History, read_history
-from roxxel_dist.sweep.live_view import Screen
-from roxxel_dist.sweep.options import Wanted
+from roxxel_dist.sweep.live_view import LiveView
+from roxxel_dist.sweep.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
-from roxxel_dist.sweep.space.sweep_file import Params, nearest
+from roxxel_dist.sweep.space.sweep_file import Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
@@ -26,16 +31,12 @@ from roxxel_dist.sweep.study import (
     REPORT,
     SERVER,
     TRIALS,
+    StudyDir,
     is_study,
-    leader,
-    look,
     read_study,
-    recorded,
-    take_back,
-    write_down,
 )
 from roxxel_dist.sweep.wandb_bridge.program import command_of
-from roxxel_dist.sweep.wandb_bridge.server import ServerSampler
+from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
 
 LOGGED = (
     "val_loss", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s", "tokens",
@@ -46,230 +47,229 @@ MANY = 200
 """Trials whose pictures take seconds."""
 
 
-class Session:
-    """A study that is searched.
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """A sweep that can be run: what is searched, from what, and how. `open_sweep` makes it."""
 
-    Args:
-        wanted: what was asked for.
-        sweep_config: W&B's YAML; None goes on with the study's own.
-        extras: the second YAML file.
-        config: the `Config` that trials begin from.
-        data_path: the data.
+    options: SweepOptions
+    definition: str | None
+    """The file of the sweep, where one was given."""
+    config: Any
+    """The `Config` that trials begin from."""
+    study: StudyDir
+    sweep: Sweep
+    data_path: str | None
+    server: str | None
+    """The sweep of a W&B server that leads: its id there, "" for one that is not made yet; None: the search is here."""
+    directory: str
+    """Where programs and models of the user's own are found: where the study began, wherever it is taken up."""
+    program: list[str] | None
+    """The words of a program of the user's own."""
+    resources: TrialResources
+    created: tuple[Path, ...] | None = None
+    """The folders that this start has made; None where the study was there."""
 
-    Raises:
-        ValueError: something cannot be; nothing was started then.
-    """
-
-    def __init__(
-        self, wanted: Wanted, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None
-    ) -> None:
-        self._wanted = wanted
-        if config.wandb != "off" and find_spec("wandb") is None:
-            raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
-        config = config.with_absolute_paths()
-        self._server = leader(wanted.study, wanted.wandb_sweep)
-        self._sweep, self._data = look(wanted.study, sweep_config, extras, config, data_path)
-        self._share = wanted.share(self._sweep.rules.resources)
-        self._definition = {} if sweep_config is None else load_yaml(sweep_config)
-        self._write_down = lambda told: write_down(wanted.study, sweep_config, extras, config, told)
-        self._is_new = False
-        self._made: list[Path] = []
-        self._base = config.to_dict()
-        # Programs and models of one's own are found from where the study began, wherever it is taken up.
-        began = recorded(wanted.study, DIRECTORY)
-        self._directory = began if began and os.path.isdir(began) else os.getcwd()
-        self._program = command_of(self._sweep.program, self._sweep.command, self._directory)
-        self._check_data(config.primary_path(self._data))
-        self._names = [one.name for one in self._sweep.space.free]
-        self._swept = {one.path[0] for one in self._sweep.space.parameters} | set(self._sweep.rules.derived)
-        self._count = min(
-            (one for one in (wanted.count, self._sweep.run_cap, self._grid()) if one is not None), default=None
-        )
-        self._check_names()
-        self._check_metric()
-        self._engine: Engine = ServerSampler() if self._server is not None else self._make()
-
-    def _check_names(self) -> None:
-        """Raises ValueError for a parameter that no config has: every trial would fail."""
-        for name in () if self._program else sorted(self._swept):
-            if name not in FIELD_TYPES and name not in SECTIONS:
-                raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
-
-    def _check_metric(self) -> None:
-        """Raises ValueError for a metric that no training has; a loss or a model of one's own may have any."""
-        base, metric = flat_fields(self._base), self._sweep.metric
-        own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & self._swept)
-        if self._program or self._server is not None or own or metric in LOGGED or "/" in metric:
-            return
-        raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
-
-    def _check_data(self, path: Any) -> None:
-        """Raises ValueError where there is no data: every trial would fail."""
-        if path is None and self._program is None and self._server is None:
-            raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
-        if path is not None and not os.path.exists(path):
-            raise ValueError(f"--data_path {path}: no such file or folder")
-
-    def _grid(self) -> int | None:
-        return self._sweep.space.size if (self._wanted.method or self._sweep.method) == "grid" else None
+    @cached_property
+    def base(self) -> dict[str, Any]:
+        """`config` by field."""
+        return self.config.to_dict()
 
     @property
-    def _method(self) -> str:
-        return f"W&B sweep {self._server}" if self._server else self._wanted.method or self._sweep.method
+    def method(self) -> str:
+        """Who chooses parameters."""
+        return f"W&B sweep {self.server}" if self.server else self.options.method or self.sweep.method
 
-    def _make(self) -> Engine:
-        accept = None if self._program else self._config
-        return make(self._sweep, self._wanted.seed, self._wanted.method, accept=accept)
+    @property
+    def count(self) -> int | None:
+        """Trials in all; None where there is no end."""
+        grid = self.sweep.space.size if (self.options.method or self.sweep.method) == "grid" else None
+        return min((n for n in (self.options.count, self.sweep.run_cap, grid) if n is not None), default=None)
 
-    def _config(self, params: Mapping[str, Any]) -> Any:
+    @property
+    def searched(self) -> list[str]:
+        """The names of the parameters that have more than one value."""
+        return [parameter.name for parameter in self.sweep.space.free]
+
+    @cached_property
+    def swept(self) -> set[str]:
+        """The names of all parameters, of derived ones too; of nested ones the outermost."""
+        return {parameter.path[0] for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+
+    @property
+    def description(self) -> str:
+        """Who searches what, in a line."""
+        words = [word for word in self.program or () if not word.startswith("${")]
+        program = f" of {' '.join(words)}" if words else ""
+        names, sweep = self.searched, self.sweep
+        return f"{self.method} search over {len(names)} parameters{program}, {sweep.goal} {sweep.metric}"
+
+    def history(self) -> History:
+        """Its trials so far."""
+        return read_history(self.study.path) if is_study(self.study.path) else History()
+
+    def trials(self) -> str:
+        """How many there are to be, in a line."""
+        begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
+        return (
+            ("trials until Ctrl-C" if self.count is None else f"{self.count} trials")
+            + (f", {begun} of them begun before" if begun else "")
+            + ("" if size is None else f"; the space has {size:,} points")
+            + (f"; {workers} at once" if workers > 1 else "")
+        )
+
+    def trial_config(self, params: Mapping[str, Any]) -> Any:
         """The Config of a trial. Raises ValueError for parameters that are none."""
-        return config_of(self._base, params, self._swept)
+        return config_of(self.base, params, self.swept)
+
+    def sampler(self) -> Engine:
+        """A new sampler of the search here; it proposes no parameters of which no Config can be made."""
+        accept = None if self.program else self.trial_config
+        return make(self.sweep, self.options.sweep_seed, self.options.method, accept=accept)
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
-        """All that a worker must know of a trial, as plain values."""
-        wanted = self._wanted
-        folder = wanted.study.absolute()
-        corpus, data = None, self._data  # a program of one's own knows its data
-        if self._program is None and self._server is None:
-            config = self._config(params)
-            shards = shards_of(config, self._data, folder / CORPUS)
-            made = shards is not None and shards.is_relative_to(folder)
-            corpus = {"text": self._data, "folder": str(folder / CORPUS)} if made else None
-            data = str(shards) if made else self._data
-        return {
-            "trial": trial,
-            "params": params,
-            "attempt": attempt,
-            "run_dir": str(folder / TRIALS / str(trial)),
-            "log": str(folder / LOGS / f"{trial}.log"),
-            "metric": self._sweep.metric,
-            "goal": self._sweep.goal,
-            "config": self._base,
-            "corpus": corpus,
-            "data_path": data,
-            "program": self._program,
-            "hosts": wanted.hosts,
-            "procs_per_host": wanted.procs_per_host,
-            "gpus_per_host": self._share.gpus,
-            "cpus_per_host": self._share.cpus,
-            "insecure": wanted.insecure,
-            "max_time_s": wanted.max_time_s,
-            "ray_address": wanted.ray_address,
-            "directory": self._directory,
-            "environment": {},
-            "sweep": {
-                "names": sorted(self._swept),
-                "name": self._sweep.name or folder.name,
-                "wandb": self._server,
-            },
-        }
-
-    def begin(self) -> None:
-        """Make the study, and the sweep on a server that shall lead it. Raises ValueError where that cannot be."""
-        if self._server is None and not is_study(self._wanted.study):
-            try:
-                self._make().ask()
-            except SpaceExhausted as error:  # before anything was run: no trial can be made
-                raise ValueError(str(error)) from error
-        if self._server == "":
-            from roxxel_dist.sweep.wandb_bridge.server import create_or_join
-
-            self._server = create_or_join(self._definition, self._wanted.wandb_project)
-        folder = self._wanted.study.absolute()
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        self._is_new = self._write_down({DATA_PATH: self._data, DIRECTORY: self._directory, SERVER: self._server})
-
-    def run(self) -> int:
-        """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
-
-        Raises:
-            UsageError: something cannot be, or the study is held; nothing was started then.
-        """
-        from roxxel_dist.launcher.backends.ray.cluster import ClusterError
-
-        wanted = self._wanted
-        with Screen(self._count, wanted.workers, self._names) as screen:
-            for line in self._notes():
-                screen.say(line)
-            try:
-                with usage_errors():
-                    ending = self._search(screen)
-            except ClusterError as problem:
-                self._take_back()
-                screen.say(str(problem))
-                return EXIT_PREFLIGHT
-            except UsageError:
-                self._take_back()
-                raise
-        self._tell(ending.reason)
-        return ending.code
-
-    def _take_back(self) -> None:
-        """Leave nothing of a first start in which nothing ran."""
-        if self._is_new and self._server is None and not self._plan().history.trials:
-            take_back(self._wanted.study, self._made)
-
-    def _search(self, screen: Screen) -> Any:
-        from roxxel_dist.sweep.controller import Options, run_sweep
-        from roxxel_dist.sweep.execution.trial import run
-        from roxxel_dist.sweep.wandb_bridge.server import agent_trial
-
-        body = run if self._server is None else agent_trial
-        wanted = self._wanted
-        options = Options(
-            count=wanted.count, workers=wanted.workers, max_failures=wanted.max_failures,
-            resources=self._share.task, ray_address=wanted.ray_address, insecure=wanted.insecure,
-            method=self._method, seed=wanted.seed,
-        )  # fmt: skip
-        return run_sweep(
-            wanted.study, self._sweep, self._engine, body, self.task_of, options,
-            on_change=screen.show, say=screen.say,
-        )  # fmt: skip
-
-    def _notes(self) -> list[str]:
-        """What a person should know before it begins."""
-        found = [f"study {self._wanted.study}: {self._what()}, {trials(self._plan())}"]
-        cap = self._sweep.run_cap
-        if cap is not None and (self._wanted.count or 0) > cap:
-            found.append(f"--count {self._wanted.count} is more than the run_cap of the sweep's file: it ends at {cap}")
-        names = {"tokenizer_type", "vocab_size"} & set(self._names)
-        if names and self._program is None and self._sweep.metric == "val_loss":
-            found.append(
-                f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
-                "tokenizers cannot be compared by it"
+        """What a worker is told of a trial."""
+        folder, options = self.study.path.absolute(), self.options
+        corpus, data = None, self.data_path  # a program of one's own knows its data
+        if self.program is None and self.server is None:
+            shards = shards_of(self.trial_config(params), data, folder / CORPUS)
+            if shards is not None and shards.is_relative_to(folder):
+                corpus, data = {"text": data, "folder": str(folder / CORPUS)}, str(shards)
+        return asdict(
+            TrialTask(
+                trial=trial, params=params, attempt=attempt, run_dir=str(folder / TRIALS / str(trial)),
+                log=str(folder / LOGS / f"{trial}.log"), metric=self.sweep.metric, goal=self.sweep.goal,
+                config=self.base, data_path=data, corpus=corpus, program=self.program, hosts=options.hosts_per_trial,
+                procs_per_host=options.procs_per_host, gpus_per_host=self.resources.gpus,
+                cpus_per_host=self.resources.cpus, max_time_s=options.max_time_s, ray_address=options.ray_address,
+                insecure=options.insecure, directory=self.directory,
+                sweep={"names": sorted(self.swept), "name": self.sweep.name or folder.name, "wandb": self.server},
             )
-        return found
-
-    def _tell(self, reason: str) -> None:
-        """The last words: why it ended, the best, the page."""
-        study = read_study(self._wanted.study)
-        print(f"{table(study)}\n\n{reason}", flush=True)
-        if len(study.done) >= MANY:
-            print(f"making the page of {len(study.done):,} trials …", flush=True)
-        try:
-            page, missing = write_report(study, study.path / REPORT)
-        except OSError as error:  # the sweep has ended all the same, and the journal has all
-            page, missing = f"not written ({error.strerror}): roxxel-dist report {study.path} makes it", ""
-        print("\n".join([f"page: {page}", *([missing] if missing else [])]))
-        if study.done and self._program is None:
-            print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")
-
-    def _what(self) -> str:
-        sweep = self._sweep
-        words = [word for word in self._program or () if not word.startswith("${")]
-        program = f" of {' '.join(words)}" if words else ""
-        return f"{self._method} search over {len(self._names)} parameters{program}, {sweep.goal} {sweep.metric}"
-
-    def _plan(self) -> Plan:
-        wanted = self._wanted
-        return Plan(
-            study=wanted.study, what=self._what(), count=self._count, size=self._sweep.space.size,
-            workers=wanted.workers, hosts=wanted.hosts, procs_per_host=wanted.procs_per_host,
-            gpus_per_host=self._share.gpus, ray_address=wanted.ray_address, max_time_s=wanted.max_time_s,
-            history=read_history(wanted.study) if is_study(wanted.study) else History(),
         )  # fmt: skip
 
-    def forecast(self) -> str:
-        """Trials, devices and hours; nothing runs but some steps of one. Raises UsageError where none could run."""
-        config_of = None if self._program else self._config
-        return forecast(self._plan(), self._make(), config_of, self._data)
+
+def open_sweep(options: SweepOptions, definition: str | None, config: Any, server: str | None) -> SweepRun:
+    """The sweep of a study that is there, or begins. Nothing is written.
+
+    Args:
+        options: how; its `sweep_config` counts less than `definition`.
+        definition: W&B's YAML; None goes on with the study's own.
+        config: the `Config` that trials begin from.
+        server: the sweep of a W&B server that shall lead: its id there, "" for a new one.
+
+    Raises:
+        ValueError: something cannot be.
+    """
+    if config.wandb != "off" and find_spec("wandb") is None:
+        raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
+    config, study = config.with_absolute_paths(), StudyDir(options.folder)
+    server = study.wandb_sweep_id(server)
+    sweep, data = study.open(definition, options.extras, config, options.data_path)
+    began = study.metadata(DIRECTORY)
+    directory = began if began and os.path.isdir(began) else os.getcwd()
+    opened = SweepRun(
+        options=options, definition=definition, config=config, study=study, sweep=sweep, data_path=data, server=server,
+        directory=directory, program=command_of(sweep.program, sweep.command, directory),
+        resources=options.trial_resources(sweep.rules.resources),
+    )  # fmt: skip
+    _check(opened)
+    return opened
+
+
+def _check(run: SweepRun) -> None:
+    """Raises ValueError where every trial would fail: there is no data, no such field, or no such metric."""
+    path, is_ours = run.config.primary_path(run.data_path), run.program is None
+    if path is None and is_ours and run.server is None:
+        raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
+    if path is not None and not os.path.exists(path):
+        raise ValueError(f"--data_path {path}: no such file or folder")
+    for name in sorted(run.swept) if is_ours else ():
+        if name not in FIELD_TYPES and name not in SECTIONS:
+            raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+    # A loss or a model of the user's own may log anything.
+    base, metric = flat_fields(run.base), run.sweep.metric
+    own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
+    if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
+        raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+    if run.server is None:
+        run.sampler()
+
+
+def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
+    """Make the study where it begins, and the sweep on a W&B server that shall lead it.
+
+    Raises:
+        ValueError: no trial can be made, or the server refuses.
+    """
+    if run.server is None and not is_study(run.study.path):
+        try:
+            run.sampler().ask()
+        except SpaceExhausted as error:
+            raise ValueError(str(error)) from error
+    if run.server == "":
+        definition = {} if run.definition is None else load_yaml(run.definition)
+        run = replace(run, server=create_or_join(definition, wandb_project))
+    if run.definition is None or run.study.is_there:
+        return run
+    folder = run.study.path.absolute()
+    created = tuple(path for path in (folder, *folder.parents) if not path.exists())
+    metadata = {DATA_PATH: run.data_path, DIRECTORY: run.directory, SERVER: run.server}
+    run.study.create(run.definition, run.options.extras, run.config, metadata)
+    return replace(run, created=created)
+
+
+def search(run: SweepRun) -> int:
+    """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
+
+    Raises:
+        UsageError: something cannot be, or the study is held; nothing was started then.
+    """
+    with LiveView(run.count, run.options.workers, run.searched) as view:
+        for line in _notes(run):
+            view.log(line)
+        try:
+            with usage_errors():
+                ending = run_sweep(
+                    run.study.path, run.sweep, run.sampler() if run.server is None else ServerSampler(),
+                    run_trial if run.server is None else agent_trial, run.task_of,
+                    replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
+                )  # fmt: skip
+        except (ClusterError, UsageError) as error:
+            # Nothing is left of a first start in which nothing ran.
+            if run.created is not None and run.server is None and not run.history().trials:
+                run.study.rollback(run.created)
+            if isinstance(error, UsageError):
+                raise
+            view.log(str(error))
+            return EXIT_PREFLIGHT
+    _last_words(run, ending.reason)
+    return ending.code
+
+
+def _notes(run: SweepRun) -> list[str]:
+    """What a person should know before it begins."""
+    lines = [f"study {run.study.path}: {run.description}, {run.trials()}"]
+    cap, count = run.sweep.run_cap, run.options.count
+    if cap is not None and (count or 0) > cap:
+        lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
+    names = {"tokenizer_type", "vocab_size"} & set(run.searched)
+    if names and run.program is None and run.sweep.metric == "val_loss":
+        lines.append(
+            f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
+            "tokenizers cannot be compared by it"
+        )
+    return lines
+
+
+def _last_words(run: SweepRun, reason: str) -> None:
+    """Print why it ended and the best, and write the page."""
+    study = read_study(run.study.path)
+    print(f"{table(study)}\n\n{reason}", flush=True)
+    if len(study.done) >= MANY:
+        print(f"making the page of {len(study.done):,} trials …", flush=True)
+    try:
+        page, missing = write_report(study, study.path / REPORT)
+    except OSError as error:  # the sweep has ended all the same, and the journal has all
+        page, missing = f"not written ({error.strerror}): roxxel-dist report {study.path} makes it", ""
+    print("\n".join([f"page: {page}", *([missing] if missing else [])]))
+    if study.done and run.program is None:
+        print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")

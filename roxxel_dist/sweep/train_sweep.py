@@ -45,19 +45,19 @@ def main(words: Sequence[str]) -> NoReturn:
 
 def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """The words of the training, whose config is written into its run directory."""
-    told = _told(words)
+    params = _parameters(words)
     if path := env.get("WANDB_SWEEP_PARAM_PATH"):
-        given = {name: one["value"] for name, one in load_yaml(path).items() if isinstance(one, Mapping)}
-        told |= {name: value for name, value in given.items() if not name.startswith("_")}  # `_wandb` is the client's
-    config_file = told.pop("config", None) or env.get(CONFIG_ENV)
+        items = {name: item["value"] for name, item in load_yaml(path).items() if isinstance(item, Mapping)}
+        params |= {name: value for name, value in items.items() if not name.startswith("_")}  # `_wandb` is the client's
+    config_file = params.pop("config", None) or env.get(CONFIG_ENV)
     if config_file is None and Path(DEFAULT_CONFIG).exists():
         config_file = DEFAULT_CONFIG
     base = load_yaml(config_file) if config_file else {}
-    data = told.pop("data_path", None) or env.get(DATA_ENV)
+    data = params.pop("data_path", None) or env.get(DATA_ENV)
     if data is None and not (base.get("datasets") or (base.get("data") or {}).get("datasets")):
         data = DEFAULT_DATA
     mode = MODES.get(env.get("WANDB_MODE", ""), "online" if "WANDB_SWEEP_ID" in env else None)
-    config = config_of(base, {**told, "wandb": mode} if mode else told)
+    config = config_of(base, {**params, "wandb": mode} if mode else params)
     folder = _folder(env)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_yaml(folder / WRITTEN)
@@ -67,27 +67,26 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     return launch_command(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
 
 
-def _told(words: Sequence[str]) -> dict[str, Any]:
+def _parameters(words: Sequence[str]) -> dict[str, Any]:
     """Names and values of `--name=value`, `--name value`, `name=value`, and `--name` for true; values as in YAML."""
     import yaml
 
-    found: dict[str, Any] = {}
+    def value_of(text: str) -> Any:
+        return None if text == "None" else yaml.safe_load(text)
+
+    params: dict[str, Any] = {}
     waiting: str | None = None
     for word in words:
         name, equals, value = word.lstrip("-").partition("=")
         if waiting is not None and not word.startswith("--") and not equals:
-            found[waiting], waiting = _value(yaml.safe_load, word), None
+            params[waiting], waiting = value_of(word), None
         elif equals:
-            found[name], waiting = _value(yaml.safe_load, value), None
+            params[name], waiting = value_of(value), None
         elif word.startswith("--"):
-            found[name], waiting = True, name
+            params[name], waiting = True, name
         else:
             raise ValueError(f"{word!r} is no parameter: write --name=value")
-    return found
-
-
-def _value(read: Any, text: str) -> Any:
-    return None if text == "None" else read(text)
+    return params
 
 
 def _folder(env: Mapping[str, str]) -> Path:

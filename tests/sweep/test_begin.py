@@ -8,7 +8,7 @@ from sweep_desk import write_sweep
 from roxxel_dist.config import Config
 from roxxel_dist.run_directory import is_held
 from roxxel_dist.sweep.journal import Journal
-from roxxel_dist.sweep.study import SERVER, base_file, leader, look, recorded, take_back, write_down
+from roxxel_dist.sweep.study import SERVER, StudyDir
 
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 
@@ -19,9 +19,11 @@ def begun(tmp_path):
 
     def begin(server):
         write_sweep(tmp_path, SWEEP)
-        study = tmp_path / "study"
-        assert leader(study, server) == server
-        assert write_down(study, str(tmp_path / "sweep.yaml"), None, Config(), {SERVER: server})
+        study = StudyDir(tmp_path / "study")
+        assert study.wandb_sweep_id(server) == server
+        assert not study.is_there
+        study.create(str(tmp_path / "sweep.yaml"), None, Config(), {SERVER: server})
+        assert study.is_there
         return study
 
     return begin
@@ -29,26 +31,26 @@ def begun(tmp_path):
 
 def test_a_study_keeps_who_searches(begun):
     study = begun("e/p/a")
-    assert [leader(study, asked) for asked in (None, "", "e/p/a")] == ["e/p/a"] * 3
+    assert [study.wandb_sweep_id(asked) for asked in (None, "", "e/p/a")] == ["e/p/a"] * 3
     with pytest.raises(ValueError, match=r"begun with the W&B sweep e/p/a, not with e/p/b: name another --study"):
-        leader(study, "e/p/b")
+        study.wandb_sweep_id("e/p/b")
 
 
 def test_a_study_searched_here_is_led_by_nobody(begun):
     study = begun(None)
-    assert leader(study, None) is None
+    assert study.wandb_sweep_id(None) is None
     for asked in ("", "e/p/b"):
         with pytest.raises(ValueError, match="begun with a search of its own"):
-            leader(study, asked)
+            study.wandb_sweep_id(asked)
 
 
 def test_a_start_that_was_killed_before_the_study_was_there_decides_nothing(begun):
     study = begun("e/p/a")
-    (study / "study.yaml").unlink()  # it is written last
-    assert base_file(study) is None
-    assert recorded(study, SERVER) is None
-    assert leader(study, None) is None
-    assert leader(study, "e/p/b") == "e/p/b"
+    (study.path / "study.yaml").unlink()  # it is written last
+    assert study.base_file is None
+    assert study.metadata(SERVER) is None
+    assert study.wandb_sweep_id(None) is None
+    assert study.wandb_sweep_id("e/p/b") == "e/p/b"
 
 
 def test_a_study_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
@@ -62,7 +64,7 @@ def test_a_study_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
     write_sweep(tmp_path, SWEEP)
     (tmp_path / "more.yaml").write_text("resources: {CPU: 1}\n")
     study = tmp_path / "study"
-    write_down(study, str(tmp_path / "sweep.yaml"), str(tmp_path / "more.yaml"), Config(), {SERVER: None})
+    StudyDir(study).create(str(tmp_path / "sweep.yaml"), str(tmp_path / "more.yaml"), Config(), {SERVER: None})
     names = [re.sub(r"\.\w+\.tmp$", "", path).removeprefix(str(tmp_path)) for path in synced]
     assert names == [
         "",
@@ -82,19 +84,19 @@ def test_what_a_killed_start_has_left_is_no_hindrance(tmp_path):
     study.mkdir()
     for name in ("config.yaml", ".study.yaml.77.tmp", ".extras.yaml.77.tmp", ".lock"):
         (study / name).touch()
-    look(study, str(tmp_path / "sweep.yaml"), None, Config(), None)
+    StudyDir(study).open(str(tmp_path / "sweep.yaml"), None, Config(), None)
     (study / "notes.txt").touch()
     with pytest.raises(ValueError, match="no study: name another folder"):
-        look(study, str(tmp_path / "sweep.yaml"), None, Config(), None)
+        StudyDir(study).open(str(tmp_path / "sweep.yaml"), None, Config(), None)
 
 
 def test_what_is_taken_back_leaves_the_folders_of_others(begun, tmp_path):
     study = begun(None)
-    with Journal(study, pytest.fail):
-        take_back(study, [study, tmp_path])  # somebody holds the lock
-        assert study.exists()
-    take_back(study, [study, tmp_path])
-    assert not study.exists()
+    with Journal(study.path, pytest.fail):
+        study.rollback([study.path, tmp_path])  # somebody holds the lock
+        assert study.path.exists()
+    study.rollback([study.path, tmp_path])
+    assert not study.path.exists()
     assert (tmp_path / "sweep.yaml").exists()
 
 
@@ -105,13 +107,13 @@ def test_who_waits_for_a_study_that_is_taken_back_has_it_after_that(begun):
     def take_it_back(line):
         said.append(line)
         os.close(lock)
-        take_back(study, [study])
-        assert not study.exists()
+        study.rollback([study.path])
+        assert not study.path.exists()
 
-    lock = os.open(study / ".lock", os.O_RDWR | os.O_CREAT)
+    lock = os.open(study.path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with Journal(study, take_it_back) as journal:
+    with Journal(study.path, take_it_back) as journal:
         journal.append({"event": "study", "metric": "a", "goal": "minimize", "method": "random", "seed": 1})
-        assert is_held(study)
+        assert is_held(study.path)
     assert len(said) == 1
-    assert (study / "journal.jsonl").exists()
+    assert (study.path / "journal.jsonl").exists()

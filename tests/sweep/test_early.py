@@ -1,14 +1,16 @@
 import pytest
 
-from roxxel_dist.sweep.schedulers import hyperband as early
-from roxxel_dist.sweep.schedulers.hyperband import bands
+from roxxel_dist.sweep.schedulers.hyperband import Hyperband, bands
 
 BY_MAX = {"type": "hyperband", "max_iter": 5, "eta": 2, "s": 2}
 
 
 def poor(rule, sign, values, running):
-    trials = {number: list(enumerate(reported, 1)) for number, reported in values.items()}
-    return early.poor(rule, sign, trials, running)
+    hyperband = Hyperband(rule, sign)
+    for number, reported in values.items():
+        for step in range(1, len(reported) + 1):
+            hyperband.report(number, list(enumerate(reported[:step], 1)), step)
+    return hyperband.trials_to_stop(running)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,35 @@ def test_strict_judges_at_the_last_band_alone():
     trials = {0: [1.0, 1.0], 1: [5.0, 0.5], 2: [5.0, 5.0]}
     rule = {"min_iter": 1, "eta": 2, "strict": True}
     assert list(poor(rule, 1.0, trials, [0, 1, 2])) == [2]
+
+
+class Read(list):
+    """Reports of a trial, which count how many of them are looked at."""
+
+    looked = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Read.looked += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_what_a_report_costs_does_not_grow_with_the_number_of_reports_and_trials():
+    hyperband, work = Hyperband({"min_iter": 3}, 1.0), {}
+    for trial in range(400):
+        before, reports = Read.looked, Read()
+        for step in range(1, 21):
+            reports.append((step, trial + 1 / step))
+            hyperband.report(trial, reports, step)
+            hyperband.trials_to_stop([trial])
+        work[trial] = Read.looked - before
+    assert set(work.values()) == {2 * 20}  # each report: itself, and whether it is the last
+
+
+def test_a_trial_that_is_run_again_replaces_its_values():
+    hyperband = Hyperband({"min_iter": 1, "eta": 2}, 1.0)
+    for trial, value in enumerate((1.0, 2.0, 3.0)):
+        hyperband.report(trial, [(1, value)], 1)
+    assert list(hyperband.trials_to_stop([0, 1, 2])) == [2]
+    hyperband.report(2, [(1, 0.5)], 1)
+    assert list(hyperband.trials_to_stop([0, 1, 2])) == [1]

@@ -126,8 +126,19 @@ def test_a_journal_of_a_later_version_is_named_and_of_the_first_read(tmp_path):
     path.write_text(json.dumps({**STUDY, "time": 1.0}) + "\n")
     assert read_history(tmp_path).metric == "val_loss"
     path.write_text(path.read_text() + json.dumps({**STUDY, "time": 2.0, "version": 2}) + "\n")
-    with pytest.raises(ValueError, match=r"journal\.jsonl, line 2: its form is version 2, and .* reads up to 1"):
+    newer = (
+        r"journal\.jsonl, line 2: journal of a newer version: it has no other keys, this version reads up to 1; update"
+    )
+    with pytest.raises(ValueError, match=newer):
         read_history(tmp_path)
+    events = [{**STUDY, "version": 2, "host": "h1"}, {**ask(0), "of": 7}, {"event": "pause", "trial": 0, "until": 3}]
+    path.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events))
+    with pytest.raises(
+        ValueError, match=r"line 1: .* it has the keys study\.host, ask\.of, pause\.until, this version"
+    ):
+        read_history(tmp_path)
+    with pytest.raises(ValueError, match="update roxxel-dist"):
+        Journal(tmp_path, quiet).__enter__()
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
@@ -195,3 +206,31 @@ def test_a_journal_of_a_thousand_trials_is_read_soon(tmp_path):
     assert len(history.trials) == 1000
     assert all(len(trial.reports) == 10 and trial.state == "done" for trial in history.trials.values())
     print(f"replayed in {time.process_time() - began:.3f} s CPU")
+
+
+class Untouched(dict):
+    """The trials of a long study, which nobody goes through for each line of the journal."""
+
+    def __iter__(self):
+        raise AssertionError("all trials were gone through")
+
+    values = items = keys = __iter__
+
+
+def test_a_line_costs_the_same_in_a_long_study(tmp_path, capsys):
+    from roxxel_dist.sweep.live_view import LiveView
+
+    with Journal(tmp_path, quiet) as journal:
+        history, view = journal.history, LiveView(9, 2, ["x"])
+        journal.append(STUDY, ask(0, x=0.0))
+        view.show(history)
+        history.trials = Untouched(history.trials)
+        lines = [start(0), report(0, 1, 2.0), result(0, 2.0), ask(1, x=1.0), start(1), report(1, 1, 1.0), fail(1)]
+        for event in [*lines, ask(2, x=2.0), start(2), report(2, 1, 1.5), result(2, 1.5, "hyperband")]:
+            journal.append(event)
+            view.show(history, event["trial"])
+            view.counts(history)
+        assert (history.best.number, history.timed, list(history.running)) == (2, 2, [])
+        counts = [history.count(state) for state in ("running", "done", "stopped", "failed")]
+    assert counts == [0, 1, 1, 1]
+    assert "trial 2 stopped early: val_loss 1.5; best 1.5 of trial 2" in capsys.readouterr().err

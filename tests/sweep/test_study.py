@@ -10,7 +10,7 @@ from made_study import SWEEP, loss, made_study
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import History, Trial
-from roxxel_dist.sweep.live_view import Screen
+from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.plots import draw_ablations, median_curve, plot_scale
@@ -224,7 +224,7 @@ def test_nested_parameters_have_points_between():
 def test_lines_where_there_is_no_terminal(study, capsys):
     end = max(one.began for one in study.history.trials.values())
     last = study.history.trials[23]
-    with Screen(30, 2, NAMES, now=lambda: end + 10) as screen:
+    with LiveView(30, 2, NAMES, now=lambda: end + 10) as screen:
         screen.show(study.history)  # what was before this start is no news
         screen.show(replace(study.history, trials={**study.history.trials, 23: replace(last, attempts=2)}))
         screen.show(replace(study.history, trials={**study.history.trials, 23: replace(last, state="done", value=9.0)}))
@@ -240,7 +240,7 @@ def test_lines_where_there_is_no_terminal(study, capsys):
 def test_the_live_table(study):
     from rich.console import Console
 
-    screen = Screen(30, 2, NAMES)
+    screen = LiveView(30, 2, NAMES)
     screen.show(study.history)
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(screen.render())

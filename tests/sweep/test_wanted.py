@@ -1,38 +1,30 @@
-from pathlib import Path
-
 import pytest
 
-from roxxel_dist.sweep.execution.process import launch_command
-from roxxel_dist.sweep.options import Wanted
-
-PLAIN = {
-    "study": Path("s"), "count": None, "workers": 1, "wandb_sweep": None, "wandb_project": None, "method": None,
-    "seed": 0, "ray_address": "auto", "insecure": False, "hosts": 1, "procs_per_host": 1, "cpus_per_host": None,
-    "gpus_per_host": None, "max_time_s": None, "max_failures": 5,
-}  # fmt: skip
+from roxxel_dist.sweep.execution.process import with_ranks
+from roxxel_dist.sweep.options import SweepOptions
 
 
 def share(rules, **given):
-    found = Wanted(**PLAIN | given).share(rules)
+    found = SweepOptions(ray_address="auto", **given).trial_resources(rules)
     return found.cpus, found.gpus, found.task
 
 
 def test_what_a_trial_of_one_host_takes():
     assert share({}) == (1, None, {"CPU": 1})
     assert share({}, procs_per_host=4) == (4, None, {"CPU": 4})
-    assert share({"CPU": 2, "GPU": 0.5, "rack7": 1}) == (2, None, {"CPU": 2})  # the rules' GPU and rack are as they are
-    assert share({"CPU": 2}, cpus_per_host=3) == (3, None, {"CPU": 3})
+    assert share({"CPU": 2, "GPU": 0.5, "rack7": 1}) == (2, None, {"CPU": 2, "GPU": 0.5, "rack7": 1})
+    assert share({"CPU": 2}, cpus_per_trial=3) == (3, None, {"CPU": 3})
     assert share({"GPU": 4}, procs_per_host=2) == (2, 4, {"CPU": 2, "GPU": 4})
-    assert share({"GPU": 4}, gpus_per_host=1) == (1, 1, {"CPU": 1, "GPU": 1})
+    assert share({"GPU": 4}, gpus_per_trial=1) == (1, 1, {"CPU": 1, "GPU": 1})
 
 
 def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all():
-    assert share({}, hosts=2, procs_per_host=3) == (3, None, {"CPU": 0})
-    assert share({"CPU": 5, "GPU": 8}, hosts=2, procs_per_host=2) == (5, 4, {"CPU": 0, "GPU": 0})
-    assert share({"CPU": 5}, hosts=2, cpus_per_host=6, gpus_per_host=1) == (6, 1, {"CPU": 0})
-    cpus, gpus, _ = share({"GPU": 4}, hosts=2, procs_per_host=2)
+    assert share({}, hosts_per_trial=2, procs_per_host=3) == (3, None, {"CPU": 0})
+    assert share({"CPU": 5, "GPU": 8}, hosts_per_trial=2, procs_per_host=2) == (5, 4, {"CPU": 0, "GPU": 0})
+    assert share({"CPU": 5}, hosts_per_trial=2, cpus_per_trial=6, gpus_per_trial=2) == (6, 1, {"CPU": 0})
+    cpus, gpus, _ = share({"GPU": 4}, hosts_per_trial=2, procs_per_host=2)
     task = {"hosts": 2, "procs_per_host": 2, "cpus_per_host": cpus, "gpus_per_host": gpus, "ray_address": "auto"}
-    words = launch_command(task, ["train"])
+    words = with_ranks(task, ["train"])
     assert words[words.index("--cpus-per-host") + 1] == "2"
     assert words[words.index("--gpus-per-host") + 1] == "2"
 
@@ -40,8 +32,8 @@ def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all
 @pytest.mark.parametrize(
     ("rules", "given", "said"),
     [
-        ({"rack7": 1, "CPU": 1}, {"hosts": 2}, "resources: rack7: a trial of --hosts_per_trial 2"),
-        ({"GPU": 3}, {"hosts": 2}, r"resources\.GPU: 3 does not divide by the 2 processes"),
+        ({"rack7": 1, "CPU": 1}, {"hosts_per_trial": 2}, "resources: rack7: a trial of --hosts_per_trial 2"),
+        ({"GPU": 3}, {"hosts_per_trial": 2}, r"resources\.GPU: 3 does not divide by the 2 processes"),
         ({"GPU": 0.5}, {"procs_per_host": 2}, r"resources\.GPU: 0\.5 does not divide by the 2 processes"),
     ],
 )

@@ -1,19 +1,21 @@
-"""Which running trials are poor enough to be ended: W&B's hyperband, as its server decides it since 2023.
+"""Hyperband: which running trials are to be stopped early, as W&B's server decides it since 2023.
 
 An iteration is a report, counted from 1. At some iterations (bands) a trial must be among the best `1/eta` of all
 that came so far, those that have ended included; it is judged by its best value up to now.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 ETA = 3
-MOST_BANDS = 100
+MAX_BANDS = 100
 
 
-def bands(rule: Mapping[str, Any], longest: int) -> list[int]:
-    """The iterations at which trials are judged, in order, up to the longest trial's.
+def bands(rule: Mapping[str, Any], longest: float = 1e9) -> list[int]:
+    """The iterations at which trials are judged, in order, up to that of the longest trial.
 
     Args:
         rule: W&B's `early_terminate`: `min_iter` and `eta` (from it on, each `eta` times the one before), or
@@ -25,49 +27,73 @@ def bands(rule: Mapping[str, Any], longest: int) -> list[int]:
     eta = rule.get("eta", ETA)
     if not eta > 1:
         raise ValueError(f"early_terminate.eta: {eta} must be more than 1")
-    found = []
     if "max_iter" in rule:
-        band = rule["max_iter"]
+        levels, level = [], rule["max_iter"]
         for _ in range(int(rule["s"])):
-            band /= eta
-            found = [int(band), *found] if band >= 1 else found
+            level /= eta
+            levels.insert(0, level)
     else:
-        band = rule["min_iter"]
-        while len(found) < MOST_BANDS and (not found or band <= longest):
-            found.append(int(band))
-            band *= eta
-    if not found:
+        levels = [rule["min_iter"]]
+        while len(levels) < MAX_BANDS and levels[-1] <= longest:
+            levels.append(levels[-1] * eta)
+    iterations = [int(level) for level in levels if level >= 1]
+    if not iterations:
         raise ValueError("early_terminate: no iteration is left to judge trials at: raise max_iter or s, or lower eta")
-    return [band for band in found if band <= longest]
+    return [band for band in iterations if band <= longest]
 
 
-def poor(
-    rule: Mapping[str, Any], sign: float, trials: Mapping[int, Sequence[tuple[int, float]]], running: Sequence[int]
-) -> dict[int, str]:
-    """The running trials that should be stopped, each with the reason.
+@dataclass(kw_only=True)
+class _Curve:
+    """The reports of a trial, less being better."""
+
+    count: int = 0
+    best: float = math.inf
+    at: dict[int, float] = field(default_factory=dict)
+    """The value at each band that it has reached, in order."""
+
+
+class Hyperband:
+    """The decisions of a study.
 
     Args:
         rule: W&B's `early_terminate`. With `strict`, a trial is judged by its value at the last band that it reached.
         sign: what a value is multiplied by so that less is better.
-        trials: the reports (step, value) of every trial, by number, in their order.
-        running: the numbers of those that can still be stopped.
     """
-    eta = rule.get("eta", ETA)
-    levels = bands(rule, max(map(len, trials.values()), default=0))
-    limits: dict[int, float] = {}
-    found = {}
-    for number in running:
-        reports = trials[number]
-        band = max((level for level in levels if level <= len(reports)), default=None)
-        if band is None:
-            continue
-        if band not in limits:
-            values = sorted(sign * other[band - 1][1] for other in trials.values() if len(other) >= band)
-            limits[band] = values[math.floor(1.0 / eta * len(values))]
-        value = sign * reports[band - 1][1] if rule.get("strict") else min(sign * report for _, report in reports)
-        if value > limits[band]:
-            found[number] = (
-                f"{sign * value:.6g} after {len(reports)} reports; the best 1/{eta:g} of the trials had "
-                f"{sign * limits[band]:.6g} or better at report {band}"
-            )
-    return found
+
+    def __init__(self, rule: Mapping[str, Any], sign: float) -> None:
+        self._eta, self._is_strict, self._sign = rule.get("eta", ETA), rule.get("strict"), sign
+        self._values: dict[int, list[float]] = {band: [] for band in bands(rule)}
+        """What all trials had at each band, sorted."""
+        self._curves: dict[int, _Curve] = {}
+
+    def report(self, trial: int, reports: Sequence[tuple[int, float]], step: int) -> None:
+        """Note that a trial has reported for a step; `reports` are all of its own, by step."""
+        curve = self._curves.setdefault(trial, _Curve())
+        if len(reports) <= curve.count or reports[-1][0] != step:  # a trial that is run again, with other values
+            for band, value in curve.at.items():
+                del self._values[band][bisect_left(self._values[band], value)]
+            curve = self._curves[trial] = _Curve()
+        for _, value in reports[curve.count :]:
+            curve.count += 1
+            curve.best = min(curve.best, self._sign * value)
+            if curve.count in self._values:
+                curve.at[curve.count] = self._sign * value
+                insort(self._values[curve.count], self._sign * value)
+
+    def trials_to_stop(self, running: Iterable[int]) -> dict[int, str]:
+        """Those of the running trials that should be stopped, each with the reason."""
+        reasons = {}
+        for trial in running:
+            curve = self._curves.get(trial, _Curve())
+            band = next(reversed(curve.at), None)
+            if band is None:
+                continue
+            values = self._values[band]
+            limit = values[math.floor(1.0 / self._eta * len(values))]
+            value = curve.at[band] if self._is_strict else curve.best
+            if value > limit:
+                reasons[trial] = (
+                    f"{self._sign * value:.6g} after {curve.count} reports; the best 1/{self._eta:g} of the trials had "
+                    f"{self._sign * limit:.6g} or better at report {band}"
+                )
+        return reasons
