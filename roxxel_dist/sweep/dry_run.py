@@ -26,7 +26,7 @@ def preview(run: SweepRun) -> str:
     return "\n".join(
         [
             f"study {run.study.path}: {run.description}",
-            f"trials: {run.trials()}",
+            f"trials: {run.extent}",
             *(f"  for instance {', '.join(f'{k} {short(v)}' for k, v in flat(sample).items())}" for sample in samples),
             f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"
             f"{'' if gpus is None else f', {gpus} GPU(s) on each host'}, in {where}",

@@ -162,10 +162,8 @@ class History:
 
 
 def read_history(study: Path) -> History:
-    """The trials of a study as they are now. Nothing is locked: a line that is being written is passed over.
-
-    Raises ValueError where there is no journal, it is damaged, or a newer version has written it.
-    """
+    """The trials of a study as they are now. Nothing is locked: a line that is being written is passed over. Raises
+    ValueError where there is no journal, it is damaged, or a newer version has written it."""
     path = study / JOURNAL
     try:
         lines = path.read_bytes()
@@ -212,12 +210,9 @@ def replay(path: Path, data: bytes) -> History:
 
 
 class Journal:
-    """The journal of a study, held by one driver while the context is open.
+    """The journal of a study, whose folder is made if missing: held by one controller while the context is open.
 
-    Args:
-        study: the folder; made where it is missing.
-        log: shows a line to a person.
-        wait_s: how long to wait for a driver that has it.
+    Raises ValueError on entry where another one holds it after `wait_s`, and where it cannot be written or read.
     """
 
     def __init__(self, study: Path, log: Callable[[str], None], wait_s: float = WAIT_S) -> None:
@@ -225,11 +220,6 @@ class Journal:
         self.history = History()
 
     def __enter__(self) -> "Journal":
-        """Take it, and read it.
-
-        Raises:
-            ValueError: another driver holds it, it cannot be written, or it cannot be read.
-        """
         with ExitStack() as held:
             try:
                 make_folder(self._study)

@@ -98,24 +98,22 @@ class SweepRun:
     @property
     def description(self) -> str:
         """Who searches what, in a line."""
-        words = [word for word in self.program or () if not word.startswith("${")]
-        program = f" of {' '.join(words)}" if words else ""
-        names, sweep = self.searched, self.sweep
-        return f"{self.method} search over {len(names)} parameters{program}, {sweep.goal} {sweep.metric}"
+        words = " ".join(word for word in self.program or () if not word.startswith("${"))
+        program, sweep = f" of {words}" if words else "", self.sweep
+        return f"{self.method} search over {len(self.searched)} parameters{program}, {sweep.goal} {sweep.metric}"
+
+    @property
+    def extent(self) -> str:
+        """How many trials there are to be, in a line."""
+        begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
+        line = "trials until Ctrl-C" if self.count is None else f"{self.count} trials"
+        line += f", {begun} of them begun before" if begun else ""
+        line += "" if size is None else f"; the space has {size:,} points"
+        return line + (f"; {workers} at once" if workers > 1 else "")
 
     def history(self) -> History:
         """Its trials so far."""
         return read_history(self.study.path) if is_study(self.study.path) else History()
-
-    def trials(self) -> str:
-        """How many there are to be, in a line."""
-        begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
-        return (
-            ("trials until Ctrl-C" if self.count is None else f"{self.count} trials")
-            + (f", {begun} of them begun before" if begun else "")
-            + ("" if size is None else f"; the space has {size:,} points")
-            + (f"; {workers} at once" if workers > 1 else "")
-        )
 
     def trial_config(self, params: Mapping[str, Any]) -> Any:
         """The Config of a trial. Raises ValueError for parameters that are none."""
@@ -148,17 +146,8 @@ class SweepRun:
 
 
 def open_sweep(options: SweepOptions, definition: str | None, config: Any, server: str | None) -> SweepRun:
-    """The sweep of a study that is there, or begins. Nothing is written.
-
-    Args:
-        options: how; its `sweep_config` counts less than `definition`.
-        definition: W&B's YAML; None goes on with the study's own.
-        config: the `Config` that trials begin from.
-        server: the sweep of a W&B server that shall lead: its id there, "" for a new one.
-
-    Raises:
-        ValueError: something cannot be.
-    """
+    """The sweep of a study that is there, or begins; the arguments are fields of SweepRun, and `definition` counts for
+    `options.sweep_config`. Nothing is written. Raises ValueError where something cannot be."""
     if config.wandb != "off" and find_spec("wandb") is None:
         raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
     config, study = config.with_absolute_paths(), StudyDir(options.folder)
@@ -166,17 +155,12 @@ def open_sweep(options: SweepOptions, definition: str | None, config: Any, serve
     sweep, data = study.open(definition, options.extras, config, options.data_path)
     began = study.metadata(DIRECTORY)
     directory = began if began and os.path.isdir(began) else os.getcwd()
-    opened = SweepRun(
+    run = SweepRun(
         options=options, definition=definition, config=config, study=study, sweep=sweep, data_path=data, server=server,
         directory=directory, program=command_of(sweep.program, sweep.command, directory),
         resources=options.trial_resources(sweep.rules.resources),
     )  # fmt: skip
-    _check(opened)
-    return opened
-
-
-def _check(run: SweepRun) -> None:
-    """Raises ValueError where every trial would fail: there is no data, no such field, or no such metric."""
+    # Where there is no data, no such field or no such metric, every trial would fail.
     path, is_ours = run.config.primary_path(run.data_path), run.program is None
     if path is None and is_ours and run.server is None:
         raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
@@ -192,14 +176,11 @@ def _check(run: SweepRun) -> None:
         raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
     if run.server is None:
         run.sampler()
+    return run
 
 
 def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
-    """Make the study where it begins, and the sweep on a W&B server that shall lead it.
-
-    Raises:
-        ValueError: no trial can be made, or the server refuses.
-    """
+    """Make the study where it begins, and the sweep on a W&B server that shall lead it. Raises ValueError."""
     if run.server is None and not is_study(run.study.path):
         try:
             run.sampler().ask()
@@ -218,11 +199,7 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
 
 
 def search(run: SweepRun) -> int:
-    """Search; returns the exit code: 0 at the end, 1 where it cannot go on as it is, 42 where it was asked to end.
-
-    Raises:
-        UsageError: something cannot be, or the study is held; nothing was started then.
-    """
+    """Search; returns the exit code, as in `Ending`. Raises UsageError where the study is held, or nothing can run."""
     with LiveView(run.count, run.options.workers, run.searched) as view:
         for line in _notes(run):
             view.log(line)
@@ -247,7 +224,7 @@ def search(run: SweepRun) -> int:
 
 def _notes(run: SweepRun) -> list[str]:
     """What a person should know before it begins."""
-    lines = [f"study {run.study.path}: {run.description}, {run.trials()}"]
+    lines = [f"study {run.study.path}: {run.description}, {run.extent}"]
     cap, count = run.sweep.run_cap, run.options.count
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")

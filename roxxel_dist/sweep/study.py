@@ -50,11 +50,7 @@ def is_study(folder: str | Path) -> bool:
 
 
 def read_study(folder: str | Path) -> Study:
-    """The study of a folder, also while it is searched.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The study of a folder, also while it is searched. Raises ValueError where it is none."""
     path = Path(folder)
     if not is_study(path):
         raise ValueError(f"{path} is no study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`")
@@ -75,11 +71,7 @@ def short(value: Any) -> str:
 
 
 class StudyDir:
-    """The files of a study that say what it searches, and from what. The definition is the last: where it is, all is.
-
-    Args:
-        path: the folder; it need not be there.
-    """
+    """The files of a study that say what it searches, and from what. The definition is last: where it is, all is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,11 +98,8 @@ class StudyDir:
     def wandb_sweep_id(self, requested: str | None) -> str | None:
         """The sweep of a W&B server that leads the study, or shall lead one that begins; None: the search is made here.
 
-        Args:
-            requested: ENTITY/PROJECT/ID, "" for a new one, None for what the study has.
-
-        Raises:
-            ValueError: the study was begun with another: one journal cannot hold the trials of two searches.
+        `requested` is ENTITY/PROJECT/ID, "" for a new one, None for what the study has. Raises ValueError where it was
+        begun with another: one journal cannot hold the trials of two searches.
         """
         if self.base_file is None:
             return requested
@@ -135,14 +124,8 @@ class StudyDir:
     ) -> tuple[Sweep, str | None]:
         """(the sweep, the data) of a study that is there, or begins. Nothing is written.
 
-        Args:
-            sweep_config: W&B's YAML; a study that is there has its own.
-            extras: the second file.
-            config: what trials begin from.
-            data_path: the data; a study that is there remembers its own.
-
-        Raises:
-            ValueError: a file cannot be used, or the study is that of another sweep.
+        A study that is there has its own `sweep_config`, `extras` and `data_path`: they may be left out, and are else
+        compared. Raises ValueError for a file that cannot be used, and where the study is that of another sweep.
         """
         check_local("--study", self.path)
         check_local("data_path", data_path)
@@ -189,15 +172,7 @@ class StudyDir:
         )
 
     def create(self, sweep_config: str, extras: str | None, config: Any, metadata: Mapping[str, str | None]) -> None:
-        """Write a study that `open` has found to begin.
-
-        Args:
-            sweep_config, extras, config: as for `open`.
-            metadata: what the method of this name is to tell.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a study that begins; `metadata` is what the method of this name tells. Raises OSError."""
         make_folder(self.path)
         config.save_yaml(self.path / BASE, metadata)
         if extras is not None:
@@ -205,11 +180,8 @@ class StudyDir:
         write_file(self._definition, Path(sweep_config).read_bytes())
 
     def rollback(self, created: Sequence[Path]) -> None:
-        """Undo `create` for a study whose first start was refused: what was wrong may stand in these files.
-
-        Args:
-            created: the folders that there were not before, the innermost first.
-        """
+        """Undo `create` where the first start was refused, for what was wrong may stand in these files: they and the
+        folders `created` go, the innermost first."""
         for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # a folder that holds something of somebody else stays
