@@ -11,6 +11,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.live_view import Screen
+from roxxel_dist.sweep.report import html
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.plots import draw_ablations, median_curve, plot_scale
@@ -166,14 +167,17 @@ def test_a_program_of_ones_own_has_no_config(tmp_path):
         write_best_config(study, tmp_path / "best.yaml")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(html, "LARGE", 3)
     path = made_study(tmp_path, 4)
     best = read_study(path).done[0]
     out, config = tmp_path / "out", tmp_path / "best.yaml"
     assert main(["report", str(path), "--json", "--out", str(out), "--best_config", str(config)]) == 0
     assert (out / "report.html").is_file()
     assert config.is_file()
-    told = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    assert "roxxel-dist: making the page of 3 trials …" in output.err
+    told = json.loads(output.out)
     assert told["best"] == best.number
     assert len(told["trials"]) == 4
     assert main(["report", str(path), str(path / "trials" / "0")]) == 2

@@ -1,4 +1,4 @@
-"""A study as one HTML file that needs no other: pictures and all trials in it."""
+"""A study as one HTML file that needs no other: plots and all trials in it."""
 
 import base64
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ td.reason { white-space: normal; min-width: 20rem }
   img { background: white }
 }
 """
+LARGE = 200
+"""Trials from which the page takes seconds, so that something is said meanwhile."""
 TITLES = {
     "best_so_far": "Best so far",
     "parallel": "All trials over all parameters",
@@ -58,18 +60,18 @@ def write_page(study: Study, pictures: Sequence[Path], file: Path) -> Path:
 
 def _table(study: Study) -> str:
     names = varied(study)
-    order = {one.number: place for place, one in enumerate(study.done)}
-    trials = sorted(study.history.trials.values(), key=lambda one: (order.get(one.number, len(order)), one.number))
+    rank = {trial.number: rank for rank, trial in enumerate(study.done)}
+    trials = sorted(study.history.trials.values(), key=lambda trial: (rank.get(trial.number, len(rank)), trial.number))
     rows = ["".join(f"<th>{escape(name)}</th>" for name in ("trial", study.sweep.metric, "", "minutes", *names, ""))]
-    for one in trials:
-        params = flat(one.params)
+    for trial in trials:
+        params = flat(trial.params)
         cells = [
-            f"{one.number} ★ best" if order.get(one.number) == 0 else str(one.number),
-            "" if one.value is None else f"{one.value:.6g}",
-            STATES[one.state],
-            "" if one.seconds is None else f"{one.seconds / 60:.1f}",
+            f"{trial.number} ★ best" if rank.get(trial.number) == 0 else str(trial.number),
+            "" if trial.value is None else f"{trial.value:.6g}",
+            STATES[trial.state],
+            "" if trial.seconds is None else f"{trial.seconds / 60:.1f}",
             *(short(params.get(name, "-")) for name in names),
         ]
         plain = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        rows.append(f'{plain}<td class="reason">{escape(one.reason or "")}</td>')
+        rows.append(f'{plain}<td class="reason">{escape(trial.reason or "")}</td>')
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
