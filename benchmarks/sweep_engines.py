@@ -31,7 +31,8 @@ from sweep_surfaces import SURFACES, Surface
 TRIALS = 50
 AT_ONCE = 4
 WASTED = 5.0
-SUGGESTION_MS = 60.0
+SUGGESTION_MS = 250.0
+"""Next to a trial of minutes this is nothing."""
 NAMES = tuple(one.name for one in SURFACES)
 ENGINES = (sweep_peers.OURS, *sweep_peers.PEERS, sweep_peers.TORCH)
 Cell = tuple[str, str, int]

@@ -6,12 +6,12 @@ from typing import Any
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import CONFIG
-from roxxel_dist.sweep.journal import Trial
+from roxxel_dist.sweep.journal import State, Trial
 from roxxel_dist.sweep.study import Study, flat, short
 
 MOST = 20
 """Trials that the table shows; the page has all."""
-STATES = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
+STATES: dict[State, str] = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
 
 
 def counts(study: Study) -> str:
@@ -23,9 +23,8 @@ def counts(study: Study) -> str:
 def varied(study: Study) -> list[str]:
     """The parameters that the trials do not all share, those of the space first."""
     rows = [flat(trial.params) for trial in study.history.trials.values()]
-    names = dict.fromkeys(
-        [parameter.name for parameter in study.sweep.space.free] + [name for row in rows for name in row]
-    )
+    searched = [parameter.name for parameter in study.sweep.space.free]
+    names = dict.fromkeys([*searched, *(name for row in rows for name in row)])
     return [name for name in names if any(row.get(name) != rows[0].get(name) for row in rows)]
 
 
