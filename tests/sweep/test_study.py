@@ -14,7 +14,7 @@ from roxxel_dist.sweep.live_view import Screen
 from roxxel_dist.sweep.report import html
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.report.plots import draw_ablations, median_curve, plot_scale
+from roxxel_dist.sweep.report.plots import draw, draw_ablations, median_curve, plot_scale
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.distributions import distribution
@@ -194,6 +194,14 @@ def test_parameters_that_all_share_are_not_shown(tmp_path):
 def test_json_has_every_report(study):
     first = as_json(study)["trials"][0]
     assert [step for step, _ in first["reports"]] == list(range(6))
+
+
+def test_a_parameter_that_no_ended_trial_has_is_not_drawn(tmp_path):
+    sweep = sweep_of({"parameters": {"moe": {"values": [True, False]}, "experts": {"min": 2, "max": 8}}})
+    some = {"state": "done", "params": {"moe": False}}, {"state": "failed", "params": {"moe": True, "experts": 4}}
+    trials = {number: Trial(number=number, value=1.0 if number else None, **some[number == 0]) for number in range(3)}
+    pictures = draw(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)), tmp_path)
+    assert [picture.name for picture in pictures] == ["best_so_far.png", "parallel.png", "slices.png"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A study as one HTML file that needs no other: plots and all trials in it."""
 
 import base64
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -34,18 +33,13 @@ TITLES = {
 
 
 def write_report(study: Study, folder: Path) -> tuple[Path, str]:
-    """Pictures and page into a folder: (the page, what to say where the pictures could not be drawn)."""
+    """Write plots and page into a folder: (the page, what to say where the plots could not be drawn)."""
     from roxxel_dist.sweep.report.plots import draw
 
     try:
         pictures, missing = draw(study, folder), ""
     except ImportError:
         pictures, missing = [], MISSING
-    return write_page(study, pictures, folder / "report.html"), missing
-
-
-def write_page(study: Study, pictures: Sequence[Path], file: Path) -> Path:
-    """Write the page; returns the file."""
     parts = [f"<h1>{escape(study.name)}</h1>", f"<pre>{escape(summary(study))}</pre>"]
     for picture in pictures:
         title = TITLES.get(picture.stem) or picture.stem.replace("by_", f"{study.sweep.metric} by ", 1)
@@ -53,9 +47,10 @@ def write_page(study: Study, pictures: Sequence[Path], file: Path) -> Path:
         parts.append(f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">')
     parts += ["<h2>All trials</h2>", f"<div>{_table(study)}</div>"]
     head = f'<meta charset="utf-8"><title>{escape(study.name)}</title><style>{STYLE}</style>'
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n", encoding="utf-8")
-    return file
+    page = folder / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n", encoding="utf-8")
+    return page, missing
 
 
 def _table(study: Study) -> str:

@@ -109,10 +109,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _columns(study: Study, trials: Sequence[Trial], names: Sequence[str]) -> list[tuple[PlotScale, list[Any]]]:
-    """The scale of each parameter, and its value in each trial; None where a trial has none."""
+    """The scale of each parameter that any of the trials has, and its value in each; None where a trial has none."""
     kinds = {parameter.name: parameter.distribution for parameter in study.sweep.space.parameters}
     rows = [flat(trial.params) for trial in trials]
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
     return [(plot_scale(name, values, kinds.get(name)), values) for name, values in columns.items()]
 
 
