@@ -31,8 +31,9 @@ from sweep_surfaces import SURFACES, Surface
 TRIALS = 50
 AT_ONCE = 4
 WASTED = 5.0
-SUGGESTION_MS = 60.0
-NAMES = tuple(one.name for one in SURFACES)
+SUGGESTION_MS = 250.0
+"""Next to a trial of minutes this is nothing."""
+NAMES = tuple(surface.name for surface in SURFACES)
 ENGINES = (sweep_peers.OURS, *sweep_peers.PEERS, sweep_peers.TORCH)
 Cell = tuple[str, str, int]
 """Surface, engine, trials at once."""
@@ -41,7 +42,7 @@ Runs = dict[Cell, dict[int, dict[str, Any]]]
 
 
 def surface_of(name: str) -> Surface:
-    return next(one for one in SURFACES if one.name == name)
+    return next(surface for surface in SURFACES if surface.name == name)
 
 
 def run(task: tuple[str, str, int, int]) -> dict[str, Any]:
@@ -59,10 +60,10 @@ def run(task: tuple[str, str, int, int]) -> dict[str, Any]:
             busy += time.process_time() - start
         if len(running) == at_once or turn >= TRIALS:
             trial, params = running.popleft()
-            told, true = surface.measure(params, seed, trial), surface.value(params)
-            engine.tell(trial, told)
-            failed += told is None
-            best = best if told is None or true is None else min(best, (told, true))
+            value, true = surface.measure(params, seed, trial), surface.value(params)
+            engine.tell(trial, value)
+            failed += value is None
+            best = best if value is None or true is None else min(best, (value, true))
             curve.append(best[1])
     return {"task": task, "best": best[1], "curve": curve, "failed": failed, "cpu_ms": 1000 * busy / TRIALS}
 
@@ -79,50 +80,50 @@ def cells(surfaces: Iterable[str], engines: Iterable[str]) -> Iterator[Cell]:
 
 def known(file: Path | None) -> Runs:
     """The runs of a file."""
-    found: Runs = {}
+    runs: Runs = {}
     if file is not None and file.exists():
         for line in file.read_text().splitlines():
-            one = json.loads(line)
-            surface, name, at_once, seed = one["task"]
-            found.setdefault((surface, name, at_once), {})[seed] = one
-    return found
+            result = json.loads(line)
+            surface, name, at_once, seed = result["task"]
+            runs.setdefault((surface, name, at_once), {})[seed] = result
+    return runs
 
 
-def search(runs: Runs, wanted: Iterable[Cell], seeds: Sequence[int], processes: int, file: Path | None) -> Runs:
+def search(runs: Runs, cells: Iterable[Cell], seeds: Sequence[int], processes: int, file: Path | None) -> Runs:
     """The runs of these cells and seeds, those that stand in `runs` and those that are run now."""
-    found: Runs = {}
+    results: Runs = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for cell in wanted:
-            had = found[cell] = {seed: one for seed, one in runs.get(cell, {}).items() if seed in seeds}
-            for one in pool.imap_unordered(run, [(*cell, seed) for seed in seeds if seed not in had]):
-                had[one["task"][3]] = one
+        for cell in cells:
+            done = results[cell] = {seed: result for seed, result in runs.get(cell, {}).items() if seed in seeds}
+            for result in pool.imap_unordered(run, [(*cell, seed) for seed in seeds if seed not in done]):
+                done[result["task"][3]] = result
                 if file is not None:
                     with file.open("a") as lines:
-                        lines.write(json.dumps(one) + "\n")
+                        lines.write(json.dumps(result) + "\n")
             surface, name, at_once = cell
             print(
-                f"{surface:10} {name:10} {at_once} at once: best {median(had, 'best'):.4f}, "
-                f"failed {mean(had, 'failed'):.1f}, {mean(had, 'cpu_ms'):.0f} ms CPU a suggestion, {len(had)} seeds",
+                f"{surface:10} {name:10} {at_once} at once: best {median(done, 'best'):.4f}, "
+                f"failed {mean(done, 'failed'):.1f}, {mean(done, 'cpu_ms'):.0f} ms CPU a suggestion, {len(done)} seeds",
                 flush=True,
             )
-    return found
+    return results
 
 
-def median(found: dict[int, dict[str, Any]], field: str) -> float:
-    return statistics.median(one[field] for one in found.values())
+def median(runs: dict[int, dict[str, Any]], field: str) -> float:
+    return statistics.median(run[field] for run in runs.values())
 
 
-def mean(found: dict[int, dict[str, Any]], field: str) -> float:
-    return statistics.mean(one[field] for one in found.values())
+def mean(runs: dict[int, dict[str, Any]], field: str) -> float:
+    return statistics.mean(run[field] for run in runs.values())
 
 
-def compare(found: Runs, surface: str) -> Iterator[Result]:
+def compare(runs: Runs, surface: str) -> Iterator[Result]:
     """What was asked of a surface, and what came of it: a peer's own result is the target."""
     ours = sweep_peers.OURS
-    mine = found[surface, ours, 1]
+    mine = runs[surface, ours, 1]
     best = median(mine, "best")
     kind = "regret" if surface in ("hartmann6", "branin") else "best"
-    for (where, name, at_once), other in found.items():
+    for (where, name, at_once), other in runs.items():
         if where == surface and name != ours and at_once == 1:
             target = median(other, "best")
             yield Result(
@@ -136,7 +137,7 @@ def compare(found: Runs, surface: str) -> Iterator[Result]:
             target=WASTED,
             at_most=True,
         )
-    together = median(found[surface, ours, AT_ONCE], "best")
+    together = median(runs[surface, ours, AT_ONCE], "best")
     what = f"{surface}: {kind} with {AT_ONCE} at once"
     if kind == "regret":  # a multiple of next to nothing says nothing
         yield Result(what=what, against=f"one at a time {best:.3g}", measured=together)
@@ -178,23 +179,23 @@ def main() -> int:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, help="JSON lines, one a run; those in it are not run again")
-    asked = parser.parse_args()
-    report, absent = Lines(asked.json), dict[str, str]()
-    surfaces, engines = asked.surfaces.split(","), asked.engines.split(",")
+    args = parser.parse_args()
+    report, absent = Lines(args.json), dict[str, str]()
+    surfaces, engines = args.surfaces.split(","), args.engines.split(",")
     if stray := [name for name in (*surfaces, *engines) if name not in (*NAMES, *ENGINES)]:
         parser.error(f"{stray[0]!r} is none: there are surfaces {', '.join(NAMES)} and engines {', '.join(ENGINES)}")
-    engines = [name for name in engines if not (asked.quick and name == sweep_peers.TORCH)]
+    engines = [name for name in engines if not (args.quick and name == sweep_peers.TORCH)]
     for name in list(engines):
         if reason := sweep_peers.missing(name):
             absent[name] = reason
             engines.remove(name)
-    seeds = range(asked.seeds or (4 if asked.quick else 20))
+    seeds = range(args.seeds or (4 if args.quick else 20))
 
     def compared(name: str) -> Iterator[Result]:
-        """A surface is told as soon as its searches have ended."""
-        runs = known(asked.results)
-        found = search(runs, cells([name], engines), seeds, asked.processes, asked.results)
-        return compare(found, name) if sweep_peers.OURS in engines else iter(())
+        """The results of a surface, as soon as its searches have ended."""
+        runs = known(args.results)
+        results = search(runs, cells([name], engines), seeds, args.processes, args.results)
+        return compare(results, name) if sweep_peers.OURS in engines else iter(())
 
     for name in surfaces:
         report.add(name, lambda name=name: compared(name))

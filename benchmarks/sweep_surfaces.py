@@ -61,28 +61,28 @@ def loss(p: Mapping[str, Any]) -> float:
     tokens = math.log2(p["batch_size"] * p["grad_accum"] / 128)
     size = math.log2(p["dim"] / 256) * 2 + math.log2(p["num_blocks"] / 4) + math.log2(p["expansion"] / 2) * 0.6
     size += 0.7 * p["use_moe"]
-    found = 0.1
-    found += 0.03 * (size - 4.2) ** 2 / (1 + 0.2 * max(size - 4.2, 0))
+    value = 0.1
+    value += 0.03 * (size - 4.2) ** 2 / (1 + 0.2 * max(size - 4.2, 0))
     best_lr = {"adamw": -2.9, "adafactor": -2.6, "lion": -3.6}[p["optimizer"]]
     best_lr += 0.15 * tokens - 0.12 * math.log2(p["dim"] / 256) - 0.05 * math.log2(p["num_blocks"] / 4)
     off = math.log10(p["lr"]) - best_lr
-    found += (0.35 if off > 0 else 0.22) * off * off * (1.3 if p["warmup_steps"] == 50 and off > 0 else 1.0)
-    found += {"adamw": 0.0, "adafactor": 0.03, "lion": 0.012}[p["optimizer"]]
-    found += 0.008 * tokens**2
+    value += (0.35 if off > 0 else 0.22) * off * off * (1.3 if p["warmup_steps"] == 50 and off > 0 else 1.0)
+    value += {"adamw": 0.0, "adafactor": 0.03, "lion": 0.012}[p["optimizer"]]
+    value += 0.008 * tokens**2
     spare = p["epochs"] / 24 * (0.6 + 0.1 * size) - 0.55 - 2.0 * p["dropout_rate"]
-    found += 0.25 * spare * spare + 0.04 * (1 - p["epochs"] / 24)
+    value += 0.25 * spare * spare + 0.04 * (1 - p["epochs"] / 24)
     if p["use_moe"]:
-        found += 6.0 * (p["alpha_balance"] - 0.045) ** 2 + (0.012 if p["top_k_mlp"] == 1 else 0.0) - 0.012
+        value += 6.0 * (p["alpha_balance"] - 0.045) ** 2 + (0.012 if p["top_k_mlp"] == 1 else 0.0) - 0.012
     if p["sliding_window"]:
-        found += 0.015 * math.log2(128 / p["context_window"]) + (0.0 if p["max_context"] == 512 else 0.008)
+        value += 0.015 * math.log2(128 / p["context_window"]) + (0.0 if p["max_context"] == 512 else 0.008)
     else:
-        found += 0.010
-    found += 0.02 if p["pos_encoding"] == "absolute" else 0.0
-    found += 0.012 if p["no_sink"] and p["sliding_window"] else 0.004
-    found += 0.03 if (p["tokenizer_type"] == "char") == (p["max_context"] == 256) else 0.0
-    found += 0.012 if p["weight_tying"] == (p["dim"] == 512) else 0.0
-    found += 0.006 if p["kv_heads"] == 2 else 0.0
-    return found
+        value += 0.010
+    value += 0.02 if p["pos_encoding"] == "absolute" else 0.0
+    value += 0.012 if p["no_sink"] and p["sliding_window"] else 0.004
+    value += 0.03 if (p["tokenizer_type"] == "char") == (p["max_context"] == 256) else 0.0
+    value += 0.012 if p["weight_tying"] == (p["dim"] == 512) else 0.0
+    value += 0.006 if p["kv_heads"] == 2 else 0.0
+    return value
 
 
 def failing(p: Mapping[str, Any]) -> float | None:

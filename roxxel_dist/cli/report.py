@@ -68,7 +68,7 @@ def _runs(args: ReportArgs) -> str:
 
 def _study(args: ReportArgs) -> str:
     """Tell of a study; returns what to say of pictures that could not be drawn."""
-    from roxxel_dist.sweep.report.html import write_report
+    from roxxel_dist.sweep.report.html import LARGE, write_report
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.study import REPORT, read_study
 
@@ -76,6 +76,8 @@ def _study(args: ReportArgs) -> str:
     best = None if args.best_config is None else write_best_config(study, args.best_config)
     if not args.json:
         print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
+    if len(study.done) >= LARGE:
+        info(f"making the page of {len(study.done):,} trials …")
     page, missing = write_report(study, Path(args.out) if args.out else study.path / REPORT)
     if args.json:
         _print_json(as_json(study) | {"page": str(page)})

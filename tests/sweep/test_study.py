@@ -11,9 +11,10 @@ from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.live_view import LiveView
+from roxxel_dist.sweep.report import html
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.report.plots import draw_ablations, median_curve, plot_scale
+from roxxel_dist.sweep.report.plots import draw, draw_ablations, median_curve, plot_scale
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.distributions import distribution
@@ -166,14 +167,17 @@ def test_a_program_of_ones_own_has_no_config(tmp_path):
         write_best_config(study, tmp_path / "best.yaml")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(html, "LARGE", 3)
     path = made_study(tmp_path, 4)
     best = read_study(path).done[0]
     out, config = tmp_path / "out", tmp_path / "best.yaml"
     assert main(["report", str(path), "--json", "--out", str(out), "--best_config", str(config)]) == 0
     assert (out / "report.html").is_file()
     assert config.is_file()
-    told = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    assert "roxxel-dist: making the page of 3 trials …" in output.err
+    told = json.loads(output.out)
     assert told["best"] == best.number
     assert len(told["trials"]) == 4
     assert main(["report", str(path), str(path / "trials" / "0")]) == 2
@@ -190,6 +194,14 @@ def test_parameters_that_all_share_are_not_shown(tmp_path):
 def test_json_has_every_report(study):
     first = as_json(study)["trials"][0]
     assert [step for step, _ in first["reports"]] == list(range(6))
+
+
+def test_a_parameter_that_no_ended_trial_has_is_not_drawn(tmp_path):
+    sweep = sweep_of({"parameters": {"moe": {"values": [True, False]}, "experts": {"min": 2, "max": 8}}})
+    some = {"state": "done", "params": {"moe": False}}, {"state": "failed", "params": {"moe": True, "experts": 4}}
+    trials = {number: Trial(number=number, value=1.0 if number else None, **some[number == 0]) for number in range(3)}
+    pictures = draw(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)), tmp_path)
+    assert [picture.name for picture in pictures] == ["best_so_far.png", "parallel.png", "slices.png"]
 
 
 @pytest.mark.parametrize(

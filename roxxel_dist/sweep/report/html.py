@@ -1,7 +1,6 @@
-"""A study as one HTML file that needs no other: pictures and all trials in it."""
+"""A study as one HTML file that needs no other: plots and all trials in it."""
 
 import base64
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -22,6 +21,8 @@ td.reason { white-space: normal; min-width: 20rem }
   img { background: white }
 }
 """
+LARGE = 200
+"""Trials from which the page takes seconds, so that something is said meanwhile."""
 TITLES = {
     "best_so_far": "Best so far",
     "parallel": "All trials over all parameters",
@@ -32,18 +33,13 @@ TITLES = {
 
 
 def write_report(study: Study, folder: Path) -> tuple[Path, str]:
-    """Pictures and page into a folder: (the page, what to say where the pictures could not be drawn)."""
+    """Write plots and page into a folder: (the page, what to say where the plots could not be drawn)."""
     from roxxel_dist.sweep.report.plots import draw
 
     try:
         pictures, missing = draw(study, folder), ""
     except ImportError:
         pictures, missing = [], MISSING
-    return write_page(study, pictures, folder / "report.html"), missing
-
-
-def write_page(study: Study, pictures: Sequence[Path], file: Path) -> Path:
-    """Write the page; returns the file."""
     parts = [f"<h1>{escape(study.name)}</h1>", f"<pre>{escape(summary(study))}</pre>"]
     for picture in pictures:
         title = TITLES.get(picture.stem) or picture.stem.replace("by_", f"{study.sweep.metric} by ", 1)
@@ -51,25 +47,26 @@ def write_page(study: Study, pictures: Sequence[Path], file: Path) -> Path:
         parts.append(f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">')
     parts += ["<h2>All trials</h2>", f"<div>{_table(study)}</div>"]
     head = f'<meta charset="utf-8"><title>{escape(study.name)}</title><style>{STYLE}</style>'
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n", encoding="utf-8")
-    return file
+    page = folder / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n", encoding="utf-8")
+    return page, missing
 
 
 def _table(study: Study) -> str:
     names = varied(study)
-    order = {one.number: place for place, one in enumerate(study.done)}
-    trials = sorted(study.history.trials.values(), key=lambda one: (order.get(one.number, len(order)), one.number))
+    rank = {trial.number: rank for rank, trial in enumerate(study.done)}
+    trials = sorted(study.history.trials.values(), key=lambda trial: (rank.get(trial.number, len(rank)), trial.number))
     rows = ["".join(f"<th>{escape(name)}</th>" for name in ("trial", study.sweep.metric, "", "minutes", *names, ""))]
-    for one in trials:
-        params = flat(one.params)
+    for trial in trials:
+        params = flat(trial.params)
         cells = [
-            f"{one.number} ★ best" if order.get(one.number) == 0 else str(one.number),
-            "" if one.value is None else f"{one.value:.6g}",
-            STATES[one.state],
-            "" if one.seconds is None else f"{one.seconds / 60:.1f}",
+            f"{trial.number} ★ best" if rank.get(trial.number) == 0 else str(trial.number),
+            "" if trial.value is None else f"{trial.value:.6g}",
+            STATES[trial.state],
+            "" if trial.seconds is None else f"{trial.seconds / 60:.1f}",
             *(short(params.get(name, "-")) for name in names),
         ]
         plain = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        rows.append(f'{plain}<td class="reason">{escape(one.reason or "")}</td>')
+        rows.append(f'{plain}<td class="reason">{escape(trial.reason or "")}</td>')
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"

@@ -4,26 +4,27 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, Config, load_yaml
+from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import CONFIG
-from roxxel_dist.sweep.journal import Trial
+from roxxel_dist.sweep.journal import State, Trial
 from roxxel_dist.sweep.study import Study, flat, short
 
 MOST = 20
 """Trials that the table shows; the page has all."""
-STATES = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
+STATES: dict[State, str] = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
 
 
 def counts(study: Study) -> str:
     """How many trials there are of each kind."""
-    trials = list(study.history.trials.values())
-    found = [f"{sum(one.state == state for one in trials)} {said}" for state, said in STATES.items()]
-    return f"{len(trials)} trial(s): " + ", ".join(one for one in found if not one.startswith("0 "))
+    parts = [f"{count} {name}" for state, name in STATES.items() if (count := study.history.count(state))]
+    return f"{len(study.history.trials)} trial(s): {', '.join(parts)}"
 
 
 def varied(study: Study) -> list[str]:
     """The parameters that the trials do not all share, those of the space first."""
     rows = [flat(trial.params) for trial in study.history.trials.values()]
-    names = dict.fromkeys([one.name for one in study.sweep.space.free] + [name for row in rows for name in row])
+    searched = [parameter.name for parameter in study.sweep.space.free]
+    names = dict.fromkeys([*searched, *(name for row in rows for name in row)])
     return [name for name in names if any(row.get(name) != rows[0].get(name) for row in rows)]
 
 
@@ -33,8 +34,8 @@ def summary(study: Study) -> str:
     lines = [f"{study.name}: {counts(study)}; {study.history.method or sweep.method}, {sweep.goal} {sweep.metric}"]
     if study.done:
         best = study.done[0]
-        told = ", ".join(f"{name} {short(value)}" for name, value in flat(best.params).items())
-        lines += [f"best {sweep.metric}: {best.value:.6g}, trial {best.number}: {told}"]
+        params = ", ".join(f"{name} {short(value)}" for name, value in flat(best.params).items())
+        lines += [f"best {sweep.metric}: {best.value:.6g}, trial {best.number}: {params}"]
     return "\n".join(lines)
 
 
@@ -43,12 +44,11 @@ def table(study: Study) -> str:
     names = varied(study)
     rows = [["trial", study.sweep.metric, "", "minutes", *names]]
     rows += [_row(trial, names) for trial in study.done[:MOST]]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if len(rows) > 1 else []
+    lines = aligned(rows, right=False) if len(rows) > 1 else []
     if len(study.done) > MOST:
         lines.append(f"… and {len(study.done) - MOST} more: the page has all")
-    failed = [one for one in study.history.trials.values() if one.state == "failed"]
-    lines += [f"trial {one.number} failed: {one.reason}" for one in failed[:MOST]]
+    failed = [trial for trial in study.history.trials.values() if trial.state == "failed"]
+    lines += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:MOST]]
     if len(failed) > MOST:
         lines.append(f"… and {len(failed) - MOST} more failed")
     return "\n".join([summary(study), *(["", *lines] if lines else [])])
@@ -63,19 +63,10 @@ def _row(trial: Trial, names: list[str]) -> list[str]:
 
 def as_json(study: Study) -> dict[str, Any]:
     """Everything that a program may want to know of a study."""
+    fields = ("state", "params", "value", "seconds", "attempts", "reports", "reason", "more")
     trials = [
-        {
-            "trial": one.number,
-            "state": one.state,
-            "params": one.params,
-            "value": one.value,
-            "seconds": one.seconds,
-            "attempts": one.attempts,
-            "reports": one.reports,
-            "reason": one.reason,
-            "more": one.more,
-        }
-        for one in study.history.trials.values()
+        {"trial": trial.number, **{name: getattr(trial, name) for name in fields}}
+        for trial in study.history.trials.values()
     ]
     best = study.done[0].number if study.done else None
     return {"name": study.name, "metric": study.sweep.metric, "goal": study.sweep.goal, "best": best, "trials": trials}

@@ -171,26 +171,21 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     values = given["values"]
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ValueError(f"values: {values!r} must be a list with at least one value")
-    weights = _weights(given["probabilities"], len(values)) if is_weighted else [1.0] * len(values)
+    weights = given["probabilities"] if is_weighted else [1.0] * len(values)
+    if not isinstance(weights, Sequence) or len(weights) != len(values):
+        raise ValueError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one a value")
+    valid = all(_is_number(weight) and weight >= 0 for weight in weights)
+    if is_weighted and not (valid and math.isclose(sum(weights), 1, abs_tol=1e-6)):
+        raise ValueError(f"probabilities: {weights!r} must be 0 or more each, and 1 together")
     order = [number for number, weight in enumerate(weights) if weight > 0]
     if all(map(_is_number, values)):
         order.sort(key=lambda number: values[number])
     return Distribution(
         name=name,
         choices=tuple(values[number] for number in order),
-        weights=tuple(weights[number] for number in order) if is_weighted else None,
+        weights=tuple(float(weights[number]) for number in order) if is_weighted else None,
         grid_order=sorted(range(len(order)), key=order.__getitem__),
     )
-
-
-def _weights(weights: Any, count: int) -> list[float]:
-    if not isinstance(weights, Sequence) or len(weights) != count:
-        raise ValueError(f"probabilities: {weights!r} must be a list of {count} numbers, one a value")
-    if not all(_is_number(weight) and weight >= 0 for weight in weights) or not math.isclose(
-        sum(weights), 1, abs_tol=1e-6
-    ):
-        raise ValueError(f"probabilities: {weights!r} must be 0 or more each, and 1 together")
-    return [float(weight) for weight in weights]
 
 
 def _int_uniform(given: Mapping[str, Any]) -> Distribution:
