@@ -18,9 +18,9 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.component import component
-from roxxel_dist.data.atomic_dir import write_file
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.model.config import ModelConfig, check_sizes

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.data.atomic_dir import sync_folder
+from roxxel_dist.cluster.durable import sync_folder
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes

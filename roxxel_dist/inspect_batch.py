@@ -6,7 +6,7 @@ from pathlib import Path
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
-from roxxel_dist.data.dataset import Roxxel, place_of
+from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.checkpoint.metadata import META
@@ -57,7 +57,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
             name = plan.datasets[rows.dataset[row]]
             if name not in sets:
                 raise ValueError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
-            place = place_of(sets[name], offset)
+            place = locate_token(sets[name], offset)
             ids = sets[name].read(rows.offset[row : row + 1], rows.seq_len)[0].tolist()
             text_of_row = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))
             where = f"{name} token {offset:,} ({place.path.name}, document {place.document}, +{place.position:,})"

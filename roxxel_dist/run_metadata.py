@@ -13,9 +13,9 @@ import jax
 
 from roxxel_dist.builders import RunComponents
 from roxxel_dist.cluster import determinism
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.atomic_dir import write_file
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module

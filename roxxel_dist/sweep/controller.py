@@ -24,7 +24,7 @@ from roxxel_dist.sweep.execution.local_ray import local_ray
 from roxxel_dist.sweep.execution.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.journal import VERSION, History, Journal, this_driver
 from roxxel_dist.sweep.options import Ending, Options
-from roxxel_dist.sweep.samplers import Engine, UsedUp
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
 from roxxel_dist.sweep.schedulers.hyperband import bands, poor
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 
@@ -90,7 +90,7 @@ class Driver:
         """Tell the engine what was, and find what is to be run again."""
         trials = sorted(self._history.trials.values(), key=lambda one: one.number)
         for trial in trials:
-            self._engine.recall(trial.number, trial.params, trial.point)
+            self._engine.restore(trial.number, trial.params, trial.point)
         sweep, options = self._sweep, self._options
         self._note(
             "study", None, version=VERSION, metric=sweep.metric, goal=sweep.goal, method=options.method or sweep.method,
@@ -113,7 +113,7 @@ class Driver:
             elif self._enough is None and len(self._history.trials) < min(limits, default=math.inf):
                 try:
                     number, params = self._engine.ask()
-                except UsedUp as error:
+                except SpaceExhausted as error:
                     self._enough = str(error)
                     return
                 attempt, losses = 0, 0

@@ -16,9 +16,8 @@ from roxxel_dist.sweep.live_view import Screen
 from roxxel_dist.sweep.options import Wanted
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.text import table
-from roxxel_dist.sweep.samplers import Engine, UsedUp, make
-from roxxel_dist.sweep.space.sweep_file import Params
-from roxxel_dist.sweep.space.yaml_errors import nearest
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.space.sweep_file import Params, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
@@ -170,7 +169,7 @@ class Session:
         if self._server is None and not is_study(self._wanted.study):
             try:
                 self._make().ask()
-            except UsedUp as error:  # before anything was run: no trial can be made
+            except SpaceExhausted as error:  # before anything was run: no trial can be made
                 raise ValueError(str(error)) from error
         if self._server == "":
             from roxxel_dist.sweep.wandb_bridge.server import create_or_join

@@ -14,7 +14,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.units import Units, unit_size
-from roxxel_dist.data.verify_on_read import VerifiedBlocks
+from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.train_step import BALANCE, Hparams

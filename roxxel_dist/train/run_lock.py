@@ -1,11 +1,10 @@
 """One process trains in a run directory: it holds a lock (flock) on the file `.lock` in it. Standard library alone."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from roxxel_dist.data.atomic_dir import make_folder
-from roxxel_dist.data.file_lock import holder, take_lock
+from roxxel_dist.cluster.durable import make_folder
+from roxxel_dist.data.file_lock import holder, release_lock, take_lock
 
 LOCK = ".lock"
 HELD: set[Path] = set()
@@ -43,6 +42,6 @@ def hold(run: Path, *, nested: bool = True) -> Callable[[], None]:
     def let_go() -> None:
         if run in HELD:
             HELD.remove(run)
-            os.close(lock)
+            release_lock(lock)
 
     return let_go

@@ -23,7 +23,7 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.data.verify_on_read import VerifiedBlocks
+from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.manager import CheckpointManager, restore

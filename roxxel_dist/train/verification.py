@@ -6,7 +6,7 @@ The plan knows what a step will read. No row is logged, and no checkpoint saved,
 import threading
 
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.data.verify_on_read import DamagedData, VerifiedBlocks
+from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
 
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 256, 1 << 22
 

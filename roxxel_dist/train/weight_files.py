@@ -25,7 +25,7 @@ from flax import serialization
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STEP, PARAMS = "step", "params"

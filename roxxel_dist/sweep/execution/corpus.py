@@ -1,6 +1,5 @@
 """The corpus of a study: text is made into shards once a tokenizer, and all trials read them."""
 
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from roxxel_dist.config import Config
 from roxxel_dist.data.discovery import is_tokens
-from roxxel_dist.data.file_lock import wait_for_lock
+from roxxel_dist.data.file_lock import release_lock, wait_for_lock
 from roxxel_dist.sweep.execution.outcome import last_words
 from roxxel_dist.sweep.execution.process import POLL_S, TrialProcess, environment
 
@@ -56,7 +55,7 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
         if not is_tokens(into):
             build([path], into, tokenizer=config.tokenizer_type, vocab_size=config.vocab_size).close()
     finally:
-        os.close(lock)
+        release_lock(lock)
     return str(into)
 
 

@@ -47,7 +47,7 @@ class ServerSampler:
         """The server does not say."""
         return []
 
-    def recall(self, trial: int, params: Params, point: Sequence[float]) -> None:
+    def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
         """Count a trial of an earlier start."""
         self._next = max(self._next, trial + 1)
 

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
-from roxxel_dist.data.atomic_dir import sync_folder, write_file
+from roxxel_dist.cluster.durable import sync_folder, write_file
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.metadata import META
 

@@ -12,7 +12,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 META = "meta.json"
 """The file of a checkpoint that holds its metadata, and all else that is no array."""

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.layout import LAYOUT

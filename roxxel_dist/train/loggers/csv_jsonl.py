@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 COLUMNS = (
     "step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step",
