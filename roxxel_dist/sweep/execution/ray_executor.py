@@ -146,7 +146,7 @@ class Attempt:
     heard: bool = False
     cancel_reason: CancelReason | None = None
     """What was decided about it: stopped early, to be run again by the next start, or told its end already."""
-    end: float | None = None
+    end: float = math.inf
     """When its process must be gone."""
     cancelled: bool = False
     announced: bool = False
@@ -205,8 +205,8 @@ class RayExecutor:
         has ended, the last of it.
         """
         handles = [attempt.stream if attempt.value is None else attempt.value for attempt in self.running]
-        ready, _ = self._ray.wait(handles, num_returns=1, timeout=seconds)
-        heard = [attempt for attempt, handle in zip(self.running, handles, strict=True) if _is_in(handle, ready)]
+        ready = {id(handle) for handle in self._ray.wait(handles, num_returns=1, timeout=seconds)[0]}
+        heard = [attempt for attempt, handle in zip(self.running, handles, strict=True) if id(handle) in ready]
         return [(attempt, item) for attempt in heard for item in self._read(attempt)]
 
     def _read(self, attempt: Attempt) -> list[Item]:
@@ -242,7 +242,7 @@ class RayExecutor:
 
     def expire(self) -> list[Attempt]:
         """Attempts that did not end by any means; those that did not end by themselves are told to."""
-        late = [one for one in self.running if one.end is not None and time.monotonic() >= one.end]
+        late = [attempt for attempt in self.running if time.monotonic() >= attempt.end]
         lost = [attempt for attempt in late if attempt.cancelled]
         for attempt in late:
             if not attempt.cancelled:
@@ -252,7 +252,8 @@ class RayExecutor:
     def waiting(self, seconds: float) -> str | None:
         """What to tell a person about trials that found no room for so long; each is told of once."""
         before = time.monotonic() - seconds
-        new = [one for one in self.running if not (one.heard or one.announced or one.end) and one.since < before]
+        silent = [attempt for attempt in self.running if not (attempt.heard or attempt.cancel_reason)]
+        new = [attempt for attempt in silent if not attempt.announced and attempt.since < before]
         if not new:
             return None
         for attempt in new:
@@ -262,10 +263,6 @@ class RayExecutor:
             f"trial {', '.join(str(attempt.trial) for attempt in new)} waits for room in Ray: needed "
             f"{amounts(needed, needed)} on one node; free now, together: {amounts(free, needed)}"
         )
-
-
-def _is_in(handle: Any, ready: Sequence[Any]) -> bool:
-    return any(handle is item for item in ready)
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from roxxel_dist.run_directory import LOCK, is_held
 from roxxel_dist.sweep.execution.metrics import MetricsTail
 from roxxel_dist.sweep.execution.outcome import classify_exit, disk_full, unreported
 from roxxel_dist.sweep.execution.process import (
+    LOCK_LIMIT_S,
     POLL_S,
     ROXXEL,
     TrialProcess,
@@ -28,7 +29,6 @@ from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION, TRIAL
 
 HEADS = ("n_heads", "head_size")
-LOCK_LIMIT_S = 30.0
 Task = Mapping[str, Any]
 Event = dict[str, Any]
 

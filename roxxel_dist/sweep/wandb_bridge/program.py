@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.sweep.execution.metrics import MetricsTail, Report
 from roxxel_dist.sweep.execution.process import environment, launch_command, rank_count
 from roxxel_dist.sweep.wandb_bridge.run_file import WandbFile
@@ -102,7 +103,7 @@ def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str,
 
 def note_end(folder: Path) -> None:
     """Remember that the program has ended well: it is not run again."""
-    (folder / ENDED).write_text('{"exit_code": 0}\n', encoding="utf-8")
+    write_file(folder / ENDED, '{"exit_code": 0}\n')
 
 
 def has_ended(folder: Path) -> bool:
