@@ -451,8 +451,8 @@ def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
     segment = plan.segment(last - 1)
     reached, sets = segment.after(last - segment.first_step), {}
     for name, source in plan.amendments[-1].sources.items():
-        units, at = source.units, reached[name]
-        passes = at.pass_index + 1 - (at.remaining.size - at.used) / units.count
+        units, cursor = source.units, reached[name]
+        passes = cursor.pass_index + 1 - (cursor.remaining.size - cursor.used) / units.count
         sets[name] = {"tokens": units.tokens, "passes": passes}
     return sets
 

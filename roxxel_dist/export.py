@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.durable import sync_folder
+from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
@@ -69,7 +69,7 @@ def export_run(
         raise ValueError(f"--merge_lora: {run} has no adapters; leave it out")
     weights = weights.merged() if merge_lora else weights
     params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         with interrupt.cleanup(lambda: shutil.rmtree(folder, ignore_errors=True)):

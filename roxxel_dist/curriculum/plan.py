@@ -11,10 +11,9 @@ import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,7 @@ ENDLESS = 1 << 62
 """Steps of a phase that goes on, pass after pass."""
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The rows of one step's global batch of B rows."""
 
     dataset: np.ndarray

@@ -41,19 +41,16 @@ class ShardSlice:
 
     def document(self, number: int) -> np.ndarray:
         """What the slice holds of its document `number` without the separator: read-only [tokens]."""
-        first, last = self._span(number)
-        return self.shard.tokens[first:last]
-
-    def _span(self, number: int) -> tuple[int, int]:
-        """The same as the first token and one past the last, in the shard."""
         index = self.first_document + number
         ends = self.shard.document_ends
-        end = int(ends[index])
-        start = int(ends[index - 1]) if index else 0
-        if self.shard.metadata.separator is not None:
-            end -= 1
-        first = max(start, self.low)
-        return first, max(first, min(end, self.high))
+        first = max(int(ends[index - 1]) if index else 0, self.low)
+        last = min(int(ends[index]) - self._separators, self.high)
+        return self.shard.tokens[first : max(first, last)]
+
+    @property
+    def _separators(self) -> int:
+        """Tokens at a document's end that are not of it."""
+        return int(self.shard.metadata.separator is not None)
 
     def read_documents(self) -> Iterator[np.ndarray]:
         """All documents, one after another, by read(2) and not from the mapped file: [tokens].
@@ -61,18 +58,23 @@ class ShardSlice:
         Raises:
             ValueError: the file is cut short. The message names it.
         """
-        ends = np.array(self.shard.document_ends)
-        if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(self.shard.tokens):
-            raise ValueError(f"{self.shard.path}: the document ends are damaged, or the file was cut short")
-        spans = np.array([self._span(number) for number in range(self.documents)]).reshape(-1, 2)
+        shard, dtype, ends = self.shard, self.shard.dtype, self.shard.document_ends
+        if isinstance(shard, Shard):
+            ends = read_tokens(shard.path, ends.dtype, shard.layout.ends_offset, len(ends))
+        if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(shard.tokens):
+            raise ValueError(f"{shard.path}: the document ends are damaged. Write the file again from its source")
+        documents = slice(self.first_document, self.last_document)
+        firsts = np.maximum(np.append(0, ends[:-1])[documents], self.low)
+        lasts = np.maximum(np.minimum(ends[documents] - self._separators, self.high), firsts)
         done = 0
-        while done < len(spans):
+        while done < len(firsts):
             # Some documents at once: a call for each would take longer than what it reads.
-            low = int(spans[done, 0])
-            stop = max(done + 1, int(np.searchsorted(spans[:, 1], low + READ_TOKENS, side="right")))
-            shard, dtype = self.shard, self.shard.dtype
-            tokens = read_tokens(shard.path, dtype, shard.offset + low * dtype.itemsize, int(spans[stop - 1, 1]) - low)
-            for first, last in (spans[done:stop] - low).tolist():
+            start = int(firsts[done])
+            stop = max(done + 1, int(lasts.searchsorted(start + READ_TOKENS, side="right")))
+            tokens = read_tokens(shard.path, dtype, shard.offset + start * dtype.itemsize, int(lasts[stop - 1]) - start)
+            for first, last in zip(
+                (firsts[done:stop] - start).tolist(), (lasts[done:stop] - start).tolist(), strict=True
+            ):
                 yield tokens[first:last]
             done = stop
 

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
-from roxxel_dist.cluster.durable import sync_folder, write_file
+from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
@@ -61,7 +61,7 @@ def open_folder(folder: Path, *, read_only: bool) -> dict[int, float | None]:
     if process_index() == 0:
         try:
             if not read_only:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 sweep(folder)
             saved = complete(folder)
         except OSError as error:
