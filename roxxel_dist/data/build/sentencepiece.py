@@ -46,21 +46,6 @@ class SentencePieceTokenizer(Tokenizer):
         if not pieces:
             raise ValueError(f"{path}: not a SentencePiece model (it has no pieces). Put the right file there")
 
-    @staticmethod
-    def unpack(data: bytes, path: Path) -> tuple[bytes, str | None] | None:
-        """The model and the name of end-of-text in what `save` wrote; None where the bytes are something else.
-
-        Raises:
-            ValueError: it is such a file, and damaged.
-        """
-        if not data.startswith(b'{"' + KEY.encode()):
-            return None
-        try:
-            packed = json.loads(data)
-            return base64.b64decode(packed[KEY], validate=True), packed["eos_token"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
-
     @property
     def cuttable(self) -> bool:
         """False: a model may put something before every text."""
@@ -114,3 +99,21 @@ class SentencePieceTokenizer(Tokenizer):
         """Write the model and the name of end-of-text in one instant, as JSON that `Tokenizer.load` reads."""
         packed = {KEY: base64.b64encode(self._model).decode(), "eos_token": self._eos_token}
         write_file(Path(path), json.dumps(packed).encode())
+
+
+def load(data: bytes, eos_token: str | None, path: Path) -> SentencePieceTokenizer | None:
+    """The tokenizer of a `.model` file, or of what `save` wrote; None where the bytes are something else.
+
+    Raises:
+        ValueError: it is such a file, and damaged.
+    """
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(data, eos_token, path)
+    if not data.startswith(b'{"' + KEY.encode()):
+        return None
+    try:
+        packed = json.loads(data)
+        model, saved_eos = base64.b64decode(packed[KEY], validate=True), packed["eos_token"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
+    return SentencePieceTokenizer(model, eos_token or saved_eos, path)
