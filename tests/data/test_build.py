@@ -9,9 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from roxxel_dist.data.build.build import build, info
+from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.tokenizer import EOS, train_tokenizer
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.verify import info
 
 FILES = {
     "b.txt": "beta\nbeta beta\n" * 30,

@@ -126,12 +126,7 @@ def check_settings(
 def find_inputs(
     sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: Progress
 ) -> tuple[Roxxel | None, Corpus | None]:
-    """The tokens or the texts that the paths name, for a build into the folder `out`; one of the two is None.
-
-    Raises:
-        FileNotFoundError: one does not exist.
-        ValueError: there is nothing in them, they are damaged, or some are tokens and some text.
-    """
+    """The tokens or the texts that the paths name, for a build into the folder `out`; one of the two is None."""
     kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]
     if all(kinds) and sources:
         tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)

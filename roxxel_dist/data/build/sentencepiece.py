@@ -17,13 +17,7 @@ KEY = "sentencepiece"
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, with the ids that its library gives. It is saved whole, inside one JSON file.
 
-    Args:
-        model: the bytes of the `.model` file.
-        eos_token: the piece that ends a document; None for the model's own.
-        path: where it is from, for messages.
-
-    Raises:
-        ValueError: it is no model, or the library is not installed.
+    `eos_token` is the piece that ends a document, None for the model's own; `path` is for messages.
     """
 
     def __init__(self, model: bytes, eos_token: str | None, path: Path) -> None:
@@ -33,10 +27,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(
                 f"{path}: a SentencePiece model needs a package: pip install 'roxxel-dist[sentencepiece]'"
             ) from error
-        self.kind = "sentencepiece"
-        self._characters = None
-        self._model = model
-        self._eos_token = eos_token
+        self.kind, self._characters, self._model, self._eos_token = "sentencepiece", None, model, eos_token
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
@@ -72,11 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document.
-
-        Raises:
-            ValueError: the model has no such piece.
-        """
+        """The id that ends a document. ValueError where the model has no such piece."""
         if self._eos_token is None and self._processor.eos_id() >= 0:
             return self._processor.eos_id()
         number = self._processor.PieceToId(self._eos_token or "")
@@ -102,11 +89,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load(data: bytes, eos_token: str | None, path: Path) -> SentencePieceTokenizer | None:
-    """The tokenizer of a `.model` file, or of what `save` wrote; None where the bytes are something else.
-
-    Raises:
-        ValueError: it is such a file, and damaged.
-    """
+    """The tokenizer of a `.model` file, or of what `save` wrote; None where the bytes are something else."""
     if path.suffix == ".model":
         return SentencePieceTokenizer(data, eos_token, path)
     if not data.startswith(b'{"' + KEY.encode()):

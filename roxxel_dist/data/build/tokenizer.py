@@ -104,11 +104,7 @@ class Tokenizer:
 
     @property
     def eos_token(self) -> str:
-        """What the token that ends a document is called.
-
-        Raises:
-            ValueError: it has no token of the name given, or none with one of the usual names.
-        """
+        """What the token that ends a document is called. ValueError where it has none of the name given or the usual."""
         names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
         for name in names:
             if self._inner.token_to_id(name) is not None:
@@ -132,11 +128,6 @@ class Tokenizer:
     def to_json(self) -> bytes:
         """The contents of a `tokenizer.json`."""
         return self._inner.to_str(pretty=True).encode()
-
-    @classmethod
-    def of_json(cls, data: bytes) -> "Tokenizer":
-        """The tokenizer of what `to_json` gave."""
-        return cls(tokenizers.Tokenizer.from_buffer(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json`; where end-of-text has none of the usual names, `tokenizer_config.json` beside it."""
@@ -200,11 +191,8 @@ def train_tokenizer(
         kind: "char", "byte" or "bpe".
         texts: the corpus; not read for "byte".
         vocab_size: ids in all, end-of-text included. For "bpe" the most there will be (None: 8192; a small corpus
-            has fewer), for the others only checked.
+            has fewer), for the others only checked: ValueError where it is too small.
         progress: show bars on stderr where that is a terminal; only "bpe" takes a time worth them.
-
-    Raises:
-        ValueError: an unknown kind, or a `vocab_size` too small for it.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
