@@ -286,7 +286,7 @@ class Config(Fields):
         Raises:
             ValueError: a key that no field has, a field given twice, or a value of another type than its field.
         """
-        values = _flat(values, source)
+        values = flat_fields(values, source)
         for key in values:
             if key not in FIELD_TYPES and key != RECORD:
                 raise ValueError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
@@ -308,8 +308,7 @@ def yaml_problem(error: Exception) -> str:
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises:
-        ValueError: no such file, not YAML, not a mapping, or one with a key that is given twice.
+    Raises ValueError for no such file, no YAML, no mapping, or a key that is given twice.
     """
     import yaml
 
@@ -335,8 +334,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The fields of all sections beside those outside of any."""
+def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, Any]:
+    """The fields of all sections beside those outside of any. Raises ValueError for one that is given twice."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key in SECTIONS and key not in FIELD_TYPES and value is None:

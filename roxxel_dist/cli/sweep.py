@@ -36,7 +36,7 @@ class SweepArgs(ConfigArgs):
     workers: int | None = None
     """Trials that run at once; 1 where not given."""
     method: str | None = None
-    """bayes, tpe, random, grid, or wandb (the engine of PyPI's `sweeps`); the method of the YAML where not given."""
+    """bayes, tpe, random or grid; the method of the YAML where not given."""
     sweep_seed: int = 0
     """Of the search; the trials' own is `seed`."""
     ray_address: str | None = None

@@ -21,10 +21,10 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.execution.local_ray import local_ray
-from roxxel_dist.sweep.execution.ray_executor import LOST_S, Item, Pool, Running, check_room
+from roxxel_dist.sweep.execution.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.journal import VERSION, History, Journal, this_driver
 from roxxel_dist.sweep.options import Ending, Options
-from roxxel_dist.sweep.samplers import Engine, UsedUp
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
 from roxxel_dist.sweep.schedulers.hyperband import bands, poor
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 
@@ -49,7 +49,7 @@ class Driver:
         engine: Engine,
         task_of: Callable[[int, Params, int], Item],
         options: Options,
-        pool: Pool,
+        pool: RayExecutor,
         signals: SignalPipe,
         on_change: Callable[[History], None],
         say: Callable[[str], None],
@@ -90,7 +90,7 @@ class Driver:
         """Tell the engine what was, and find what is to be run again."""
         trials = sorted(self._history.trials.values(), key=lambda one: one.number)
         for trial in trials:
-            self._engine.recall(trial.number, trial.params, trial.point)
+            self._engine.restore(trial.number, trial.params, trial.point)
         sweep, options = self._sweep, self._options
         self._note(
             "study", None, version=VERSION, metric=sweep.metric, goal=sweep.goal, method=options.method or sweep.method,
@@ -113,7 +113,7 @@ class Driver:
             elif self._enough is None and len(self._history.trials) < min(limits, default=math.inf):
                 try:
                     number, params = self._engine.ask()
-                except UsedUp as error:
+                except SpaceExhausted as error:
                     self._enough = str(error)
                     return
                 attempt, losses = 0, 0
@@ -123,13 +123,13 @@ class Driver:
             task = self._task_of(number, self._history.trials[number].params, attempt)
             self._pool.submit(number, attempt, losses, task)
 
-    def _hear(self, one: Running, item: Item) -> None:
+    def _hear(self, one: Attempt, item: Item) -> None:
         [(name, told)] = item.items()
-        if not one.heard and name != "gone":
+        if not one.heard and name != "exited":
             one.heard, one.since = True, time.monotonic()
-        if name == "gone":
+        if name == "exited":
             self._gone(one)
-        elif one.verdict == "ended":
+        elif one.cancel_reason == "ended":
             return
         elif name == "start":
             self._note("start", one.trial, attempt=one.attempt, node=told.get("node"), pid=told["pid"])
@@ -137,19 +137,19 @@ class Driver:
             self._report(one, told["step"], told["value"])
         elif name == "result":
             self._result(one, told)
-        elif one.verdict is not None:
+        elif one.cancel_reason is not None:
             return  # what its end looks like from inside is no failure
         elif name == "fail":
             self._fail(one, told["kind"], told["reason"], told.get("log"))
         elif name == "lost":
             self._lost(one, told["reason"])
-        elif name == "over":
+        elif name == "exhausted":
             self._enough = told["reason"]
-            self._pool.leave(one)
-        elif name == "broken":
+            self._pool.await_exit(one)
+        elif name == "fatal":
             self._drain(Ending(code=1, reason=told["reason"]))
 
-    def _report(self, one: Running, step: int, value: Any) -> None:
+    def _report(self, one: Attempt, step: int, value: Any) -> None:
         trial = self._history.trials[one.trial]
         if not _is_number(value):
             self._nan(one, value, f" at step {step}")
@@ -168,23 +168,23 @@ class Driver:
             return
         self._judged = True
         reports = {trial.number: trial.reports for trial in self._history.trials.values()}
-        running = {one.trial: one for one in self._pool.running if one.verdict is None}
+        running = {one.trial: one for one in self._pool.running if one.cancel_reason is None}
         for number, reason in poor(rule, self._sweep.sign, reports, list(running)).items():
             step, value = reports[number][-1]
             self._note("stop", number, step=step, value=value, rule="hyperband", reason=reason)
             self._pool.cancel(running[number], "stop")
 
-    def _result(self, one: Running, told: Mapping[str, Any]) -> None:
+    def _result(self, one: Attempt, told: Mapping[str, Any]) -> None:
         value = told["value"]
         if not _is_number(value):
             self._nan(one, value, "")
             return
         params = told.get("params") or self._history.trials[one.trial].params
         self._write_result(one.trial, params, value, one, told.get("stopped"), told.get("more") or {})
-        self._pool.leave(one)
+        self._pool.await_exit(one)
 
     def _write_result(
-        self, trial: int, params: Params, value: float, one: Running | None, stopped: str | None, more: Any
+        self, trial: int, params: Params, value: float, one: Attempt | None, stopped: str | None, more: Any
     ) -> None:
         seconds = None if one is None else round(time.monotonic() - one.since, 3)
         self._note(
@@ -193,40 +193,40 @@ class Driver:
         )  # fmt: skip
         self._engine.tell(trial, value)
 
-    def _stopped(self, trial: int, one: Running | None) -> None:
+    def _stopped(self, trial: int, one: Attempt | None) -> None:
         """A trial that was stopped early has ended: its best report is its value."""
         value = self._history.best_report(trial)
         assert value is not None, f"trial {trial} was stopped before its first report"
         self._write_result(trial, self._history.trials[trial].params, value, one, "hyperband", {})
 
-    def _nan(self, one: Running, value: Any, where: str) -> None:
+    def _nan(self, one: Attempt, value: Any, where: str) -> None:
         self._write_fail(one.trial, "nan", f"{self._sweep.metric} was {value}{where}", None)
         self._pool.cancel(one, "ended")
 
-    def _fail(self, one: Running, kind: str, reason: str, log: str | None) -> None:
+    def _fail(self, one: Attempt, kind: str, reason: str, log: str | None) -> None:
         self._write_fail(one.trial, kind, reason, log)
-        self._pool.leave(one)
+        self._pool.await_exit(one)
 
     def _write_fail(self, trial: int, kind: str, reason: str, log: str | None) -> None:
         params = self._history.trials[trial].params
         self._note("fail", trial, params=params, kind=kind, reason=reason, log=log)
         self._engine.tell(trial, None)
 
-    def _lost(self, one: Running, reason: str) -> None:
+    def _lost(self, one: Attempt, reason: str) -> None:
         losses = one.losses + 1
         if losses > self._options.max_retries:
             self._fail(one, "lost", f"lost {losses} times; at last: {reason}", None)
             return
         self._say(f"trial {one.trial} was lost ({reason}): it is run again, {losses} of {self._options.max_retries}")
         self._again.append((one.trial, one.attempt + 1, losses))
-        self._pool.leave(one)
+        self._pool.await_exit(one)
 
-    def _gone(self, one: Running) -> None:
+    def _gone(self, one: Attempt) -> None:
         """Its task has ended."""
         self._pool.running.remove(one)
-        if one.verdict == "stop":
+        if one.cancel_reason == "stop":
             self._stopped(one.trial, one)
-        elif one.verdict is None:
+        elif one.cancel_reason is None:
             self._write_fail(one.trial, "error", "its body ended without a result", None)
 
     def _heed(self) -> bool:
@@ -244,12 +244,12 @@ class Driver:
         """End: running trials are told to; the next start runs them again."""
         self._ending = self._ending or ending
         for one in self._pool.running:
-            if one.verdict is None:
+            if one.cancel_reason is None:
                 self._pool.cancel(one, "drain")
 
     def _look(self) -> None:
         """See to what takes too long, and to whether it makes sense to go on."""
-        for one in self._pool.overdue():
+        for one in self._pool.expire():
             self._say(f"trial {one.trial} does not end, and its process could not be killed: not waited for any more")
             self._gone(one)
         if waits := self._pool.waiting(SAY_S):
@@ -297,7 +297,8 @@ def run_sweep(
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
             {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
             the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
-            {"over": {"reason"}} (no more trials are to be had) and {"broken": {"reason"}} (none can run as things are).
+            {"exhausted": {"reason"}} (no more trials are to be had) and {"fatal": {"reason"}} (none can run as things
+            are).
             It ends soon after a KeyboardInterrupt, or when it is closed.
         task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
         options: how.
@@ -316,7 +317,7 @@ def run_sweep(
         _check_same(study, sweep, journal.history)
         with _ray(options, wanted) as ray, SignalPipe(say) as signals:
             check_room(ray.nodes(), wanted)
-            with Pool(ray, run, wanted) as pool:
+            with RayExecutor(ray, run, wanted) as pool:
                 return Driver(journal, sweep, engine, task_of, options, pool, signals, on_change, say).run()
 
 

@@ -20,7 +20,7 @@ from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.run_directory import METRICS
 from roxxel_dist.sweep.execution.corpus import make_shards
 from roxxel_dist.sweep.journal import History
-from roxxel_dist.sweep.samplers import Engine, UsedUp
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
 from roxxel_dist.sweep.study import flat, short
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 
@@ -126,7 +126,7 @@ def forecast(plan: Plan, engine: Engine, config_of: Callable[[Mapping[str, Any]]
     try:
         for _ in range(min(LOOKS, plan.count or LOOKS)):
             asked.append(engine.ask()[1])
-    except UsedUp as error:
+    except SpaceExhausted as error:
         if not asked:
             raise UsageError(str(error)) from error
     procs = plan.hosts * plan.procs_per_host

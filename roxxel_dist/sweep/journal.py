@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder
-from roxxel_dist.data.file_lock import wait_for_lock
+from roxxel_dist.data.file_lock import release_lock, wait_for_lock
 
 JOURNAL = "journal.jsonl"
 VERSION = 1
@@ -246,7 +246,7 @@ class Journal:
                 os.close(self._file)
                 raise
         except BaseException:
-            os.close(self._lock)
+            release_lock(self._lock)
             raise
         return self
 
@@ -254,7 +254,7 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
-        os.close(self._lock)
+        release_lock(self._lock)
 
     def append(self, *events: Mapping[str, Any]) -> None:
         """Write events, in one piece; they are on the disk when this returns.

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, load_yaml, unknown, usage_errors
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, flat_fields, load_yaml, unknown, usage_errors
 from roxxel_dist.sweep.dry_run import Plan, forecast, trials
 from roxxel_dist.sweep.execution.corpus import shards_of
-from roxxel_dist.sweep.execution.trial import config_of, flat
+from roxxel_dist.sweep.execution.trial import config_of
 from roxxel_dist.sweep.journal import History, read_history
 from roxxel_dist.sweep.live_view import Screen
 from roxxel_dist.sweep.options import Wanted
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.text import table
-from roxxel_dist.sweep.samplers import Engine, UsedUp, make
-from roxxel_dist.sweep.space.sweep_file import Params
-from roxxel_dist.sweep.space.yaml_errors import nearest
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.space.sweep_file import Params, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
@@ -36,7 +35,7 @@ from roxxel_dist.sweep.study import (
     write_down,
 )
 from roxxel_dist.sweep.wandb_bridge.program import command_of
-from roxxel_dist.sweep.wandb_bridge.server import Led
+from roxxel_dist.sweep.wandb_bridge.server import ServerSampler
 
 LOGGED = (
     "val_loss", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s", "tokens",
@@ -88,7 +87,7 @@ class Session:
         )
         self._check_names()
         self._check_metric()
-        self._engine: Engine = Led() if self._server is not None else self._make()
+        self._engine: Engine = ServerSampler() if self._server is not None else self._make()
 
     def _check_names(self) -> None:
         """Raises ValueError for a parameter that no config has: every trial would fail."""
@@ -98,7 +97,7 @@ class Session:
 
     def _check_metric(self) -> None:
         """Raises ValueError for a metric that no training has; a loss or a model of one's own may have any."""
-        base, metric = flat(self._base), self._sweep.metric
+        base, metric = flat_fields(self._base), self._sweep.metric
         own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & self._swept)
         if self._program or self._server is not None or own or metric in LOGGED or "/" in metric:
             return
@@ -170,7 +169,7 @@ class Session:
         if self._server is None and not is_study(self._wanted.study):
             try:
                 self._make().ask()
-            except UsedUp as error:  # before anything was run: no trial can be made
+            except SpaceExhausted as error:  # before anything was run: no trial can be made
                 raise ValueError(str(error)) from error
         if self._server == "":
             from roxxel_dist.sweep.wandb_bridge.server import create_or_join

@@ -13,7 +13,7 @@ from roxxel_dist.data.atomic_dir import publish, staging
 from roxxel_dist.data.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import Target
-from roxxel_dist.data.slices import TokenFile, open_parts
+from roxxel_dist.data.slices import TokenFile, open_slices
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 
 
@@ -115,7 +115,7 @@ def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, 
         existing = target.shards()
         after = None
         if append and existing:
-            last = open_parts(existing, alone=not target.numbered)[-1].shard
+            last = open_slices(existing, alone=not target.numbered)[-1].shard
             options, after = options.continuing(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
             raise ValueError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
