@@ -14,7 +14,7 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.build.encode import PARALLEL_BYTES, cores, encode_documents, train_on
+from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.data.build.inputs import SPLITS, PathLike, BuildInputs, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import check_local
@@ -89,7 +89,7 @@ def build(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    _build(inputs, out, cores() if workers is None else workers, overwrite, log)
+    _build(inputs, out, workers or len(os.sched_getaffinity(0)), overwrite, log)
     return Roxxel(out / inputs.splits[0])
 
 

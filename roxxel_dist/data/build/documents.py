@@ -108,10 +108,8 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
                 f"{path}: no such file or folder; name text files, folders of them, or shards, as they are seen from "
                 "here"
             )
-        files = saved_data_set(path) if path.is_dir() else [path]
-        walked = (
-            _walk(path, include, exclude, out, passed_by) if files is None else ((file, file.name) for file in files)
-        )
+        named = saved_data_set(path) if path.is_dir() else [path]
+        walked = [(file, file.name) for file in named] if named else _walk(path, include, exclude, out, passed_by)
         for file, name in walked:
             names.setdefault(file.resolve(), name)
     shown = ", ".join(map(str, paths))
@@ -125,10 +123,10 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             raise ValueError(
                 f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
             )
-    found = [_text_file(path, name) for path, name in names.items()]
-    texts = tuple(file for file in found if file is not None and file.size)
-    not_utf8 = found.count(None)
-    empty = len(found) - not_utf8 - len(texts)
+    files = [_text_file(path, name) for path, name in names.items()]
+    texts = tuple(file for file in files if file is not None and file.size)
+    not_utf8 = files.count(None)
+    empty = len(files) - not_utf8 - len(texts)
     if not texts:
         raise ValueError(f"{shown}: nothing to build from: {empty} files are empty, {not_utf8} are not UTF-8 text")
     left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]

@@ -36,11 +36,6 @@ Batch = list[tuple[str, bool, int]]
 """(a document or a piece of one, whether the document ends with it, the bytes that it took to read)."""
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def encode_documents(
     documents: Iterable[tuple[str, int]],
     tokenizer: Tokenizer,
