@@ -141,7 +141,7 @@ def find_inputs(
 
 
 def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
-    """The tokenizer that a path names, or None where a kind to train is sources."""
+    """The tokenizer that a path names, or None where it is a kind to train."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
             raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
