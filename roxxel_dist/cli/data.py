@@ -50,14 +50,15 @@ def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
-        from roxxel_dist.data.build.build import build, info
+        from roxxel_dist.data.build.build import build
+        from roxxel_dist.data.verify import info
 
         options: dict[str, Any] = dataclasses.asdict(args)
         options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
         if args.include is None:
             del options["include"]
-        with build(options.pop("paths"), options.pop("out"), **options) as made:
-            print(info(made))
+        with build(options.pop("paths"), options.pop("out"), **options) as dataset:
+            print(info(dataset))
     return 0
 
 
@@ -73,8 +74,8 @@ def data_info(words: list[str]) -> int:
     """Describe shards."""
     args = parse(InfoArgs, words, "data info")
     with usage_errors():
-        from roxxel_dist.data.build.build import info
         from roxxel_dist.data.dataset import Roxxel
+        from roxxel_dist.data.verify import info
 
         with Roxxel(args.path) as dataset:
             print(info(dataset))

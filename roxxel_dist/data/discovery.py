@@ -24,9 +24,7 @@ class NoShardsError(FileNotFoundError, ValueError):
 def check_local(name: str, path: object) -> None:
     """Raises ValueError for a path in a bucket (`s3://…`, `gs://…`), which the system would take for a local folder.
 
-    Args:
-        name: of the field or flag that names the path.
-        path: what it is; only text and `os.PathLike` are looked at.
+    `name` is that of the field or flag. What is neither text nor `os.PathLike` passes.
     """
     if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
         raise ValueError(
@@ -135,11 +133,7 @@ class Target:
 
     @classmethod
     def of(cls, path: DataPath) -> "Target":
-        """The target that a path names.
-
-        Raises:
-            ValueError: it names no single place to write to.
-        """
+        """The target that a path names; ValueError where it names no single place to write to."""
         if not isinstance(path, (str, os.PathLike)):
             raise ValueError(f"{list(path)}: a list names no place to write to; give one path or pattern")
         text, path = os.fspath(path), Path(path)
@@ -157,11 +151,7 @@ class Target:
         return cls(path.parent, f"{path.name}_", ENDING)
 
     def name(self, index: int) -> str:
-        """The file name of shard `index`.
-
-        Raises:
-            ValueError: the target is one file and this is not its first shard.
-        """
+        """The file name of shard `index`; ValueError where the target is one file and this is not its first shard."""
         if self.numbered:
             return f"{self.prefix}{index:05d}{self.suffix}"
         if index:

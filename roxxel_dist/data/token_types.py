@@ -6,15 +6,9 @@ import numpy as np
 
 from roxxel_dist.data.format import DTYPES
 
-Item = str | bytes | bytearray | memoryview | np.ndarray | list[int]
-
 
 def as_array(item: Any, number: int) -> np.ndarray:
-    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays stay what they are.
-
-    Raises:
-        ValueError: it is neither text nor a 1-D array of integers or floats. The message has its `number`.
-    """
+    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays stay what they are."""
     if isinstance(item, str):
         item = item.encode()
     if isinstance(item, (bytes, bytearray, memoryview)):
@@ -35,30 +29,20 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<")
 
 
-HELD = "shards hold integers or floats of 8 to 64 bits, such as uint16"
-
-
 def storage_dtype(dtype: Any) -> np.dtype:
-    """A dtype that a user named, as it stands on disk: little-endian.
-
-    Raises:
-        ValueError: shards do not hold such elements.
-    """
+    """A dtype that a user named, as it stands on disk: little-endian."""
+    held = "shards hold integers or floats of 8 to 64 bits, such as uint16"
     try:
-        named = np.dtype(dtype).newbyteorder("<")
+        stored = np.dtype(dtype).newbyteorder("<")
     except TypeError as error:
-        raise ValueError(f"dtype={dtype}: no such dtype; {HELD}") from error
-    if named.str not in DTYPES:
-        raise ValueError(f"dtype={dtype}: {HELD}")
-    return named
+        raise ValueError(f"dtype={dtype}: no such dtype; {held}") from error
+    if stored.str not in DTYPES:
+        raise ValueError(f"dtype={dtype}: {held}")
+    return stored
 
 
 def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
-    """The same values in `dtype`.
-
-    Raises:
-        ValueError: a value would change, or is no id below `vocab_size`. The message has the document's `number`.
-    """
+    """The same values in `dtype`; ValueError where one would change, or is no id below `vocab_size`."""
     if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
         raise ValueError(
             f"document {number} has ids from {array.min()} to {array.max()}: with vocab_size={vocab_size} they are "
@@ -92,9 +76,6 @@ def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype
     """The ONE element of `dtype` that a separator is, or None for no separator.
 
     One byte is that number: `b"\\x00"` is token 0 whatever the dtype. As many bytes as an element has are the element.
-
-    Raises:
-        ValueError: it is not one element of `dtype`.
     """
     if isinstance(separator, str):
         separator = separator.encode()

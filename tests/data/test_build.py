@@ -9,9 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from roxxel_dist.data.build.build import build, info
+from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.tokenizer import EOS, train_tokenizer
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.verify import info
 
 FILES = {
     "b.txt": "beta\nbeta beta\n" * 30,
@@ -261,6 +262,22 @@ def test_an_interrupted_build_leaves_no_data_set_and_can_be_repeated(texts, tmp_
     assert len(ds) == 4
     assert len(ds.shards) == 3
     assert len(os.listdir(out)) == 5, "three shards, the tokenizer, the record, and nothing of the first attempt"
+
+
+def test_every_file_is_on_the_disk_before_the_build_is_committed(texts, tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def recorded(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    build(texts, tmp_path / "out", tokenizer="byte", max_shard_bytes=600, progress=False)
+    commit = next(at for at, (_, name) in enumerate(synced) if name.startswith(".commit.json"))
+    before = {number for number, _ in synced[:commit]}
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.stat().st_ino not in before} == set()
+    assert synced[commit - 1][1] == ".build.writing", "and the names of the files"
+    assert "out" in [name for _, name in synced[commit:]]
 
 
 def test_info_is_a_table_for_people(texts, tmp_path):

@@ -14,8 +14,7 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.build.encode import PARALLEL_BYTES, cores, encode_documents, train_on
-from roxxel_dist.data.verify import info
+from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.data.build.inputs import SPLITS, PathLike, BuildInputs, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import check_local
@@ -23,8 +22,6 @@ from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.data.build.writer import write_shards
-
-__all__ = ["BUILD_FILE", "MAX_SHARD_BYTES", "build", "info"]
 
 MAX_SHARD_BYTES = 256 << 20
 BUILD_FILE = "build.json"
@@ -92,7 +89,7 @@ def build(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    _build(inputs, out, cores() if workers is None else workers, overwrite, log)
+    _build(inputs, out, workers or len(os.sched_getaffinity(0)), overwrite, log)
     return Roxxel(out / inputs.splits[0])
 
 

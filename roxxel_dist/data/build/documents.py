@@ -58,11 +58,7 @@ class TextFile:
     changed_ns: int
 
     def documents(self, text_key: str) -> Documents:
-        """Its documents, in order, with the bytes that each took.
-
-        Raises:
-            ValueError: the file has changed since it was found, or is not what its name says.
-        """
+        """Its documents, in order; ValueError where it has changed since it was found, or is not what its name says."""
         if self.kind == "text":
             data = self.path.read_bytes()
             same = checksum(data) == self.digest
@@ -103,19 +99,7 @@ class Corpus:
 
 
 def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
-    """Find and read once the files that a build is made of.
-
-    Args:
-        paths: files, which are always taken, and folders, which are walked in sorted order or are a data set that
-            Hugging Face `datasets` saved.
-        include: patterns of file names to take from folders.
-        exclude: patterns of what to leave out: of the path from the folder named, or of any folder's or file's name.
-        out: a folder that is not looked into.
-
-    Raises:
-        FileNotFoundError: one of `paths` does not exist.
-        ValueError: no file matches, or none has any text.
-    """
+    """Find and read once the files that a build is made of; see `build`. The folder `out` is not looked into."""
     names: dict[Path, str] = {}
     passed_by: set[Path] = set()
     for path in paths:
@@ -124,10 +108,8 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
                 f"{path}: no such file or folder; name text files, folders of them, or shards, as they are seen from "
                 "here"
             )
-        files = saved_data_set(path) if path.is_dir() else [path]
-        walked = (
-            _walk(path, include, exclude, out, passed_by) if files is None else ((file, file.name) for file in files)
-        )
+        named = saved_data_set(path) if path.is_dir() else [path]
+        walked = [(file, file.name) for file in named] if named else _walk(path, include, exclude, out, passed_by)
         for file, name in walked:
             names.setdefault(file.resolve(), name)
     shown = ", ".join(map(str, paths))
@@ -141,10 +123,10 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             raise ValueError(
                 f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
             )
-    found = [_text_file(path, name) for path, name in names.items()]
-    texts = tuple(file for file in found if file is not None and file.size)
-    not_utf8 = found.count(None)
-    empty = len(found) - not_utf8 - len(texts)
+    files = [_text_file(path, name) for path, name in names.items()]
+    texts = tuple(file for file in files if file is not None and file.size)
+    not_utf8 = files.count(None)
+    empty = len(files) - not_utf8 - len(texts)
     if not texts:
         raise ValueError(f"{shown}: nothing to build from: {empty} files are empty, {not_utf8} are not UTF-8 text")
     left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]
@@ -206,11 +188,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def saved_data_set(folder: Path) -> list[Path] | None:
-    """The Arrow files of a folder that `save_to_disk` of Hugging Face `datasets` made, in order; None for others.
-
-    Raises:
-        ValueError: it holds several splits, is damaged, or has been filtered without being written out.
-    """
+    """The Arrow files of a folder that `save_to_disk` of Hugging Face `datasets` made, in order; None for others."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise ValueError(f"{folder} holds several data sets ({', '.join(splits)}): name one, as {folder / 'train'}")
@@ -232,11 +210,7 @@ def saved_data_set(folder: Path) -> list[Path] | None:
 
 
 def read_json_lines(path: Path, key: str) -> Documents:
-    """The texts of a file with one JSON object a line, which may be gzipped. Blank lines are passed over.
-
-    Raises:
-        ValueError: a line is no JSON object, or has no text under `key`. The message names the file and the line.
-    """
+    """The texts of a file with one JSON object a line, which may be gzipped. Blank lines are passed over."""
     with _damage_named(path), path.open("rb") as raw:
         lines: Any = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
         before = read = 0
@@ -253,7 +227,7 @@ def read_json_lines(path: Path, key: str) -> Documents:
                     f"{where}: not JSON ({error}). Every line is one JSON object; repair or remove it"
                 ) from error
             if not isinstance(record, dict) or key not in record:
-                keys = f"it has {', '.join(list(record)[:8])}" if isinstance(record, dict) else "it is no object"
+                keys = "it is no object" if not isinstance(record, dict) else f"it has {', '.join(list(record)[:8])}"
                 raise ValueError(f"{where}: no {key!r} ({keys}). {NAME_THE_KEY}")
             if text := _checked(record[key], key, where):
                 yield text, read - before
@@ -261,11 +235,7 @@ def read_json_lines(path: Path, key: str) -> Documents:
 
 
 def read_parquet(path: Path, key: str) -> Documents:
-    """The texts in one column of a Parquet file.
-
-    Raises:
-        ValueError: pyarrow is not installed, or the file is damaged or has no such column of text.
-    """
+    """The texts in one column of a Parquet file."""
     with _damage_named(path), _pyarrow("pyarrow.parquet", path).ParquetFile(path) as file:
         _check_column(file.schema_arrow, key, path)
         bytes_a_row = path.stat().st_size / max(1, file.metadata.num_rows)
@@ -274,11 +244,7 @@ def read_parquet(path: Path, key: str) -> Documents:
 
 
 def read_arrow(path: Path, key: str) -> Documents:
-    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` reads no streams).
-
-    Raises:
-        ValueError: pyarrow is not installed, or the file is damaged or has no such column of text.
-    """
+    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` reads no streams)."""
     with _damage_named(path), _pyarrow("pyarrow", path).OSFile(str(path)) as source:
         with _pyarrow("pyarrow.ipc", path).open_stream(source) as stream:
             _check_column(stream.schema, key, path)
@@ -341,16 +307,10 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text in pieces of about 2^18 characters, so that one long document uses all cores and little memory.
-
-    It is cut only behind a newline between two visible ASCII characters: there byte-level BPE always ends a word, so
-    the ids of the pieces are the ids of the text.
-    """
+    """A long text in pieces of about 2^18 characters, so that one long document uses all cores and little memory."""
+    # Behind a newline between two visible ASCII characters byte-level BPE always ends a word: the ids are the text's.
     start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        cut = _CUT.search(text, start + PIECE_CHARACTERS)
-        if cut is None:
-            break
+    while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 import numpy as np
+import tokenizers
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.data.build.documents import pieces
@@ -35,11 +36,6 @@ Batch = list[tuple[str, bool, int]]
 """(a document or a piece of one, whether the document ends with it, the bytes that it took to read)."""
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def encode_documents(
     documents: Iterable[tuple[str, int]],
     tokenizer: Tokenizer,
@@ -49,12 +45,8 @@ def encode_documents(
 ) -> Iterator[np.ndarray]:
     """The ids of each document [tokens], in the smallest dtype that holds them.
 
-    Args:
-        documents: (text, bytes that it took to read).
-        tokenizer: what makes the ids.
-        path: where it is saved, for the workers.
-        workers: processes; with 1 the work is done in this one, by one thread.
-        advance: called with the bytes of every document that is done.
+    The documents are (text, bytes that it took to read); `advance` is called with the bytes of every one that is done.
+    The tokenizer is saved at `path`, for the workers; with less than 2 of them one thread of this process encodes.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     parts: list[np.ndarray] = []
@@ -79,7 +71,7 @@ def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, threads: 
         with suppress(BrokenPipeError):  # it has ended, which its answer tells
             for batch in _batches(((text, 0) for text in texts), whole=True):
                 _send(worker.stdin, [text for text, _, _ in batch])
-        return Tokenizer.of_json(_answer(worker, []))
+        return Tokenizer(tokenizers.Tokenizer.from_buffer(_answer(worker, [])))
 
 
 def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[Batch]:
@@ -195,10 +187,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def main(words: list[str]) -> None:
-    """A worker: `encode TOKENIZER_FILE`, or `train VOCAB_SIZE [bar]` on lists of texts up to an empty one.
+    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE [bar]` on all up to an empty one.
 
-    Reads lists of texts from stdin and answers each, or the training, with (result, None); or with (None, message of a
-    ValueError), and ends.
+    The answers are (result, None), and (None, message of a ValueError), with which it ends.
     """
     # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -126,12 +126,7 @@ def check_settings(
 def find_inputs(
     sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: Progress
 ) -> tuple[Roxxel | None, Corpus | None]:
-    """The tokens or the texts that the paths name, for a build into the folder `out`; one of the two is None.
-
-    Raises:
-        FileNotFoundError: one does not exist.
-        ValueError: there is nothing in them, they are damaged, or some are tokens and some text.
-    """
+    """The tokens or the texts that the paths name, for a build into the folder `out`; one of the two is None."""
     kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]
     if all(kinds) and sources:
         tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
@@ -146,7 +141,7 @@ def find_inputs(
 
 
 def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
-    """The tokenizer that a path names, or None where a kind to train is sources."""
+    """The tokenizer that a path names, or None where it is a kind to train."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
             raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")

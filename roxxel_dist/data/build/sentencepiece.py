@@ -17,13 +17,7 @@ KEY = "sentencepiece"
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, with the ids that its library gives. It is saved whole, inside one JSON file.
 
-    Args:
-        model: the bytes of the `.model` file.
-        eos_token: the piece that ends a document; None for the model's own.
-        path: where it is from, for messages.
-
-    Raises:
-        ValueError: it is no model, or the library is not installed.
+    `eos_token` is the piece that ends a document, None for the model's own; `path` is for messages.
     """
 
     def __init__(self, model: bytes, eos_token: str | None, path: Path) -> None:
@@ -33,10 +27,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(
                 f"{path}: a SentencePiece model needs a package: pip install 'roxxel-dist[sentencepiece]'"
             ) from error
-        self.kind = "sentencepiece"
-        self._characters = None
-        self._model = model
-        self._eos_token = eos_token
+        self.kind, self._characters, self._model, self._eos_token = "sentencepiece", None, model, eos_token
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
@@ -45,21 +36,6 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(f"{path}: not a SentencePiece model ({error}). Put the right file there") from error
         if not pieces:
             raise ValueError(f"{path}: not a SentencePiece model (it has no pieces). Put the right file there")
-
-    @staticmethod
-    def unpack(data: bytes, path: Path) -> tuple[bytes, str | None] | None:
-        """The model and the name of end-of-text in what `save` wrote; None where the bytes are something else.
-
-        Raises:
-            ValueError: it is such a file, and damaged.
-        """
-        if not data.startswith(b'{"' + KEY.encode()):
-            return None
-        try:
-            packed = json.loads(data)
-            return base64.b64decode(packed[KEY], validate=True), packed["eos_token"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
 
     @property
     def cuttable(self) -> bool:
@@ -87,11 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document.
-
-        Raises:
-            ValueError: the model has no such piece.
-        """
+        """The id that ends a document. ValueError where the model has no such piece."""
         if self._eos_token is None and self._processor.eos_id() >= 0:
             return self._processor.eos_id()
         number = self._processor.PieceToId(self._eos_token or "")
@@ -114,3 +86,17 @@ class SentencePieceTokenizer(Tokenizer):
         """Write the model and the name of end-of-text in one instant, as JSON that `Tokenizer.load` reads."""
         packed = {KEY: base64.b64encode(self._model).decode(), "eos_token": self._eos_token}
         write_file(Path(path), json.dumps(packed).encode())
+
+
+def load(data: bytes, eos_token: str | None, path: Path) -> SentencePieceTokenizer | None:
+    """The tokenizer of a `.model` file, or of what `save` wrote; None where the bytes are something else."""
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(data, eos_token, path)
+    if not data.startswith(b'{"' + KEY.encode()):
+        return None
+    try:
+        packed = json.loads(data)
+        model, saved_eos = base64.b64decode(packed[KEY], validate=True), packed["eos_token"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
+    return SentencePieceTokenizer(model, eos_token or saved_eos, path)

@@ -98,33 +98,27 @@ class Tokenizer:
         """
         if not self._inner.num_special_tokens_to_add(is_pair=False):
             return []
-        found = self._inner.encode("a")
-        count = next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)
-        return found.ids[:count]
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a document.
-
-        Raises:
-            ValueError: it has no token of the name given, or none with one of the usual names.
-        """
-        return self._end()[1]
+        encoding = self._inner.encode("a")
+        count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
+        return encoding.ids[:count]
 
     @property
     def eos_token(self) -> str:
-        """What the token that ends a document is called. Errors as of `eos_id`."""
-        return self._end()[0]
-
-    def _end(self) -> tuple[str, int]:
+        """What the token that ends a document is called. ValueError where it has none of the name given or the usual."""
         names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
         for name in names:
-            number = self._inner.token_to_id(name)
-            if number is not None:
-                return name, number
+            if self._inner.token_to_id(name) is not None:
+                return name
         raise ValueError(
             f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. {NAME_THE_END}"
         )
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document. Errors as of `eos_token`."""
+        number = self._inner.token_to_id(self.eos_token)
+        assert number is not None
+        return number
 
     @property
     def fingerprint(self) -> str:
@@ -134,11 +128,6 @@ class Tokenizer:
     def to_json(self) -> bytes:
         """The contents of a `tokenizer.json`."""
         return self._inner.to_str(pretty=True).encode()
-
-    @classmethod
-    def of_json(cls, data: bytes) -> "Tokenizer":
-        """The tokenizer of what `to_json` gave."""
-        return cls(tokenizers.Tokenizer.from_buffer(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json`; where end-of-text has none of the usual names, `tokenizer_config.json` beside it."""
@@ -161,18 +150,16 @@ class Tokenizer:
             FileNotFoundError: there is no such file.
             ValueError: it is not such a file. The message names it.
         """
+        from roxxel_dist.data.build import sentencepiece
+
         path = Path(path)
         if path.is_dir():
             path = next((path / name for name in TOKENIZER_NAMES if (path / name).is_file()), path / TOKENIZER_FILE)
         data = path.read_bytes()
         eos_token = eos_token or _named_eos(path)
-        from roxxel_dist.data.build.sentencepiece import SentencePieceTokenizer
-
-        if path.suffix == ".model":
-            return SentencePieceTokenizer(data, eos_token, path)
-        packed = SentencePieceTokenizer.unpack(data, path)
-        if packed is not None:
-            return SentencePieceTokenizer(packed[0], eos_token or packed[1], path)
+        model = sentencepiece.load(data, eos_token, path)
+        if model is not None:
+            return model
         try:
             return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
         except Exception as error:  # the library raises bare Exception
@@ -204,11 +191,8 @@ def train_tokenizer(
         kind: "char", "byte" or "bpe".
         texts: the corpus; not read for "byte".
         vocab_size: ids in all, end-of-text included. For "bpe" the most there will be (None: 8192; a small corpus
-            has fewer), for the others only checked.
+            has fewer), for the others only checked: ValueError where it is too small.
         progress: show bars on stderr where that is a terminal; only "bpe" takes a time worth them.
-
-    Raises:
-        ValueError: an unknown kind, or a `vocab_size` too small for it.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
@@ -219,7 +203,17 @@ def train_tokenizer(
             f"vocab_size={vocab_size}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 bytes and end-of-text"
         )
     else:
-        inner = _byte() if kind == "byte" else _bpe(texts, vocab_size or DEFAULT_BPE, progress=progress)
+        inner = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_byte_letters())}, []))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+    if kind == "bpe":
+        trainer = trainers.BpeTrainer(
+            vocab_size=(vocab_size or DEFAULT_BPE) - 1,  # end-of-text is added behind
+            min_frequency=2,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=progress,
+        )
+        inner.train_from_iterator(texts, trainer)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return Tokenizer(inner)
 
@@ -236,29 +230,6 @@ def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(models.WordLevel({name: number for number, name in enumerate(sorted(characters))}))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    return inner
-
-
-def _byte() -> tokenizers.Tokenizer:
-    return _byte_level(models.BPE({letter: number for number, letter in enumerate(_byte_letters())}, []))
-
-
-def _bpe(texts: Iterable[str], vocab_size: int, *, progress: bool) -> tokenizers.Tokenizer:
-    inner = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # end-of-text is added behind
-        min_frequency=2,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=progress,
-    )
-    inner.train_from_iterator(texts, trainer)
-    return inner
-
-
-def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
     return inner
 
 

@@ -1,6 +1,6 @@
 """From a stream of documents to shards, holding one document and no shard in memory."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -35,28 +35,21 @@ class WriteOptions:
             smallest_dtype(self.vocab_size)
 
     def continuing(self, last: TokenFile) -> "WriteOptions":
-        """The same for data appended behind `last`: what is not given is as it is there.
-
-        Raises:
-            ValueError: what is given differs from what is there.
-        """
-        there = {
+        """The same for data appended behind `last`: what is not given is as it is there."""
+        metadata = last.metadata
+        existing = {
             "dtype": last.dtype,
-            "vocab_size": last.metadata.vocab_size,
-            "tokenizer_fingerprint": last.metadata.tokenizer_fingerprint,
+            "vocab_size": metadata.vocab_size,
+            "tokenizer_fingerprint": metadata.tokenizer_fingerprint,
         }
-        given = {
-            "dtype": None if self.dtype is None else storage_dtype(self.dtype),
-            "vocab_size": self.vocab_size,
-            "tokenizer_fingerprint": self.tokenizer_fingerprint,
-        }
-        for name, value in given.items():
-            if value is not None and value != there[name]:
+        for name, there in existing.items():
+            given = getattr(self, name)
+            if given is not None and (storage_dtype(given) if name == "dtype" else given) != there:
                 raise ValueError(
-                    f"{name}={value}: the data set appended to has {there[name]} ({last.path}). "
+                    f"{name}={given}: the data set appended to has {there} ({last.path}). "
                     "Append what fits, or write a new data set"
                 )
-        return replace(self, **there)
+        return replace(self, **existing)
 
 
 def write_shards(
@@ -69,36 +62,40 @@ def write_shards(
 ) -> int:
     """Write documents to `folder / name(index)`, a new shard where `max_shard_bytes` of tokens would be passed.
 
-    A document is never cut: one larger than `max_shard_bytes` has a shard of its own.
-
-    Args:
-        folder: an existing folder that no reader looks into.
-        name: from a shard's index to its file name.
-        items: str, bytes, or 1-D arrays.
-        options: dtype, separator and sizes.
-        after: the last shard of the data set that is appended to.
-
-    Returns:
-        The number of shards written, 0 if there were no items. If an item is refused (ValueError), no shard is left.
+    A document is never cut: one larger than that has a shard of its own. No reader may look into the folder. `after` is
+    the last shard of the data set that is appended to. Returns the number of shards, 0 if there were no items; where an
+    item is refused (ValueError) none is left.
     """
-    documents, settings = _settle(items, options)
-    if settings is None:
+    documents = ((number, as_array(item, number)) for number, item in enumerate(items))
+    first = next(documents, None)
+    if first is None:
         return 0
+    if options.dtype is not None:
+        dtype = storage_dtype(options.dtype)
+    else:
+        dtype = first[1].dtype if options.vocab_size is None else smallest_dtype(options.vocab_size)
+    settings = ShardSettings(
+        dtype=dtype,
+        separator=separator_value(options.separator, dtype),
+        block_size=options.block_size,
+        vocab_size=options.vocab_size,
+        tokenizer_fingerprint=options.tokenizer_fingerprint,
+    )
     limit = options.max_shard_bytes
     per_document = settings.separator is not None
     written: list[Path] = []
     writer: ShardWriter | None = None
     try:
-        for number, raw in documents:
-            document = cast_lossless(raw, settings.dtype, options.vocab_size, number)
-            size = (len(document) + per_document) * settings.dtype.itemsize
+        for number, raw in chain([first], documents):
+            document = cast_lossless(raw, dtype, options.vocab_size, number)
+            size = (len(document) + per_document) * dtype.itemsize
             if writer is not None and limit is not None and writer.token_bytes + size > limit:
                 after = writer.finish()
                 writer = None
             if writer is None:
                 path = folder / name(after.index + 1 if after else 0)
-                writer = ShardWriter(path, settings, after=after)
                 written.append(path)
+                writer = ShardWriter(path, settings, after=after)
             writer.add(document)
         if writer is not None:
             writer.finish()
@@ -112,42 +109,14 @@ def write_shards(
     return len(written)
 
 
-def _settle(
-    items: Iterable[Any], options: WriteOptions
-) -> tuple[Iterator[tuple[int, np.ndarray]], ShardSettings | None]:
-    """The documents with their numbers, and the settings, for which the first document has to be seen."""
-    documents = ((number, as_array(item, number)) for number, item in enumerate(items))
-    first = next(documents, None)
-    if first is None:
-        return documents, None
-    if options.dtype is not None:
-        dtype = storage_dtype(options.dtype)
-    elif options.vocab_size is not None:
-        dtype = smallest_dtype(options.vocab_size)
-    else:
-        dtype = first[1].dtype
-    settings = ShardSettings(
-        dtype=dtype,
-        separator=separator_value(options.separator, dtype),
-        block_size=options.block_size,
-        vocab_size=options.vocab_size,
-        tokenizer_fingerprint=options.tokenizer_fingerprint,
-    )
-    return chain([first], documents), settings
-
-
 def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, *, append: bool) -> None:
-    """Write documents as the shards of a target: all of them appear at once, or none.
-
-    Raises:
-        ValueError: see `Roxxel.write`. What was there before is still there.
-    """
+    """Write documents as the shards of a target: all of them appear at once, or none. Errors as of `Roxxel.write`."""
     with staging(target.folder, target.name(0)) as staged:
-        there = target.shards()
+        existing = target.shards()
         after = None
-        if append and there:
-            last = open_slices(there, alone=not target.numbered)[-1].shard
+        if append and existing:
+            last = open_slices(existing, alone=not target.numbered)[-1].shard
             options, after = options.continuing(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
             raise ValueError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
-        publish(staged, () if append else [path.name for path in there])
+        publish(staged, () if append else [path.name for path in existing])
