@@ -480,43 +480,6 @@ def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int)
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of one run."""
-
-    steps: int
-    tokens: int
-    flops: float
-    """Forward and backward, of all steps."""
-    parameters: int
-
-
-def cost(config: Any, data_path: str | Path | None) -> Cost:
-    """Steps, tokens, operations and parameters of a trial of a sweep.
-
-    Text is made into shards in a folder that is gone afterwards. Raises UsageError where the config or the data do not
-    allow the run.
-    """
-    with usage_errors(), contextlib.ExitStack() as held:
-        config = with_base(config)[0].with_absolute_paths()
-        config.validate()
-        pin_threads()
-        initialize()
-        path = config.primary_path(data_path)
-        folder = held.enter_context(temporary_folder(path, "cost"))
-        data = held.enter_context(open_corpus(config, path, folder))
-        components = build_components(config, data, trial=True)
-        options, plan = components.options, components.curriculum.plan(components.config.seed)
-        view = TrainView(*abstract_train_state(components, components.mesh(), plan.total_steps))
-        flops_of, last = view.flops_per_token(), last_step(plan, options)
-        flops = sum(
-            (plan.tokens(stop) - plan.tokens(first)) * flops_of(plan.segment(stop - 1).shape.seq_len)
-            for first, stop in spans(plan, last)
-        )
-        parameters = sum(leaf.size for leaf in {**view.frozen, **view.params}.values())
-        return Cost(steps=last, tokens=plan.tokens(last), flops=flops, parameters=parameters)
-
-
 def table(run: RunEstimate, *, every_array: bool = False) -> str:
     """All of an estimate in sections; each parameter has a line where `every_array`."""
     sections = {

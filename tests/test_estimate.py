@@ -17,7 +17,7 @@ from roxxel_dist.builders import build_components
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
 from roxxel_dist.display import size
-from roxxel_dist.estimate import Cost, EstimateRequest, batch_layout, cost, estimate, spans, table
+from roxxel_dist.estimate import EstimateRequest, batch_layout, estimate, spans, table
 from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.train_state import init_state, split_module
 
@@ -252,21 +252,10 @@ def corpus_path(corpus):
     return str(corpus.shards[0].path.parent)
 
 
-@pytest.mark.parametrize(
-    "more", [{}, pytest.param({"use_moe": True, "n_experts": 4, "top_k_mlp": 1}, marks=pytest.mark.long)]
-)
-def test_the_cost_alone_is_that_of_the_estimate(corpus, more):
-    config = Config(**ONE, **more)
-    path = corpus_path(corpus)
-    found, whole = cost(config, path), estimate(config, path, SIMULATED)
-    assert found == Cost(steps=4, tokens=whole.tokens, flops=whole.flops, parameters=whole.parameters)
-    assert found.flops > 0
-
-
 def test_a_table_of_its_own_for_looking_up_is_no_work(run):
     """The work of a token is counted on shapes alone, with embeddings that are not in the product too."""
     tied, own = (
-        cost(Config(**ONE, tokenizer_type="byte", **fields), str(run / "data"))
+        estimate(Config(**ONE, tokenizer_type="byte", **fields), run / "data", SIMULATED)
         for fields in ({}, {"weight_tying": False, "pos_encoding": "learned"})
     )
     assert own.parameters > tied.parameters
