@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,23 +125,6 @@ NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)
 """Names of embeddings and output heads, which Muon leaves to AdamW."""
 
 
-@runtime_checkable
-class Optimizer(Protocol):
-    """What a step needs to know of an optimizer."""
-
-    def settings(self, total_steps: int) -> dict[str, float]:
-        """The numbers that are inputs of the step, by name; they go to the device as float32 scalars."""
-        ...
-
-    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
-        """The transformation for one step, called while tracing. The structure of its state depends on no value."""
-        ...
-
-    def rate(self, settings: Settings, step: ArrayLike) -> jax.Array | None:
-        """float32[]: the learning rate of a step counted from 0, to be logged; None where it is not known."""
-        ...
-
-
 @dataclass(frozen=True)
 class NamedOptimizer:
     """The optimizer and schedule that an `OptimizerConfig` names."""
@@ -188,6 +171,11 @@ class FixedOptimizer:
     def rate(self, settings: Settings, step: ArrayLike) -> None:
         """None: the rate is hidden in the transformation."""
         del settings, step
+
+
+Optimizer = NamedOptimizer | FixedOptimizer
+"""What a step knows of one: `settings`, the numbers that are inputs of the step, as float32 scalars; `build`, called
+while tracing, the transformation for one step, the structure of whose state depends on no value; and `rate`, to log."""
 
 
 def as_optimizer(optimizer: Any) -> Optimizer:

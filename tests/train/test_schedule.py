@@ -105,13 +105,13 @@ def test_an_unknown_schedule_is_told():
 )
 def test_what_does_not_fit_into_the_run(fields, total, message):
     with pytest.raises(ValueError, match=message):
-        OptimizerConfig(**fields).check(total)
+        OptimizerConfig(**fields).settings(total)
 
 
 @pytest.mark.parametrize("fields", [{}, {"warmup_steps": 0}, {"lr_schedule": "wsd"}, {"lr_schedule": "constant"}])
 @pytest.mark.parametrize("total", [1, 2, 3, 19, 20])
 def test_the_shortest_runs_have_a_schedule(fields, total):
-    OptimizerConfig(**fields).check(total)
+    OptimizerConfig(**fields).settings(total)
 
 
 def test_a_decay_that_just_fits():
