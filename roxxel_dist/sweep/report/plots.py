@@ -234,9 +234,9 @@ def draw_ablations(study: Study, folder: Path) -> list[Path]:
 
 def median_curve(lines: Sequence[Curve]) -> Curve:
     """The median of several lines of (x, y); one that has ended keeps its last value, and counts from its first."""
-    places = np.linspace(max(line[0][0] for line in lines), max(line[-1][0] for line in lines), POINTS)
-    heights = [np.interp(places, *np.array(line, dtype=float).T) for line in lines]
-    return list(zip(places.tolist(), np.median(heights, 0).tolist(), strict=True))
+    xs = np.linspace(max(line[0][0] for line in lines), max(line[-1][0] for line in lines), POINTS)
+    heights = [np.interp(xs, *np.array(line, dtype=float).T) for line in lines]
+    return list(zip(xs.tolist(), np.median(heights, 0).tolist(), strict=True))
 
 
 def _curves(metric: str, name: str, groups: dict[str, list[Curve]], picture: Path) -> Path:
