@@ -17,7 +17,7 @@ from roxxel_dist.run_directory import METRICS, SUMMARY, is_run
 from roxxel_dist.sweep.journal import Trial
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.text import STATES, varied
-from roxxel_dist.sweep.space.distributions import Distribution
+from roxxel_dist.sweep.space.distributions import Distribution, is_number
 from roxxel_dist.sweep.study import BASE, Study, flat, short
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 
@@ -71,7 +71,7 @@ class PlotScale:
     def position(self, value: Any) -> float | None:
         """Where a value lies: its index among names, or itself. None for one that was left out."""
         if self.names is None:
-            return float(value) if _is_number(value) else None
+            return float(value) if is_number(value) else None
         return float(self.names.index(short(value))) if short(value) in self.names else None
 
     def heights(self, values: Sequence[Any]) -> np.ndarray:
@@ -94,7 +94,7 @@ def plot_scale(name: str, values: Sequence[Any], distribution: Distribution | No
     """The axis on which these values lie; of a parameter with endless values one of numbers, however few were tried."""
     known = [value for value in values if value is not None]
     distinct = {short(value): value for value in known}
-    numeric = bool(known) and all(map(_is_number, known))
+    numeric = bool(known) and all(map(is_number, known))
     endless = distribution is not None and distribution.choices is None
     if numeric and (endless or len(distinct) > MANY):
         least, most = min(known), max(known)
@@ -102,10 +102,6 @@ def plot_scale(name: str, values: Sequence[Any], distribution: Distribution | No
         return PlotScale(name=name, names=None, is_log=least > 0 and (is_log or most / least >= SPREAD))
     ordered = sorted(distinct, key=distinct.__getitem__) if numeric else sorted(distinct)
     return PlotScale(name=name, names=tuple(ordered), is_log=False)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _columns(study: Study, trials: Sequence[Trial], names: Sequence[str]) -> list[tuple[PlotScale, list[Any]]]:
@@ -234,9 +230,9 @@ def draw_ablations(study: Study, folder: Path) -> list[Path]:
 
 def median_curve(lines: Sequence[Curve]) -> Curve:
     """The median of several lines of (x, y); one that has ended keeps its last value, and counts from its first."""
-    places = np.linspace(max(line[0][0] for line in lines), max(line[-1][0] for line in lines), POINTS)
-    heights = [np.interp(places, *np.array(line, dtype=float).T) for line in lines]
-    return list(zip(places.tolist(), np.median(heights, 0).tolist(), strict=True))
+    xs = np.linspace(max(line[0][0] for line in lines), max(line[-1][0] for line in lines), POINTS)
+    heights = [np.interp(xs, *np.array(line, dtype=float).T) for line in lines]
+    return list(zip(xs.tolist(), np.median(heights, 0).tolist(), strict=True))
 
 
 def _curves(metric: str, name: str, groups: dict[str, list[Curve]], picture: Path) -> Path:

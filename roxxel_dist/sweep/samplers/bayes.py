@@ -17,7 +17,7 @@ from roxxel_dist.sweep.samplers.base import Point, TrialHistory
 from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters
 from roxxel_dist.sweep.samplers.tpe import TpeSampler
 from roxxel_dist.sweep.space.constraints import Expression
-from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Space, Sweep
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
 INACTIVE = 0.5
 """The feature of a parameter that does not matter, since its condition does not hold."""
@@ -45,11 +45,12 @@ class SpaceTransform:
         self._steps = np.array(self._ordered, dtype=bool) & (counts > 2)
         """Which parameters move from a choice to the next one; others take any."""
         self._many = counts > STEPWISE
-        self._conditions = [
-            (dims, _needed(sweep.space, formula), formula, {})
-            for name, formula in sweep.rules.when.items()
-            if (dims := [dim for dim, parameter in enumerate(sweep.space.free) if parameter.path[0] == name])
-        ]
+        self._conditions: list[tuple[list[int], list[int], Expression, dict[tuple[float, ...], bool]]] = []
+        """Of each: its parameters, those that its formula asks for, itself, and for which of their values it is off."""
+        for name, formula in sweep.rules.when.items():
+            names = [parameter.path[0] for parameter in sweep.space.free]
+            needed = [dim for dim, other in enumerate(names) if other in formula.names]
+            self._conditions.append(([dim for dim, other in enumerate(names) if other == name], needed, formula, {}))
 
     def rows(self, points: Sequence[Point]) -> np.ndarray:
         """float64[n, dims] of points in the unit cube."""
@@ -87,10 +88,11 @@ class SpaceTransform:
             else:
                 features[:, columns] = (rows[:, dim : dim + 1] == np.arange(count)) / np.sqrt(2)
         for dims, needed, formula, known in self._conditions:
-            distinct, places = np.unique(rows[:, needed], axis=0, return_inverse=True)
-            for values in set(map(tuple, distinct.tolist())) - set(known):
+            distinct, index = np.unique(rows[:, needed], axis=0, return_inverse=True)
+            keys = list(map(tuple, distinct.tolist()))
+            for values in set(keys) - set(known):
                 known[values] = not self._holds(formula, needed, values)
-            off = np.array([known[values] for values in map(tuple, distinct.tolist())], dtype=bool)[places.reshape(-1)]
+            off = np.array([known[values] for values in keys], dtype=bool)[index.reshape(-1)]
             for dim in dims:
                 features[off, self.columns[dim]] = INACTIVE if self._ordered[dim] else 0.0
         return features
@@ -115,11 +117,6 @@ class SpaceTransform:
             slid = np.clip(values + steps, 0.0, 1.0)
             mutants[every, picked] = np.select([self._endless[picked], self._steps[picked]], [slid, moved], any_choice)
         return mutants
-
-
-def _needed(space: Space, formula: Expression) -> list[int]:
-    """The free parameters that a formula asks for."""
-    return [dim for dim, parameter in enumerate(space.free) if parameter.path[0] in formula.names]
 
 
 FIT_TO = 80

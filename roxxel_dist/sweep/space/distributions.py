@@ -54,7 +54,7 @@ class Distribution:
     @property
     def is_ordered(self) -> bool:
         """Whether neighbours in u are neighbours in value."""
-        return self.choices is None or isinstance(self.choices, range) or all(map(_is_number, self.choices))
+        return self.choices is None or isinstance(self.choices, range) or all(map(is_number, self.choices))
 
     def index_at(self, u: float) -> int:
         """The index of the choice at u in [0, 1]."""
@@ -174,11 +174,11 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     weights = given["probabilities"] if is_weighted else [1.0] * len(values)
     if not isinstance(weights, Sequence) or len(weights) != len(values):
         raise ValueError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one a value")
-    valid = all(_is_number(weight) and weight >= 0 for weight in weights)
+    valid = all(is_number(weight) and weight >= 0 for weight in weights)
     if is_weighted and not (valid and math.isclose(sum(weights), 1, abs_tol=1e-6)):
         raise ValueError(f"probabilities: {weights!r} must be 0 or more each, and 1 together")
     order = [number for number, weight in enumerate(weights) if weight > 0]
-    if all(map(_is_number, values)):
+    if all(map(is_number, values)):
         order.sort(key=lambda number: values[number])
     return Distribution(
         name=name,
@@ -207,7 +207,7 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
     allowed = {**defaults, **({"q": 1.0} if name != base else {})}
     _check_keys(name, given, allowed)
     for key, value in given.items():
-        if not _is_number(value) or not math.isfinite(value):
+        if not is_number(value) or not math.isfinite(value):
             raise ValueError(f"{key}: {value!r} must be a number{_hint(value)}")
     numbers = {key: float(given.get(key, default)) for key, default in allowed.items()}
     if "min" in numbers and numbers["min"] > numbers["max"]:
@@ -263,5 +263,6 @@ def _hint(value: Any) -> str:
     return f": YAML reads {value} as text, write it with a point (1.0e-4)"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is an integer or a float, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
