@@ -1,6 +1,6 @@
 """Trials as processes of this machine, behind as much of the module `ray` as a sweep uses: one starts in milliseconds.
 
-All but Ray is the real thing: the driver, its pool, and what a worker does (`ray_task.body`) in a process of its own.
+All but Ray is the real thing: the driver, its executor, and what a worker does (`body`) in a process of its own.
 """
 
 import _thread
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray.cluster import ray_variables
-from roxxel_dist.sweep.execution import ray_executor as ray_task
+from roxxel_dist.sweep.execution import ray_executor
 
 ADDRESS = "processes:0"
 """What stands for the address of a cluster."""
@@ -57,11 +57,11 @@ class Stream:
         self.pipe.close()
 
 
-def _work(pipe: Connection, run: str, task: ray_task.Item, driver: Mapping[str, Any]) -> None:
+def _work(pipe: Connection, run: str, task: ray_executor.Item, driver: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_heed, args=(pipe,), daemon=True).start()
     with suppress(KeyboardInterrupt):
-        for item in ray_task.body(run, task, driver):
+        for item in ray_executor.body(run, task, driver):
             pipe.send(item)
 
 

@@ -17,7 +17,7 @@ from trials import BASE, program, split, task
 
 from roxxel_dist.data.file_lock import take_lock
 from roxxel_dist.run_directory import is_held
-from roxxel_dist.sweep.execution import process as child_module
+from roxxel_dist.sweep.execution import process as process_module
 from roxxel_dist.sweep.execution import trial as trial_module
 from roxxel_dist.sweep.execution.process import TrialProcess, environment
 from roxxel_dist.sweep.execution.trial import run
@@ -167,7 +167,7 @@ def test_too_little_time_to_report_anything(study):
 
 
 def test_one_that_does_not_want_to_stop_is_killed(study, monkeypatch):
-    monkeypatch.setattr(child_module, "STOP_LIMIT_S", 1.0)
+    monkeypatch.setattr(process_module, "STOP_LIMIT_S", 1.0)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP
     events = run(task(study, 6, program=program(stubborn)))
     pid = next(events)["start"]["pid"]
