@@ -119,7 +119,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             f"`roxxel-dist data build {shown} --out DIR --include '*.log'`"
         )
     for path, name in names.items():
-        if kind_of(name) == "text" and path.suffix in (".gz", ".bz2", ".xz", ".zst"):
+        if kind_of(name) == "text" and Path(name).suffix in (".gz", ".bz2", ".xz", ".zst"):
             raise ValueError(
                 f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
             )
