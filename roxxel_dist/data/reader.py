@@ -107,14 +107,10 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
 
 
 class WindowReader:
-    """Copies windows of tokens out of some arrays, wherever they are in memory, with one gather.
+    """Copies windows of tokens out of arrays, wherever they are in memory, with one gather.
 
-    It knows no files: what fills the arrays may be a map of a file, or of blocks that were fetched.
-
-    Args:
-        arrays: the tokens that may be read, in order: 1-D, contiguous, of one dtype, at least one.
-        firsts: the number of each array's first token in the data set.
-        name: of the data set, for messages.
+    It knows no files: what fills the arrays (1-D, contiguous, of one dtype, at least one) may be a map of a file, or of
+    blocks that were fetched. `firsts` are the numbers of their first tokens in the data set.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], firsts: Sequence[int], name: object = "the data set") -> None:
@@ -140,11 +136,7 @@ class WindowReader:
         return self._of_length[length]
 
     def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
-        """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`.
-
-        Raises:
-            ValueError: a window is not within one array.
-        """
+        """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`."""
         numbers = self.locate(offsets, length)
         if len(numbers) == 1:  # converted where it is: a copy of a long row would not stay in the cache
             number = numbers.item()
@@ -161,11 +153,7 @@ class WindowReader:
         return rows
 
     def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """The array, int64 [R], that each window is within.
-
-        Raises:
-            ValueError: one is not within one array.
-        """
+        """The array, int64 [R], that each window is within. Raises ValueError where one is within none."""
         numbers = self._firsts.searchsorted(offsets, "right") - 1
         outside = offsets > self._windows(max(length, 1))[1][numbers]
         if length >= 1 and not np.count_nonzero(outside):
