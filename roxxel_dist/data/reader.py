@@ -122,18 +122,17 @@ class WindowReader:
         self._low = int(addresses.min())
         self._high = int((addresses + [array.nbytes for array in arrays]).max())
         self._shift = addresses - self._low - self._firsts * self.dtype.itemsize
-        self._of_length: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._views: dict[int, np.ndarray] = {}
+        self._last: dict[int, np.ndarray] = {}
         self._waits, self._cold_for = _major_faults(), 0
 
-    def _windows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """All windows of so many tokens, one at every byte of memory, and the last offset in each array."""
-        if length not in self._of_length:
+    def _view(self, length: int) -> np.ndarray:
+        """All windows of so many tokens, one at every byte of memory: numpy copies each with one memcpy."""
+        if length not in self._views:
             size = length * self.dtype.itemsize
-            # numpy copies each with one memcpy, whatever its alignment.
             windows = _Memory(self._low, max(0, self._high - self._low - size + 1), f"|V{size}", 1, self._arrays)
-            # One more for -1, which is what is found for offsets before the first array: no window begins there.
-            self._of_length[length] = np.asarray(windows), np.append(self._stops - length, np.iinfo(np.int64).min)
-        return self._of_length[length]
+            self._views[length] = np.asarray(windows)
+        return self._views[length]
 
     def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
         """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`."""
@@ -143,7 +142,7 @@ class WindowReader:
             start = offsets.item() - self._firsts.item(number)
             rows = self._arrays[number][start : start + length].astype(dtype)[None]
         else:
-            rows = self._windows(length)[0][offsets * self.dtype.itemsize + self._shift[numbers]]
+            rows = self._view(length)[offsets * self.dtype.itemsize + self._shift[numbers]]
             rows = rows.view(self.dtype).reshape(len(offsets), length).astype(dtype, copy=False)
         waits = _major_faults()
         if waits != self._waits:
@@ -155,7 +154,10 @@ class WindowReader:
     def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
         """The array, int64 [R], that each window is within. Raises ValueError where one is within none."""
         numbers = self._firsts.searchsorted(offsets, "right") - 1
-        outside = offsets > self._windows(max(length, 1))[1][numbers]
+        if length not in self._last:
+            # One more for -1, which is what is found for offsets before the first array: no window begins there.
+            self._last[length] = np.append(self._stops - min(length, 1 << 62), np.iinfo(np.int64).min)
+        outside = offsets > self._last[length][numbers]
         if length >= 1 and not np.count_nonzero(outside):
             return numbers
         first = int(offsets[np.argmax(outside)]) if len(offsets) else 0
