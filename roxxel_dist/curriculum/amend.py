@@ -84,14 +84,7 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
 
 
 def carried_over(before: Cursor | None, earlier: Sequence[UnitSource], source: UnitSource, key: Key) -> Cursor:
-    """A data set's cursor, carried over an amendment that may have changed its ranges.
-
-    Args:
-        before: the cursor until now; None for a new data set.
-        earlier: the data set as it was, oldest first.
-        source: the data set as it is now.
-        key: of the orders from the amendment on.
-    """
+    """A data set's cursor (None: a new one) after an amendment; `earlier` is the data set as it was, oldest first."""
     if before is None or not earlier:
         return source.new_pass(key, 0)
     kept = _units_in_common(source, earlier[-1])

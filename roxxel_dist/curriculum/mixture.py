@@ -18,13 +18,7 @@ BLOCK = 64
 
 
 class Mixture:
-    """The order of data sets in a segment.
-
-    Args:
-        weights: positive, one a data set; they are normalised.
-        items: length of the segment in steps or rows, at least 1.
-        key: whole numbers >= 0 that make this segment's order its own.
-    """
+    """The order of data sets in a segment of `items` steps or rows, by positive weights, one a data set."""
 
     def __init__(self, weights: Sequence[float], items: int, key: Sequence[int]) -> None:
         self.cumulative: list[float] = cumulative_weights(weights)
@@ -45,11 +39,7 @@ class Mixture:
         return self.choose(items, items + 1)[1]
 
     def choose(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The data set of each of the items [first, stop), and how often each data set is read before them.
-
-        Returns:
-            int64[stop - first] and int64[size].
-        """
+        """The data set of each of the items [first, stop), int64, and int64[size]: how often each is before."""
         if self.size == 1:
             return np.zeros(stop - first, np.int64), np.array([first])
         low = self._block_of(first)

@@ -77,14 +77,9 @@ class RemainingUnits:
         return cls(size=units, order=Permutation(units, key) if units else None)
 
     def amended(self, used: int, kept: int, units: int, key: Sequence[int], *, known: int = 0) -> "RemainingUnits":
-        """What is left after `used` units.
+        """What is left after `used` units were given out, units from `kept` on taken away, and [kept, units) added.
 
-        Args:
-            used: how many units were given out.
-            kept: units numbered from here on are taken away.
-            units: units [kept, units) are added.
-            key: of the new order.
-            known: of the added units, those below this number were there earlier in this pass.
+        Of the added units those below `known` were there earlier in this pass.
         """
         positions = self.positions(np.arange(kept, self._stop))
         removed = np.sort(positions[positions >= used]) - used
@@ -333,17 +328,10 @@ class SegmentBuilder:
     """The most passes over a data set."""
 
     def build(self, shapes: Sequence[Shape], first_step: int) -> Iterator[Segment]:
-        """The segments of the steps from `first_step` to the end of the last phase.
+        """The segments of the steps from `first_step` to the end of the last phase; `shapes` begin with step 0.
 
-        Where whole passes repeat, those of the first stand for all of them; see `Segment.repeated`.
-
-        Args:
-            shapes: all phases, from step 0.
-            first_step: where this begins.
-
-        Raises:
-            ValueError: a whole pass over a data set holds less than one batch of a phase, or `max_passes` are not
-                enough.
+        Where whole passes repeat, those of the first stand for all of them; see `Segment.repeated`. Raises ValueError
+        where a whole pass holds less than one batch of a phase, or `max_passes` are not enough.
         """
         step, end = first_step, 0
         for phase, shape in enumerate(shapes):

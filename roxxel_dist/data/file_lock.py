@@ -77,17 +77,8 @@ def wait_for_lock(
 ) -> int:
     """The descriptor that holds the lock of a file, as `take_lock` has it, once nobody else does.
 
-    Args:
-        path: the file.
-        waiting: from who holds it to the line to say after `silent_s`.
-        failed: from who holds it to the message of the error.
-        limit_s: how long to wait without any progress.
-        silent_s: how long to wait without a word.
-        progress: something that changes whenever the holder gets on.
-        say: shows a line to a person.
-
-    Raises:
-        ValueError: another process has held it for too long.
+    `waiting` makes of who holds it the line to say after `silent_s`, `failed` the message of the ValueError after
+    `limit_s` in which `progress`, something that changes whenever the holder gets on, stayed what it was.
     """
     begin = changed = time.monotonic()
     state, said = progress(), False
@@ -140,7 +131,8 @@ def _this_process() -> dict[str, Any]:
 def _start_time(pid: int) -> int | None:
     """When a process of this host began, in clock ticks since the boot; None where there is none."""
     with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[19]) if fields[0] != "Z" else None
     return None
 
 

@@ -27,15 +27,9 @@ class Packed(NamedTuple):
 def segments_and_positions(
     files: Sequence[TokenFile], numbers: np.ndarray, offsets: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`.
+    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`. Looks up the ends inside the windows alone.
 
-    Only the ends inside the windows are looked up.
-
-    Args:
-        files: of one data set.
-        numbers: int64 [R], the file that each window is in.
-        offsets: int64 [R], the windows' first tokens, counted from their file's.
-        length: tokens a window.
+    `numbers` are the files that the windows are in, `offsets` their first tokens, counted from their file's.
     """
     rows = np.arange(len(offsets)) * length
     begins = [rows]

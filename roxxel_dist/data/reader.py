@@ -107,14 +107,10 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
 
 
 class WindowReader:
-    """Copies windows of tokens out of some arrays, wherever they are in memory, with one gather.
+    """Copies windows of tokens out of arrays, wherever they are in memory, with one gather.
 
-    It knows no files: what fills the arrays may be a map of a file, or of blocks that were fetched.
-
-    Args:
-        arrays: the tokens that may be read, in order: 1-D, contiguous, of one dtype, at least one.
-        firsts: the number of each array's first token in the data set.
-        name: of the data set, for messages.
+    It knows no files: what fills the arrays (1-D, contiguous, of one dtype, at least one) may be a map of a file, or of
+    blocks that were fetched. `firsts` are the numbers of their first tokens in the data set.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], firsts: Sequence[int], name: object = "the data set") -> None:
@@ -126,32 +122,27 @@ class WindowReader:
         self._low = int(addresses.min())
         self._high = int((addresses + [array.nbytes for array in arrays]).max())
         self._shift = addresses - self._low - self._firsts * self.dtype.itemsize
-        self._of_length: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._views: dict[int, np.ndarray] = {}
+        self._last: dict[int, np.ndarray] = {}
         self._waits, self._cold_for = _major_faults(), 0
 
-    def _windows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """All windows of so many tokens, one at every byte of memory, and the last offset in each array."""
-        if length not in self._of_length:
+    def _view(self, length: int) -> np.ndarray:
+        """All windows of so many tokens, one at every byte of memory: numpy copies each with one memcpy."""
+        if length not in self._views:
             size = length * self.dtype.itemsize
-            # numpy copies each with one memcpy, whatever its alignment.
             windows = _Memory(self._low, max(0, self._high - self._low - size + 1), f"|V{size}", 1, self._arrays)
-            # One more for -1, which is what is found for offsets before the first array: no window begins there.
-            self._of_length[length] = np.asarray(windows), np.append(self._stops - length, np.iinfo(np.int64).min)
-        return self._of_length[length]
+            self._views[length] = np.asarray(windows)
+        return self._views[length]
 
     def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
-        """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`.
-
-        Raises:
-            ValueError: a window is not within one array.
-        """
+        """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`."""
         numbers = self.locate(offsets, length)
         if len(numbers) == 1:  # converted where it is: a copy of a long row would not stay in the cache
             number = numbers.item()
             start = offsets.item() - self._firsts.item(number)
             rows = self._arrays[number][start : start + length].astype(dtype)[None]
         else:
-            rows = self._windows(length)[0][offsets * self.dtype.itemsize + self._shift[numbers]]
+            rows = self._view(length)[offsets * self.dtype.itemsize + self._shift[numbers]]
             rows = rows.view(self.dtype).reshape(len(offsets), length).astype(dtype, copy=False)
         waits = _major_faults()
         if waits != self._waits:
@@ -161,13 +152,12 @@ class WindowReader:
         return rows
 
     def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """The array, int64 [R], that each window is within.
-
-        Raises:
-            ValueError: one is not within one array.
-        """
+        """The array, int64 [R], that each window is within. Raises ValueError where one is within none."""
         numbers = self._firsts.searchsorted(offsets, "right") - 1
-        outside = offsets > self._windows(max(length, 1))[1][numbers]
+        if length not in self._last:
+            # One more for -1, which is what is found for offsets before the first array: no window begins there.
+            self._last[length] = np.append(self._stops - min(length, 1 << 62), np.iinfo(np.int64).min)
+        outside = offsets > self._last[length][numbers]
         if length >= 1 and not np.count_nonzero(outside):
             return numbers
         first = int(offsets[np.argmax(outside)]) if len(offsets) else 0

@@ -65,11 +65,7 @@ class Shard:
 
     @classmethod
     def of(cls, path: Path, mapped: np.ndarray) -> "Shard":
-        """A file that is mapped already: read-only uint8 [file size].
-
-        Raises:
-            ValueError: it is not one whole ROXXEL03 file; the message names it.
-        """
+        """A file that is mapped already: read-only uint8 [file size]. Raises ValueError as `open` does."""
         layout = parse(path, mapped.data)
         blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)
         return cls(
@@ -107,37 +103,33 @@ class Shard:
         self.refuse(self.damaged_blocks(np.arange(len(self.checksums))))
 
     def verify_tables(self) -> None:
-        """Check all but the tokens: the size, the header, the tables, the metadata and the footer.
-
-        Raises:
-            ValueError: something differs; the message names the file.
-        """
+        """Check all but the tokens: size, header, tables, metadata and footer. Raises ValueError as `verify` does."""
         size = os.stat(self.path).st_size
         if size != len(self._bytes):
             raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
         parse(self.path, self._bytes.data)
         self.verify_checksums()
         self.verify_document_ends()
-        ends, problem = self.document_ends, ""
-        padding = self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
-        if np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
-            problem = "the document ends do not cover the tokens"
-        elif padding.any():
-            problem = "the bytes between tokens and document ends are not zero"
-        elif self.metadata.index == 0 and not self.follows(None):
-            problem = "the chain fingerprint is wrong"
-        if problem:
-            raise ValueError(f"{self.path}: {problem}. Write the file again from its source")
+        ends = self.document_ends
+        if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(self.tokens):
+            raise self._damaged("the document ends do not cover the tokens")
+        if self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset].any():
+            raise self._damaged("the bytes between tokens and document ends are not zero")
+        if self.metadata.index == 0 and not self.follows(None):
+            raise self._damaged("the chain fingerprint is wrong")
 
     def verify_checksums(self) -> None:
         """Check the table of checksums itself. Raises ValueError where it is damaged."""
         if checksum(self.checksums.data) != self.layout.sums_checksum:
-            raise ValueError(f"{self.path}: the table of checksums is damaged. Write the file again from its source")
+            raise self._damaged("the table of checksums is damaged")
 
     def verify_document_ends(self) -> None:
         """Check the table of document ends. Raises ValueError where it is damaged."""
         if checksum(self.document_ends.data) != self.layout.ends_checksum:
-            raise ValueError(f"{self.path}: the document ends are damaged. Write the file again from its source")
+            raise self._damaged("the document ends are damaged")
+
+    def _damaged(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: {problem}. Write the file again from its source")
 
     def pieces(self) -> list[np.ndarray]:
         """The blocks in pieces of about 16 MiB: int64 each."""
@@ -164,10 +156,8 @@ class Shard:
     def refuse(self, damaged: list[int]) -> None:
         """Raise if there is a damaged block: ValueError, naming the first, its tokens and its documents."""
         if damaged:
-            raise ValueError(
-                f"{self.damage(damaged)}; {len(damaged)} of {len(self.checksums)} blocks are. "
-                "Write the file again from its source"
-            )
+            blocks = f"{len(damaged)} of {len(self.checksums)} blocks are"
+            raise ValueError(f"{self.damage(damaged)}; {blocks}. Write the file again from its source")
 
     def damage(self, damaged: list[int]) -> str:
         """The first of some damaged blocks, its tokens and its documents, in words."""

@@ -55,8 +55,7 @@ class ShardSlice:
     def read_documents(self) -> Iterator[np.ndarray]:
         """All documents, one after another, by read(2) and not from the mapped file: [tokens].
 
-        Raises:
-            ValueError: the file is cut short. The message names it.
+        Raises ValueError where the file is cut short, and names it.
         """
         shard, dtype, ends = self.shard, self.shard.dtype, self.shard.document_ends
         if isinstance(shard, Shard):
@@ -94,16 +93,10 @@ def split_slice(shard_slice: ShardSlice, val_fraction: float) -> tuple[ShardSlic
 
 
 def open_slices(paths: Sequence[Path], *, alone: bool = False, dtype: Any = None) -> tuple[ShardSlice, ...]:
-    """Open the files of one data set, whole, in their order.
+    """Open the files of one data set, whole, in their order; of files of other systems it is the one given.
 
-    Args:
-        paths: shards, in any order, or files of another system, which know no order: theirs is the one given. At least
-            one.
-        alone: one file was named, and is a data set whatever its number.
-        dtype: of the tokens in headerless files.
-
-    Raises:
-        ValueError: one is damaged, missing, doubled or of another data set. The message names it.
+    One that was named `alone` is a data set whatever its number. Raises ValueError for a file that is damaged, missing,
+    doubled or of another data set, and names it.
     """
     slices: list[ShardSlice] = []
     first = 0
@@ -115,15 +108,10 @@ def open_slices(paths: Sequence[Path], *, alone: bool = False, dtype: Any = None
 
 
 def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
-    """Map files of tokens, of whatever kind each is.
+    """Map files of tokens, of whatever kind each is: told by their last bytes, or else by their endings.
 
-    Args:
-        paths: told apart by their last bytes, or else by their endings.
-        dtype: of the tokens in a headerless `.bin`; elsewhere it has to agree with what the file says.
-
-    Raises:
-        ValueError: one is not a whole file of a known kind. The message names it.
-        FileNotFoundError: there is no such file.
+    `dtype` is of the tokens in a headerless `.bin`; elsewhere it has to agree with what the file says. Raises
+    ValueError for what is not a whole file of a known kind, and names it.
     """
     own = [path for path in paths if not _is_foreign(path)]
     mapped = dict(zip(own, map_files(own), strict=True)) if own else {}

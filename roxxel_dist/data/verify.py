@@ -29,10 +29,7 @@ SHOWN_CHARACTERS = 200
 def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | None = None) -> Iterator[str]:
     """What is wrong with the shards: one message for each damaged one, which names the block and the document.
 
-    Args:
-        shards: open, of one data set.
-        progress: shows how far it is.
-        workers: processes; None: as many as there are cores, or this one alone where there is little to read.
+    `workers` are processes; None: as many as there are cores, or this one alone where there is little to read.
     """
     size = sum(shard.tokens.nbytes for shard in shards)
     workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // WORTH_A_PROCESS))
@@ -104,13 +101,7 @@ class VerifiedBlocks:
         self._files: dict[Path, _File] = {}
 
     def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
-        """Compare what some windows read, as far as that was not done before.
-
-        Args:
-            data: where they are.
-            offsets: int64 [R], their first tokens, as for `Roxxel.read`.
-            length: tokens a window.
-            documents: whether the ends of the documents are read too.
+        """Compare what some windows read, as for `Roxxel.read`, and with `documents` the document ends too.
 
         Raises:
             DamagedData: something does not agree. The message names the file, the block and its documents.

@@ -95,7 +95,7 @@ def test_a_window_that_is_not_in_one_range_is_refused(three):
         for offset in (start + size - 9, start - 1 if number else -1):
             with pytest.raises(ValueError, match=f"10 tokens at token {offset} is not within one of the 3 ranges"):
                 ds.read(np.array([start, offset]), 10)
-    for offset, length in ((ds.num_tokens, 1), (0, 0), (0, 10**9), (2**62, 5), (-(2**62), 5)):
+    for offset, length in ((ds.num_tokens, 1), (0, 0), (0, 10**9), (0, 10**12), (2**62, 5), (-(2**62), 5)):
         with pytest.raises(ValueError, match="is not within one of the 3 ranges"):
             ds.read(np.array([offset]), length)
 
