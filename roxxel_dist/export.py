@@ -19,10 +19,9 @@ from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokeni
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
 from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
-from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.hf_folder import HF_CONFIG
-from roxxel_dist.train.weight_files import LIMIT, write_tensors, write_weights
+from roxxel_dist.train.weight_files import LIMIT, NEWEST, write_tensors, write_weights
 from roxxel_dist.weights import Weights, weights_of
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -20,12 +20,11 @@ from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files, layout
-from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, MetaFile
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.train.train_state import split_module
-from roxxel_dist.train.weight_files import WHOLE, TensorFiles, has_tensors, read_weights, step_of
+from roxxel_dist.train.weight_files import BEST, NEWEST, WHOLE, TensorFiles, has_tensors, read_weights, step_of
 
 
 @dataclass(frozen=True, kw_only=True)

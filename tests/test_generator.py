@@ -19,10 +19,9 @@ from roxxel_dist.data.build.tokenizer import train_tokenizer
 from roxxel_dist.export import export_run
 from roxxel_dist.generator import pieces
 from roxxel_dist.model import generate as generation
-from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef
 from roxxel_dist.train.init_from import INITIALIZED_FROM
-from roxxel_dist.train.weight_files import read_weights, write_weights
+from roxxel_dist.train.weight_files import BEST, NEWEST, read_weights, write_weights
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
 

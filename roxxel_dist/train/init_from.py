@@ -19,12 +19,11 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, stacked_scales, target_of
-from roxxel_dist.train.checkpoint.manager import NEWEST
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.train_state import Leaves
-from roxxel_dist.train.weight_files import TensorFiles, has_tensors
+from roxxel_dist.train.weight_files import NEWEST, TensorFiles, has_tensors
 
 INITIALIZED_FROM = "initialized_from"
 """What a run's record calls the checkpoint that its weights come from."""

@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -135,7 +136,7 @@ class Trainer:
         self.logger: LogQueue = LogQueue()
         self.stopped: bool = False
         self.fetches: int = 0
-        self._failed = self._gone_back = False
+        self._failed = False
         self._deferred: tuple[int, Metrics] | None = None
         self._let_go = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
@@ -363,7 +364,7 @@ class Trainer:
         if not all(map(self._compiler.shared, keys)):
             self._progress.say("compile")  # not back to "step" afterwards: this step is done
         for key in keys:
-            self._get_together(key)
+            self._compiler.get_together(key)
         self._progress.say("eval")
         losses = self._validation.run(self._state, self._hparams, shape)
         means = self._validation.summarize(self._fetch(losses), shape) if losses else {}
@@ -397,18 +398,12 @@ class Trainer:
         key, begun = self._compile_phase(step), time.perf_counter()
         if waits := not self._compiler.ready(key):  # it was not compiled ahead
             self._wait_for_devices()
-        program = self._get_together(key)
+        with contextlib.nullcontext() if self._compiler.shared(key) else self._progress.doing("compile"):
+            program = self._compiler.get_together(key)
         if waits:
             self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
             self._timer.restart()
         return program
-
-    def _get_together(self, key: Hashable) -> Any:
-        """The compiled program, once every rank has it."""
-        if self._compiler.shared(key):
-            return self._compiler.get(key)
-        with self._progress.doing("compile"):
-            return self._compiler.get_together(key)
 
     def _rewind(self, bad: BadStep) -> None:
         """Restore the last checkpoint, and leave the rows of the bad step out."""
@@ -450,13 +445,13 @@ class Trainer:
         Raises:
             ValueError: the folder cannot be written.
         """
-        if not self.start.goes_back or self._gone_back:
+        if not self.start.goes_back:
             return
         self.try_loss()
         if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
             write_cursor(self._folder, self.start.step, self.last_step, finished=False)
         self.store.delete_later(self.start.step, self.start.metadata.to_dict())
-        self._gone_back = True
+        self.start = replace(self.start, goes_back=False)
 
     def try_loss(self) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""

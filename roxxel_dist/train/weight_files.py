@@ -27,6 +27,8 @@ from safetensors.numpy import save_file
 
 from roxxel_dist.cluster.durable import write_file
 
+NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
+"""The files of a run that hold the weights of its newest and of its best checkpoint."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STEP, PARAMS = "step", "params"
 """In what the files say about themselves."""

@@ -20,11 +20,11 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.checkpoint import manager as exporter_module
-from roxxel_dist.train.checkpoint.manager import BEST, NEWEST, Exporter
+from roxxel_dist.train.checkpoint.manager import Exporter
 from roxxel_dist.train.checkpoint.metadata import ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.weight_files import read_weights, step_of, write_weights
+from roxxel_dist.train.weight_files import BEST, NEWEST, read_weights, step_of, write_weights
 
 ALL_KINDS = {
     "blocks.0.w": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -13,9 +13,8 @@ from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile, 
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
 from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.weight_files import LIMIT, step_of, write_weights
+from roxxel_dist.train.weight_files import BEST, LIMIT, NEWEST, step_of, write_weights
 
-NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
 WEIGHTS_LIMIT_S = 600.0
 """Seconds that the weights of a finished run may take to be written."""
 STOP_LIMIT_S = 10.0

@@ -290,25 +290,26 @@ class CheckpointStore:
             raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
-    def _check(self, step: int, like: Any, *, whole: bool) -> bool:
-        """Whether the checkpoint is of an older layout, to be converted."""
-        saved = self._read(step)
-        if wrong := files.difference(saved.shapes, files.shapes(like), whole=whole):
-            if saved.layout < LAYOUT and files.is_convertible(saved.shapes, files.shapes(like)):
-                return True
+    def _check(self, step: int, like: Any, *, whole: bool) -> MetaFile | None:
+        """What a checkpoint of an older layout, to be converted, says of itself; None where it is of this one."""
+        saved, wanted = self._read(step), files.shapes(like)
+        wrong = files.difference(saved.shapes, wanted, whole=whole)
+        if wrong and saved.layout < LAYOUT and files.is_convertible(saved.shapes, wanted):
+            return saved
+        if wrong:
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
                 f"it was made with" + (", or a new run directory" if whole else "")
             )
-        return False
+        return None
 
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
-        is_old, saved = self._check(step, like, whole=whole), self._read(step)
+        old, checkpoint = self._check(step, like, whole=whole), self.folder / str(step)
         with self._readable(step):
-            if is_old:
-                return files.restore_converted(self._handler, self.folder / str(step), saved.shapes, like)
-            return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
+            if old is not None:
+                return files.restore_converted(self._handler, checkpoint, old.shapes, like)
+            return files.restore_state(self._handler, checkpoint, like, whole=whole)
 
     def _read(self, step: int) -> MetaFile:
         if step not in self._saved:
