@@ -152,7 +152,7 @@ def suggestion(surface: Surface, finished: int, repeats: int = 5) -> float:
         source = sweep_peers.engine("random", surface.parameters, seed)
         for _ in range(finished):
             trial, params = source.ask()
-            engine.recall(trial, params, source.point(trial))
+            engine.restore(trial, params, source.point(trial))
             engine.tell(trial, surface.measure(params, seed, trial))
         engine.tell(engine.ask()[0], 1.0)  # what is imported and looked up once is not a suggestion's cost
         start = time.process_time()

@@ -1,9 +1,11 @@
-"""Engines to compare, all with `ask` and `tell`: ours, and optuna's samplers as its own users call them."""
+"""Searches to compare, all with `ask` and `tell`: ours, W&B's, and optuna's samplers as its own users call them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.sweep import make
+from roxxel_dist.sweep.samplers.base import AskTell
+from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 OURS, PEERS = "bayes", ("wandb", "tpe", "random")
 TORCH = "GPSampler"
@@ -51,7 +53,12 @@ def engine(name: str, parameters: Mapping[str, Mapping[str, Any]], seed: int) ->
 
         torch.set_num_threads(1)
         return Optuna(parameters, GPSampler(seed=seed))
-    return make({"method": "bayes", "parameters": parameters}, seed, name)
+    if name == "wandb":
+        from sweep_wandb import WandbSampler
+
+        sweep = sweep_of({"parameters": parameters})
+        return AskTell(sweep, seed, WandbSampler(sweep))
+    return make({"parameters": parameters}, seed, name)
 
 
 def missing(name: str) -> str | None:

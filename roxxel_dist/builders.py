@@ -107,7 +107,7 @@ def build_components(
     if trial and (config.warmup_steps or 0) > half:
         config = dataclasses.replace(config, warmup_steps=half)
     optimizer = NamedOptimizer(config.part(OptimizerConfig))
-    optimizer.config.check(curriculum.total_steps)
+    optimizer.settings(curriculum.total_steps)  # raises where warm-up and decay do not fit
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
     kernel = attention_kernel(config, curriculum.shapes, begun_with)
@@ -229,8 +229,8 @@ def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
     checkpoint, config = find_checkpoint(init_from), with_shape_of(config)
     if config.model is None:
         config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
-        parts, params, _, settings = split_module(nnx.eval_shape(model_builder(config)))
-        check_weights(checkpoint, parts.of_base(params, settings))
+        split, params, _, hparams = split_module(nnx.eval_shape(model_builder(config)))
+        check_weights(checkpoint, split.of_base(params, hparams))
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.component import component
-from roxxel_dist.data.atomic_dir import write_file
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.model.config import ModelConfig, check_sizes
@@ -286,7 +286,7 @@ class Config(Fields):
         Raises:
             ValueError: a key that no field has, a field given twice, or a value of another type than its field.
         """
-        values = _flat(values, source)
+        values = flat_fields(values, source)
         for key in values:
             if key not in FIELD_TYPES and key != RECORD:
                 raise ValueError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
@@ -308,8 +308,7 @@ def yaml_problem(error: Exception) -> str:
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises:
-        ValueError: no such file, not YAML, not a mapping, or one with a key that is given twice.
+    Raises ValueError for no such file, no YAML, no mapping, or a key that is given twice.
     """
     import yaml
 
@@ -335,8 +334,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The fields of all sections beside those outside of any."""
+def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, Any]:
+    """The fields of all sections beside those outside of any. Raises ValueError for one that is given twice."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key in SECTIONS and key not in FIELD_TYPES and value is None:

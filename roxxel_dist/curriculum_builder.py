@@ -30,8 +30,7 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
 def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, Roxxel]:
     """The data sets that `datasets` or `validation` names, without "self", which is `data`.
 
-    Raises:
-        ValueError: one is no data set, or was made with another tokenizer than `data`.
+    Raises ValueError where one is no data set, or was made with another tokenizer than `data`.
     """
     sets = {name: Roxxel(path) for name, path in shard_paths(config, field).items()}
     for name, data_set in sets.items():

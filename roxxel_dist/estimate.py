@@ -5,11 +5,12 @@ Steps are compiled from shapes alone, so the model may be larger than the memory
 
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import aligned, duration, size
 from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE, score_bytes
-from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG
@@ -36,7 +37,7 @@ from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
-from roxxel_dist.train.optimizer import first_state
+from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes, peak_flops
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
@@ -218,32 +219,36 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
         pin_threads()
         initialize()
         with usage_errors():
-            _check_shares(request)
+            devices, here = request.devices, jax.device_count()
+            if devices and here != devices:
+                raise ValueError(
+                    f"devices is {devices}, and the processes of this job have {here}: leave it out, or plan in a "
+                    f"process that is not launched"
+                )
+            if request.processes and here % request.processes:
+                raise ValueError(
+                    f"processes is {request.processes}, which does not divide the {here} device(s): each has as many "
+                    f"as the others, so use a divisor, or other --devices"
+                )
             path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:
                 config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
-            begun_with, not_simulated = kernel_begun_with(saved), ""
+            notes = [note] if note and not saved else []
+            begun_with = kernel_begun_with(saved)
             kernel = begun_with if config.attention == "auto" else config.attention
-            if request.devices and kernel in ("cudnn", "splash"):
+            if devices and kernel in ("cudnn", "splash"):
                 config, begun_with = dataclasses.replace(config, attention="xla"), None
-                not_simulated = (
+                notes.append(
                     f"attention by {kernel} is not simulated: the memory of phases is that of xla, in its place"
                 )
-            components = held.enter_context(_components(config, path, begun_with))
-            if components.data.tokenizer is not None:
-                components.data.tokenizer.encode(config.sample_prompt)
-        notes = [note] if note and not saved else []
-        notes += [not_simulated] if not_simulated else []
+            folder = held.enter_context(temporary_folder(path, "plan"))
+            data = held.enter_context(open_corpus(config, path, folder))
+            components = build_components(config, data, begun_with=begun_with)
+            if data.tokenizer is not None:
+                data.tokenizer.encode(config.sample_prompt)
         if path is not None and not is_tokens(path):
             notes.append(f"{path} is text: shards of it were made, and are gone")
         return _estimate(components, request, notes)
-
-
-@contextlib.contextmanager
-def _components(config: Any, path: Any, begun_with: AttentionKernel | None) -> Iterator[RunComponents]:
-    """What the run is made of; shards of text are there for so long."""
-    with temporary_folder(path, "plan") as folder, open_corpus(config, path, folder) as data:
-        yield build_components(config, data, begun_with=begun_with)
 
 
 def _saved(run: Path) -> dict[str, Any]:
@@ -254,144 +259,103 @@ def _saved(run: Path) -> dict[str, Any]:
     return saved_config(run)
 
 
-def _check_shares(request: EstimateRequest) -> None:
-    if request.devices and jax.device_count() != request.devices:
-        raise ValueError(
-            f"devices is {request.devices}, and the processes of this job have {jax.device_count()}: leave it out, or "
-            f"plan in a process that is not launched"
-        )
-    if request.processes and jax.device_count() % request.processes:
-        raise ValueError(
-            f"processes is {request.processes}, which does not divide the {jax.device_count()} device(s): each has "
-            f"as many as the others, so use a divisor, or other --devices"
-        )
-
-
 def _estimate(components: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
     """The estimate of a run's components. What cannot be is found in the order in which a `Trainer` finds it."""
     enable_compilation_cache()
     with usage_errors():
         mesh, config, curriculum = components.mesh(request.processes), components.config, components.curriculum
-        options, sharding = components.options, batch_sharding(mesh)
-        check_batches(curriculum.shapes, components.grad_accum)
+        options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
+        check_batches(curriculum.shapes, grad_accum)
         plan = curriculum.plan(config.seed)
         # Amendments, and what was left out, are in the plan that a run saved.
         kept = None if request.run is None else saved_plan(request.run)
         if kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed):
             plan = kept
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        parts, state, settings = abstract_train_state(components, mesh, plan.total_steps)
+        split, state, hparams = abstract_train_state(components, mesh, plan.total_steps)
         if weights is not None:
-            check_weights(weights, parts.of_base(state.params, settings))
-            notes = [*notes, f"the weights are those of {weights}"]
+            check_weights(weights, split.of_base(state.params, hparams))
+            notes.append(f"the weights are those of {weights}")
         compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
         dtype = jnp.bfloat16 if options.bf16_compute else None
-        eval_step = make_eval_step(parts, components.loss, dtype)
+        eval_step = make_eval_step(split, components.loss, dtype)
         train = curriculum.primary_streamer
         Validation(components.validation, train, eval_step, compiler, sharding, options.eval_iters).check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
-        check_vocabulary(parts, components.loss, state, settings, mesh, plan.shapes[0], datasets)
+        check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
         train_step = make_step(
-            parts, components.loss, components.optimizer, state, sharding,
-            grad_accum=components.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+            split, components.loss, components.optimizer, state, sharding,
+            grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
     last = last_step(plan, options)
     steps = spans(plan, last)
-    try:
-        # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
-        streams = [Stream(plan, curriculum.datasets, sharding, stop - 1) for _, stop in steps]
-        memory = [_step_memory(compiler, train_step, state, settings, stream.abstract()) for stream in streams]
-    finally:
-        compiler.close()
+    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
+    # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
+    memory = _step_memory(compiler, train_step, state, hparams, batches)
     if last < plan.total_steps:
-        notes = [*notes, f"max_steps ends the run after step {last:,} of {plan.total_steps:,}"]
+        notes.append(f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
     if note := max_steps_note(plan, options):
-        notes = [*notes, note]
-
+        notes.append(note)
     with usage_errors():
-        speed = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
-    model, processes = TrainView(parts, state, settings), request.processes or jax.process_count()
-    flops_of, phases = model.flops_per_token(), list[PhaseEstimate]()
-    for span, needs in zip(steps, memory, strict=True):
-        shape = plan.segment(span[1] - 1).shape
-        layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum)
-        phases.append(_phase(plan, span, layout, needs, flops_of(shape.seq_len), processes, speed, components))
-    params = {**model.frozen, **model.params}
-    other = {name: leaf for name, leaf in settings.items() if name not in parts.frozen.names}
-    limit = int(request.device_memory_gb * 1e9) if request.device_memory_gb else _memory_limit(mesh.local_devices)
-    seconds = [phase.seconds for phase in phases if phase.seconds is not None]
+        speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
+
+    view, processes = TrainView(split, state, hparams), request.processes or jax.process_count()
+    flops_of, phases = view.flops_per_token(), list[PhaseEstimate]()
+    for (first, stop), needs in zip(steps, memory, strict=True):
+        shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
+        layout = batch_layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
+        pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
+        flops, seconds = tokens * flops_of(shape.seq_len), None
+        if tokens_per_s:
+            seconds = tokens / tokens_per_s
+        elif flops_per_s:
+            seconds = flops / (flops_per_s * layout.pieces * layout.together)
+        phases.append(
+            PhaseEstimate(
+                phase=plan.phase(stop - 1) + 1, first_step=first + 1, steps=stop - first,
+                batch_size=shape.batch_size, seq_len=shape.seq_len,
+                weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
+                blend=shape.blend, packing=shape.packing,
+                tokens=tokens, flops_per_token=flops_of(shape.seq_len), flops=flops, seconds=seconds,
+                layout=layout, rows_a_process=shape.batch_size * pieces // layout.pieces, memory=needs,
+                attention=components.kernel, score_bytes=_score_bytes(shape, layout, components),
+            )
+        )  # fmt: skip
+    params: dict[str, Any] = {**view.frozen, **view.params}
+    other = {name: leaf for name, leaf in hparams.items() if name not in split.frozen.names}
+    limit = min(filter(None, ((x.memory_stats() or {}).get("bytes_limit") for x in mesh.local_devices)), default=None)
+    if request.device_memory_gb:
+        limit = int(request.device_memory_gb * 1e9)
     device = mesh.devices.flat[0]
     return RunEstimate(
-        description=plan.describe(),
-        phases=tuple(phases),
-        steps=last,
-        tokens=plan.tokens(last),
-        flops=sum(phase.flops for phase in phases),
-        notes=tuple(notes),
+        description=plan.describe(), phases=tuple(phases), steps=last, tokens=plan.tokens(last),
+        flops=sum(phase.flops for phase in phases), notes=tuple(notes),
         datasets=_datasets(plan, last),
         validation={name: data.num_tokens for name, data in components.validation.items()},
-        vocab_size=config.vocab_size or 0,
+        vocab_size=components.vocab_size,
         parameters=sum(leaf.size for leaf in params.values()),
-        trainable_parameters=sum(leaf.size for leaf in model.params.values()),
+        trainable_parameters=sum(leaf.size for leaf in view.params.values()),
         parts=count_by_module(params),
         state={
-            "parameters": device_bytes((state.params, model.frozen)),
+            "parameters": device_bytes((state.params, view.frozen)),
             "optimizer": device_bytes(state.opt_state),
             "other": device_bytes((state.step, state.rest, state.health, other)),
         },
-        arrays=tuple(_array(name, leaf) for name, leaf in params.items()),
-        fsdp=config.fsdp,
-        grad_accum=components.grad_accum,
-        devices=mesh.size,
-        processes=processes,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        simulated=request.devices is not None,
-        memory_limit=limit,
-        seconds=sum(seconds) if len(seconds) == len(phases) else None,
-        tokens_per_s=speed.tokens_per_s,
-        speed=speed.source,
+        arrays=tuple(
+            {
+                "name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype),
+                "cut": [None if axis is None else str(axis) for axis in leaf.sharding.spec],
+                "device_bytes": device_bytes(leaf),
+            }
+            for name, leaf in params.items()
+        ),
+        fsdp=config.fsdp, grad_accum=grad_accum,
+        devices=mesh.size, processes=processes, platform=device.platform, device_kind=device.device_kind,
+        simulated=request.devices is not None, memory_limit=limit,
+        seconds=sum(phase.seconds or 0.0 for phase in phases) if tokens_per_s or flops_per_s else None,
+        tokens_per_s=tokens_per_s, speed=speed,
         problems=tuple(text for phase in phases if (text := _problem(phase, limit, config, mesh.size))),
-    )
-
-
-def _phase(
-    plan: Plan,
-    span: tuple[int, int],
-    layout: BatchLayout,
-    memory: StepMemory | None,
-    flops_per_token: float,
-    processes: int,
-    speed: "_Speed",
-    components: RunComponents,
-) -> PhaseEstimate:
-    first, stop = span
-    shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
-    pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
-    flops, seconds = tokens * flops_per_token, None
-    if speed.tokens_per_s:
-        seconds = tokens / speed.tokens_per_s
-    elif speed.device_flops_per_s:
-        seconds = flops / (speed.device_flops_per_s * layout.pieces * layout.together)
-    return PhaseEstimate(
-        phase=plan.phase(stop - 1) + 1,
-        first_step=first + 1,
-        steps=stop - first,
-        batch_size=shape.batch_size,
-        seq_len=shape.seq_len,
-        weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
-        blend=shape.blend,
-        packing=shape.packing,
-        tokens=tokens,
-        flops_per_token=flops_per_token,
-        flops=flops,
-        layout=layout,
-        rows_a_process=shape.batch_size * pieces // layout.pieces,
-        memory=memory,
-        seconds=seconds,
-        attention=components.kernel,
-        score_bytes=_score_bytes(shape, layout, components),
-    )
+    )  # fmt: skip
 
 
 def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -> int | None:
@@ -409,19 +373,18 @@ def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -
 def abstract_train_state(
     components: RunComponents, mesh: Mesh, total_steps: int
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
-    """What does not change, the state before the first step and the settings of all steps: shapes and shardings.
+    """What does not change, the state before the first step and the hparams of all steps: shapes and shardings.
 
-    Raises:
-        ValueError: what the model or the optimizer asks for cannot be.
+    Raises ValueError where what the model or the optimizer asks for cannot be.
     """
     optimizer, options = components.optimizer, components.options
-    parts, state, settings = abstract_state(
-        components.build, first_state(optimizer), mesh, fsdp=options.fsdp,
+    split, state, hparams = abstract_state(
+        components.build, InitialState(optimizer), mesh, fsdp=options.fsdp,
         dtype=jnp.bfloat16 if options.use_bf16 else None,
     )  # fmt: skip
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
-    return parts, state, settings | numbers
+    return split, state, hparams | numbers
 
 
 def memory_analysis(program: Any) -> StepMemory:
@@ -436,25 +399,27 @@ def memory_analysis(program: Any) -> StepMemory:
     return StepMemory(**parts, peak=sum(parts.values()))
 
 
-def _step_memory(compiler: AotCompiler, train_step: Any, state: Any, settings: Any, batch: Any) -> StepMemory | None:
-    key = batch_key(batch)
-    compiler.prepare(key, train_step, state, settings, batch)
-    try:
-        return memory_analysis(compiler.get(key))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None
+def _step_memory(
+    compiler: AotCompiler, train_step: Any, state: Any, hparams: Any, batches: Sequence[Any]
+) -> list[StepMemory | None]:
+    """For each batch, what its step needs; None where the compiler gives up because it does not fit."""
+    memory: list[StepMemory | None] = []
+    with contextlib.closing(compiler):
+        for batch in batches:
+            compiler.prepare(batch_key(batch), train_step, state, hparams, batch)
+            try:
+                memory.append(memory_analysis(compiler.get(batch_key(batch))))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                memory.append(None)
+    return memory
 
 
 def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
     """[first, stop) of every phase that begins before the step `last`."""
-    phases, first = [], 0
-    for shape in plan.shapes:
-        if first < last:
-            phases.append((first, min(first + shape.steps, last)))
-        first += shape.steps
-    return phases
+    ends = list(itertools.accumulate(shape.steps for shape in plan.shapes))
+    return [(first, min(stop, last)) for first, stop in itertools.pairwise([0, *ends]) if first < last]
 
 
 def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
@@ -468,32 +433,17 @@ def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: in
     return BatchLayout(cut=cut, pieces=pieces, repeated=sharding.mesh.size // together - pieces, together=together)
 
 
-class _Speed(NamedTuple):
-    """How fast a run would be, and how that is known."""
-
-    source: str
-    tokens_per_s: float | None = None
-    """Over all devices."""
-    device_flops_per_s: float | None = None
-    """Of one device, where the other is not known."""
-
-
-def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> _Speed:
+def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> tuple[str, float | None, float | None]:
+    """(where it comes from, tokens/s over all devices if known, else FLOP/s of one device if known)."""
     if request.tokens_per_s:
-        return _Speed("given", request.tokens_per_s)
+        return "given", request.tokens_per_s, None
     if request.run is not None and (measured := read_runs([request.run])[0].numbers()["tokens_per_s"]):
-        return _Speed(f"measured in {request.run}, the median of what it logged", measured)
+        return f"measured in {request.run}, the median of what it logged", measured, None
     peak = peak_flops(mesh.devices.flat[0].device_kind) if bf16 else None
     if peak is None:
-        return _Speed("unknown: give --tokens_per_s")
+        return "unknown: give --tokens_per_s", None, None
     of_peak = f"at an MFU of {USUAL_MFU:.0%} of the {peak / 1e12:,.0f} TFLOP/s (bfloat16) of each device"
-    return _Speed(f"estimated, {of_peak}", device_flops_per_s=USUAL_MFU * peak)
-
-
-def _memory_limit(devices: Sequence[Any]) -> int | None:
-    """Bytes that a program can have of the smallest of these devices; None where they do not say."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return min((limit for limit in limits if limit), default=None)
+    return f"estimated, {of_peak}", None, USUAL_MFU * peak
 
 
 def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
@@ -502,17 +452,9 @@ def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
     reached, sets = segment.after(last - segment.first_step), {}
     for name, source in plan.amendments[-1].sources.items():
         units, at = source.units, reached[name]
-        passes = at.pass_index + 1 - (at.pool.size - at.used) / units.count
+        passes = at.pass_index + 1 - (at.remaining.size - at.used) / units.count
         sets[name] = {"tokens": units.tokens, "passes": passes}
     return sets
-
-
-def _array(name: str, leaf: Any) -> dict[str, Any]:
-    cut = [None if axis is None else str(axis) for axis in leaf.sharding.spec]
-    return {
-        "name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype), "cut": cut,
-        "device_bytes": device_bytes(leaf),
-    }  # fmt: skip
 
 
 def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) -> str | None:
@@ -539,12 +481,7 @@ def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int)
 
 
 def table(run: RunEstimate, *, every_array: bool = False) -> str:
-    """All of an estimate in sections.
-
-    Args:
-        run: the estimate.
-        every_array: whether each parameter gets a line, or all of them one.
-    """
+    """All of an estimate in sections; each parameter has a line where `every_array`."""
     sections = {
         "phases": [run.description, *run.notes],
         "data": _data(run),
@@ -607,18 +544,18 @@ def _memory(run: RunEstimate) -> list[str]:
             share = "unknown" if limit is None else f"{of.peak / limit:.0%}"
             cells = [*map(size, (of.arguments, of.temporaries, of.results + of.code, of.peak)), share]
         rows.append([f"phase {phase.phase}", *cells])
-    device, exact = run.device_kind, ""
+    device = run.device_kind
     if run.platform == "cpu":
-        of_cpu = (
-            "the state is exact; temporaries are an estimate for an accelerator, whose compiler has kernels of its own"
+        device = (
+            "CPU: the state is exact; temporaries are an estimate for an accelerator, whose compiler has kernels of "
+            "its own"
         )
-        device, exact = "CPU", f": {of_cpu}"
     return [
         "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
         *aligned(rows),
         *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
         "what a device has is not known: give --device_memory_gb" if limit is None else f"a device has {size(limit)}",
-        f"by XLA's account of the compiled step, for {device}{exact}",
+        f"by XLA's account of the compiled step, for {device}",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,14 +24,13 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import find_shards, is_tokens
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
-from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
+from roxxel_dist.run_metadata import RunMetadata, data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.evaluator import Validation
-from roxxel_dist.train.init_from import base_params_loader, open_checkpoint
+from roxxel_dist.train.init_from import load_base_params, open_checkpoint
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
-from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import init_state
 from roxxel_dist.train.train_step import fetch, make_eval_step
 
@@ -90,13 +90,14 @@ def evaluate(
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
-    determinism.pin_threads(saved.get(RECORD, {}).get("pjrt_nproc"))
+    determinism.pin_threads(RunMetadata.of(saved).pjrt_nproc)
     initialize()
     determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:
         with usage_errors():
             store, step = held.enter_context(_checkpoint(checkpoint, best))
-            plan = Plan.from_state(store.meta(step)["plan"])
+            metadata = store.metadata(step)
+            plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
             data = held.enter_context(_data(checkpoint.run, saved, data_path))
@@ -105,26 +106,24 @@ def evaluate(
             config = _with_kernel(config, plan, saved)
             components, sets = _components(config, data, plan, validation, checkpoint.run)
             options, mesh = components.options, _mesh(components)
-            base = store.metadata(step).base
             # Moments are not read: it takes the memory of the weights alone.
-            parts, state, settings = init_state(
+            split, state, hparams = init_state(
                 components.build, lambda params: {}, mesh, fsdp=options.fsdp,
                 dtype=jnp.bfloat16 if options.use_bf16 else None, restored=True,
-                load=None if base is None else base_params_loader(base.at(options.init_from)),
+                load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
             )  # fmt: skip
             compiler = AotCompiler(mesh)
             held.callback(compiler.close)
-            eval_step = make_eval_step(parts, components.loss, jnp.bfloat16 if options.bf16_compute else None)
+            eval_step = make_eval_step(split, components.loss, jnp.bfloat16 if options.bf16_compute else None)
             train = components.curriculum.primary_streamer
             evaluator = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
             evaluator.check(shape)
-            evaluator.prepare(state, settings, shape)
+            evaluator.prepare(state, hparams, shape)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
             state = state._replace(**store.restore_model(step, weights))
         # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.
         compiler.wait_together()
-        losses = evaluator.run(state, settings, shape, one_in_flight=InflightThrottler(mesh).limit == 1)
-        means = evaluator.summarize(fetch(losses), shape)
+        means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)), shape)
         rows = read_rows(checkpoint.run / METRICS)
         return Evaluation(
             run=checkpoint.run,

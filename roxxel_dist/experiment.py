@@ -6,6 +6,7 @@ import difflib
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from roxxel_dist.run_metadata import (
 )
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
 from roxxel_dist.train.config import TRIAL
-from roxxel_dist.train.init_from import find_checkpoint, params_loader, with_base, with_shape_of
+from roxxel_dist.train.init_from import find_checkpoint, load_params, with_base, with_shape_of
 from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
@@ -159,7 +160,8 @@ class Experiment:
                     cut = f"warmup_steps {self.config.warmup_steps} -> {warmup}: half of the trial's {steps:,} steps"
                     print(f"roxxel-dist: {cut}", flush=True)
                 self.config = components.config
-                prompt = self._prompt(components.data.tokenizer)
+                tokenizer = components.data.tokenizer  # the sample's beginning is encoded before hours of training
+                ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
                 trainer = self._trainer(run, components, amend, origin)
                 undo.callback(trainer.close)
                 if trainer.finished:
@@ -173,7 +175,7 @@ class Experiment:
             on_primary(
                 "record", lambda: write_run_metadata(trainer, run, path, components, past.saved, changed, message)
             )
-            self._run(trainer, run, components.data.tokenizer, prompt)
+            self._run(trainer, run, tokenizer, ids)
         return run
 
     def find_lr(
@@ -209,7 +211,7 @@ class Experiment:
             components = build_components(self.config, held.enter_context(open_corpus(self.config, data_path, folder)))
             options, grad_accum = components.options, components.grad_accum
             stream = sweep_stream(components.curriculum, num_steps, options.seed, components.mesh(), grad_accum)
-            load = None if options.init_from is None else params_loader(find_checkpoint(options.init_from))
+            load = None if options.init_from is None else partial(load_params, find_checkpoint(options.init_from))
             losses = sweep(
                 components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
                 options=options, load=load,
@@ -267,8 +269,7 @@ class Experiment:
     def _was_finished(self, run: Path, past: _Past, is_other_data: bool) -> bool:
         """Say so, if the run was, and nothing new is asked of it: its data may be gone by now.
 
-        Raises:
-            UsageError: the run is finished, and what is asked of it would not be done.
+        Raises UsageError where the run is finished, and what is asked of it would not be done.
         """
         cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
         step, end = int(cursor.get("step", 0)), self.config.max_steps
@@ -302,12 +303,6 @@ class Experiment:
         if broadcast_from_primary("corpus is made", "yes" if is_made else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
         return open_corpus(self.config, path, run / DATA, begins=not past.config)
-
-    def _prompt(self, tokenizer: Tokenizer | None) -> list[int]:
-        """The ids that the sample at the end continues; encoded now, before hours of training."""
-        if tokenizer is None:
-            return []
-        return tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
 
     def _trainer(self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec) -> Trainer:
         config, trackers = self.config, []

@@ -1,12 +1,12 @@
 """A run's model as a folder for other programs: its weights in one of three formats, its config and its tokenizer."""
 
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.data.atomic_dir import sync_folder
+from roxxel_dist.cluster.durable import sync_folder
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
@@ -132,17 +132,13 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
     sizes = {}
     for name, tensors in layout.items():
         sizes |= {one: math.prod(shape) * params[name].itemsize for one, shape in their_shapes(tensors).items()}
-    write_tensors(folder, _all_tensors(params, layout), sizes, limit, weights.step)
+    arrays = itertools.chain.from_iterable(take_out(params[name], tensors) for name, tensors in layout.items())
+    write_tensors(folder, arrays, sizes, limit, weights.step)
     _write_json(folder / HF_CONFIG, found)
     ends = {name: found[name] for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", {"do_sample": True, **ends})
     if tokenizer is not None:
         _write_tokenizer(folder, tokenizer, config.max_context)
-
-
-def _all_tensors(params: dict[str, np.ndarray], layout: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    for name, tensors in layout.items():
-        yield from take_out(params[name], tensors)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> None:

@@ -1,15 +1,14 @@
 """The batch of one step of a run: where each row comes from, and how it begins. No jax."""
 
-import json
 from pathlib import Path
 
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
-from roxxel_dist.data.dataset import Roxxel, place_of
+from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
-from roxxel_dist.train.checkpoint.metadata import META
+from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
 SHOWN = 60
 
@@ -19,18 +18,15 @@ def saved_plan(run: Path) -> Plan | None:
     files = [path for path in run.glob(f"{CHECKPOINTS}/*/{META}") if path.parent.name.isdigit()]
     if not files:
         return None
-    newest = max(files, key=lambda path: int(path.parent.name))
-    return Plan.from_state(json.loads(newest.read_text(encoding="utf-8"))["meta"]["plan"])
+    newest = max((path.parent for path in files), key=lambda checkpoint: int(checkpoint.name))
+    return Plan.from_state(MetaFile.read(newest).meta["plan"])
 
 
 def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
     """The rows that a step reads, a line each: data set, token, shard, document, and how the row begins.
 
-    Args:
-        source: a run directory, or a config file.
-        step: counted from 1, as in the log.
-        data_path: the shards; a run remembers its own.
-        text: the whole rows, decoded.
+    The step counts from 1, as in the log; the source is a run directory, which remembers its shards, or a config file.
+    With `text` the whole rows are decoded.
     """
     source = Path(source)
     path = source / CONFIG if source.is_dir() else source
@@ -57,7 +53,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
             name = plan.datasets[rows.dataset[row]]
             if name not in sets:
                 raise ValueError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
-            place = place_of(sets[name], offset)
+            place = locate_token(sets[name], offset)
             ids = sets[name].read(rows.offset[row : row + 1], rows.seq_len)[0].tolist()
             text_of_row = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))
             where = f"{name} token {offset:,} ({place.path.name}, document {place.document}, +{place.position:,})"

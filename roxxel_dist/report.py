@@ -70,8 +70,7 @@ class Run:
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs in some folders.
 
-    Raises:
-        ValueError: one of them is no run; the message names the nearest that is.
+    Raises ValueError where one of them is no run; the message names the nearest that is.
     """
     folders = list(dict.fromkeys(map(Path, paths)))
     for folder in folders:
@@ -158,8 +157,7 @@ COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Draw what can be drawn of some runs into a folder, which is made; returns the PNG files.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed.
     """
     pictures = []
     if trained := [run for run in runs if run.points("train_loss")]:
@@ -174,8 +172,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
 def draw_losses(runs: Sequence[Run], picture: Path) -> None:
     """Loss over tokens: a colour a run, validation with points, a dotted line where a phase begins.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed.
     """
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):

@@ -22,11 +22,7 @@ SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
 
 
 class RunDirectory:
-    """A run's folder, held by one training at a time.
-
-    Args:
-        path: the folder; it need not exist.
-    """
+    """A run's folder, which need not exist; held by one training at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,8 +35,7 @@ class RunDirectory:
     def claim(self, resume: bool) -> None:
         """Make the folder and hold it until `release`.
 
-        Raises:
-            ValueError: it is no folder, cannot be written, holds a run that shall not be resumed, or is held.
+        Raises ValueError where it is no folder, cannot be written, holds a run that shall not be resumed, or is held.
         """
         if os.path.exists(self.path) and not self.path.is_dir():
             raise ValueError(f"run_dir is {self.path}, a file: name a folder")

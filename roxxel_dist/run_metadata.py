@@ -13,9 +13,9 @@ import jax
 
 from roxxel_dist.builders import RunComponents
 from roxxel_dist.cluster import determinism
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.atomic_dir import write_file
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
@@ -63,7 +63,7 @@ class RunMetadata:
     """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and where it went back from."""
 
     @classmethod
-    def of(cls, saved: dict[str, Any]) -> Self:
+    def of(cls, saved: Mapping[str, Any]) -> Self:
         """The metadata in the saved config of a run; the defaults where it has none."""
         record = saved.get(RECORD, {})
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
@@ -187,7 +187,7 @@ def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any]
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
     """The kernel of attention of a run, from its saved config; None where there is no run."""
     # Runs from before there was a choice had XLA's.
-    return saved.get(RECORD, {}).get("bits", {}).get("attention", "xla") if saved else None
+    return RunMetadata.of(saved).bits.get("attention", "xla") if saved else None
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
@@ -249,17 +249,11 @@ def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = Fal
 
 
 def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> CheckpointRef | None:
-    """The checkpoint that a run is forked from: the one that is named, or the one that its config remembers.
+    """The checkpoint that the run in `run` is forked from: the one that is named, or that its saved config remembers.
 
-    Args:
-        fork: RUN@STEP.
-        saved: the config of the run in `run`, where there is one.
-        run: the new run's folder.
-
-    Raises:
-        ValueError: no run is named, or the run is there already and comes from elsewhere.
+    Raises ValueError where no run is named, or the run is there already and comes from elsewhere.
     """
-    recorded = saved.get(RECORD, {}).get("forked_from")
+    recorded = RunMetadata.of(saved).forked_from
     known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
     if fork is None:
         return known
@@ -278,4 +272,4 @@ def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:
     """Where the data of a run is: the shards in its folder `run`, made of text, or what its config remembers."""
     if run is not None and is_tokens(run / DATA):
         return str(run / DATA)
-    return saved.get(RECORD, {}).get("data_path")
+    return RunMetadata.of(saved).data_path

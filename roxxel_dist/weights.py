@@ -3,7 +3,6 @@
 The weights of a trained model as arrays in memory, whatever kind of folder they are in.
 """
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files, layout
 from roxxel_dist.train.checkpoint.manager import BEST, NEWEST
-from roxxel_dist.train.checkpoint.metadata import META, BaseModelRef, CheckpointMetadata, CheckpointRef
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, MetaFile
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.train.train_state import split_module
@@ -112,9 +111,9 @@ def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:
     """(parameters, what it says beside its arrays)."""
     try:
-        saved = json.loads((checkpoint / META).read_bytes())
-        params = files.read_params(checkpoint, files.parameter_shapes(saved["shapes"]))
-        return params, CheckpointMetadata.from_dict(saved["meta"])
+        saved = MetaFile.read(checkpoint)
+        params = files.read_params(checkpoint, files.parameter_shapes(saved.shapes))
+        return params, CheckpointMetadata.from_dict(saved.meta)
     except Exception as error:  # Orbax has no error of its own for this
         raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): name another step") from error
 

@@ -93,6 +93,6 @@ def test_a_tracker(added, monkeypatch, tmp_path):
 
 def test_an_engine(added, monkeypatch):
     added(ENGINE)
-    monkeypatch.setitem(engine.ENGINES, "added", "added_file:halves")
+    monkeypatch.setitem(engine.SAMPLERS, "added", "added_file:halves")
     made = engine.make({"parameters": {"x": {"min": 0.0, "max": 1.0}}}, method="added")
     assert [made.ask() for _ in range(2)] == [(0, {"x": 0.5}), (1, {"x": 0.25})]

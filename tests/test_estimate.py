@@ -18,7 +18,7 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.config import UsageError
 from roxxel_dist.display import size
 from roxxel_dist.estimate import EstimateRequest, batch_layout, estimate, spans, table
-from roxxel_dist.train.optimizer import first_state
+from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.train_state import init_state, split_module
 
 SIMULATED = EstimateRequest(devices=8)
@@ -55,7 +55,7 @@ def real_state(config, data):
     """(the state before the first step, settings) as training makes them."""
     made = build_components(config, data)
     dtype = jnp.bfloat16 if config.use_bf16 else None
-    return init_state(made.build, first_state(made.optimizer), made.mesh(), fsdp=config.fsdp, dtype=dtype)[1:]
+    return init_state(made.build, InitialState(made.optimizer), made.mesh(), fsdp=config.fsdp, dtype=dtype)[1:]
 
 
 def test_it_is_what_the_run_is(run):

@@ -11,7 +11,6 @@ import yaml
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.config import UsageError, load_yaml
-from roxxel_dist.curriculum.plan import describe
 from roxxel_dist.data.build.build import build
 from roxxel_dist.evaluate import evaluate
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
@@ -244,7 +243,7 @@ def test_two_phases_that_are_one_pass_read_each_token_once(text, tmp_path):
     wanted = config(phases=phases)
     with open_corpus(wanted, text, tmp_path / "data") as data:
         plan = build_components(wanted, data).curriculum.plan(1)
-    assert "used up" not in describe(plan)
+    assert "used up" not in plan.describe()
     assert plan.total_steps > 100
 
 

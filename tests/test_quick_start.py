@@ -143,7 +143,7 @@ def test_the_learning_rate_finder(work):
 def test_what_the_snippets_printed(work):
     said = (work / "said.txt").read_text()
     assert re.search(r"^step 3, loss \d\.\d{3}$", said, re.MULTILINE)
-    assert sorted(re.findall(r"^merged (.*)$", said, re.MULTILINE)) == ["(32, 32)", "(32, 96)"]
+    assert sorted(re.findall(r"^merged (.*)$", said, re.MULTILINE)) == ["(1, 32, 1, 3, 32)", "(1, 32, 32)"]
     assert "Training on 4 GPUs" in said
     assert load_yaml(work / "runs" / "latent" / "config.yaml")["mla"] is True
 

@@ -141,7 +141,7 @@ def served(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Somebody else chooses, and has three trials."""
     yield _start()
     if task["trial"] >= 3:
-        yield {"over": {"reason": "the server has no more"}}
+        yield {"exhausted": {"reason": "the server has no more"}}
     else:
         yield {"result": {"value": 1.0, "params": {"x": task["trial"] / 10}}}
 

@@ -95,7 +95,7 @@ def data_verify(words: list[str]) -> int:
     """Check every block of every shard."""
     args = parse(VerifyArgs, words, "data verify")
     with usage_errors():
-        from roxxel_dist.data.build.progress import Report
+        from roxxel_dist.data.build.progress import Progress
         from roxxel_dist.data.dataset import Roxxel
         from roxxel_dist.data.verify import find_damage
 
@@ -105,6 +105,6 @@ def data_verify(words: list[str]) -> int:
             print(error)
             return EXIT_FAILED
         with opened as dataset:
-            damage = list(find_damage(dataset.shards, Report(True), args.workers))
+            damage = list(find_damage(dataset.shards, Progress(True), args.workers))
             print(*damage or [f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"], sep="\n")
     return EXIT_FAILED if damage else 0

@@ -20,7 +20,7 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
-    from roxxel_dist.data.verify_on_read import DamagedData
+    from roxxel_dist.data.verify import DamagedData
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.train.bad_steps import BadStep
     from roxxel_dist.train.checkpoint.store import SaveError

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
-from roxxel_dist.curriculum.segments import OF_UNITS, Position, Shape, Source
+from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
 from roxxel_dist.data.units import Ranges, Units, unit_size
 
 
@@ -17,7 +18,7 @@ class Amendment:
     """Steps of the plan before it whose data is left out, from `from_step` on."""
     shapes: tuple[Shape, ...]
     """All phases, from step 0: those before `from_step` only say how long they were."""
-    sources: Mapping[str, Source]
+    sources: Mapping[str, UnitSource]
 
     def state(self) -> dict[str, Any]:
         """Plain numbers and names, for JSON."""
@@ -39,7 +40,7 @@ class Amendment:
             for shape in state["shapes"]
         ]
         sources = {
-            name: Source(name=name, units=Units([(s, n) for s, n in kept["ranges"]], kept["unit"]))
+            name: UnitSource(name=name, units=Units([(s, n) for s, n in kept["ranges"]], kept["unit"]))
             for name, kept in state["datasets"].items()
         }
         return cls(from_step=state["from_step"], skip=state["skip"], shapes=tuple(shapes), sources=sources)
@@ -53,22 +54,19 @@ def _shape_state(shape: Shape) -> dict[str, Any]:
     return state
 
 
-def first_amendment(phases: Sequence[Shape], datasets: Mapping[str, Ranges]) -> Amendment:
-    """The plan as it begins: data sets cut in units for its longest window."""
-    longest = max(shape.seq_len for shape in phases)
-    sources = {
-        name: Source(name=name, units=Units(ranges, unit_size(ranges, longest))) for name, ranges in datasets.items()
+def cut_in_units(
+    datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource]
+) -> dict[str, UnitSource]:
+    """Data sets cut in units for the longest window; one that was there before keeps its units."""
+    longest = max(shape.seq_len for shape in shapes)
+    sizes = {name: before[name].units.size if name in before else None for name in datasets}
+    return {
+        name: UnitSource(name=name, units=Units(ranges, sizes[name] or unit_size(ranges, longest)))
+        for name, ranges in datasets.items()
     }
-    check(phases, sources)
-    return Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)
 
 
-def unit_of(name: str, ranges: Ranges, longest: int, before: Mapping[str, Source]) -> int:
-    """A data set keeps the units that it was first cut in."""
-    return before[name].units.size if name in before else unit_size(ranges, longest)
-
-
-def check(shapes: Sequence[Shape], sources: Mapping[str, Source]) -> None:
+def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
     """Raises ValueError for weights of unknown data sets, and windows longer than a unit."""
     for number, shape in enumerate(shapes):
         for name, weight in shape.weights:
@@ -85,37 +83,30 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, Source]) -> None:
                 )
 
 
-def beginnings(sources: Mapping[str, Source], seed: int) -> dict[str, Position]:
-    """Every data set before its first token is read."""
-    return {name: source.beginning(seed, 0) for name, source in sources.items()}
-
-
-def carried(before: Position | None, earlier: Sequence[Source], source: Source, seed: int, level: int) -> Position:
-    """A data set's position, carried over an amendment that may have changed its ranges.
+def carried_over(before: Cursor | None, earlier: Sequence[UnitSource], source: UnitSource, key: Key) -> Cursor:
+    """A data set's cursor, carried over an amendment that may have changed its ranges.
 
     Args:
-        before: the position until now; None for a new data set.
+        before: the cursor until now; None for a new data set.
         earlier: the data set as it was, oldest first.
         source: the data set as it is now.
-        seed: of all orders.
-        level: which amendment this is.
+        key: of the orders from the amendment on.
     """
     if before is None or not earlier:
-        return source.beginning(seed, 0)
+        return source.new_pass(key, 0)
     kept = _units_in_common(source, earlier[-1])
     if kept == earlier[-1].units.count == source.units.count:
         return before
     known = max(_units_in_common(source, old) for old in earlier)
-    key = (seed, source.key, before.pass_index, OF_UNITS, level)
-    pool = before.pool.amended(before.used, kept, source.units.count, key, known=known)
-    return Position(pass_index=before.pass_index, pool=pool, out=before.out and source.units.count <= kept)
+    rest = key.rest_of_pass(source.number, before.pass_index)
+    remaining = before.remaining.amended(before.used, kept, source.units.count, rest, known=known)
+    return Cursor(
+        pass_index=before.pass_index, remaining=remaining, exhausted=before.exhausted and source.units.count <= kept
+    )
 
 
-def _units_in_common(one: Source, other: Source) -> int:
+def _units_in_common(source: UnitSource, other: UnitSource) -> int:
     """Units of the ranges with which both begin."""
-    common = 0
-    for mine, its in zip(one.units.ranges, other.units.ranges, strict=False):
-        if tuple(mine) != tuple(its):
-            break
-        common += 1
-    return Units(one.units.ranges[:common], one.units.size).count
+    pairs = zip(source.units.ranges, other.units.ranges, strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: tuple(pair[0]) == tuple(pair[1]), pairs))
+    return Units(source.units.ranges[:common], source.units.size).count

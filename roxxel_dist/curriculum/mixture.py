@@ -17,7 +17,7 @@ BLOCK = 64
 """Items a block. More where a weight is below 1/64, so that every data set can come up in every block."""
 
 
-class Blend:
+class Mixture:
     """The order of data sets in a segment.
 
     Args:
@@ -27,34 +27,35 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float], items: int, key: Sequence[int]) -> None:
-        self.edges: list[float] = running_shares(weights)
-        self.sets: int = len(self.edges)
+        self.cumulative: list[float] = cumulative_weights(weights)
+        self.size: int = len(self.cumulative)
+        """How many data sets there are."""
         self.items = items
         self.weights: tuple[float, ...] = tuple(weights)
-        self.key: tuple[int, ...] = tuple(key)
+        self._key = tuple(key)
         self.block: int = block_length(min(weights) / sum(weights))
         """Items of a block; the last one is longer by what does not fill one."""
         # What does not fill a block lengthens the last one: a block never has fewer items than its rounding needs.
         self._blocks = max(1, items // self.block)
 
     def counts(self, items: int) -> np.ndarray:
-        """int64[sets]: how often each data set is read in the first `items` items."""
+        """int64[size]: how often each data set is read in the first `items` items."""
         if items >= self.items:
-            return np.array(quota(self.edges, self.items))
+            return np.array(quota(self.cumulative, self.items))
         return self.choose(items, items + 1)[1]
 
     def choose(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The data set of each of the items [first, stop), and how often each data set is read before them.
 
         Returns:
-            int64[stop - first] and int64[sets].
+            int64[stop - first] and int64[size].
         """
-        if self.sets == 1:
+        if self.size == 1:
             return np.zeros(stop - first, np.int64), np.array([first])
         low = self._block_of(first)
         start = low * self.block
         chosen = self._blocks_order(low, self._block_of(stop - 1))
-        before = quota(self.edges, start) + np.bincount(chosen[: first - start], minlength=self.sets)
+        before = quota(self.cumulative, start) + np.bincount(chosen[: first - start], minlength=self.size)
         return chosen[first - start : stop - start], before
 
     def _block_of(self, item: int) -> int:
@@ -71,27 +72,28 @@ class Blend:
     def _arrange(self, first: int, count: int, length: int) -> np.ndarray:
         """The data sets of some neighbouring blocks of one length, one block behind the other."""
         starts = np.arange(first, first + count)[:, None] * self.block
-        ends = [np.floor(item * np.array(self.edges) + 0.5).astype(np.int64) for item in (starts, starts + length)]
+        cumulative = np.array(self.cumulative)
         # Inside the block: data set i has the places from its predecessor's end to its own.
-        edges = ends[1] - ends[0]
-        places = shuffled_blocks(first, count, length, self.key)
+        ends = np.floor((starts + length) * cumulative + 0.5).astype(np.int64)
+        ends -= np.floor(starts * cumulative + 0.5).astype(np.int64)
+        places = shuffled_blocks(first, count, length, self._key)
         chosen = np.zeros((count, length), np.int64)
-        for which in range(self.sets - 1):
-            chosen += places >= edges[:, which, None]
+        for number in range(self.size - 1):
+            chosen += places >= ends[:, number, None]
         return chosen.ravel()
 
 
-def running_shares(weights: Sequence[float]) -> list[float]:
+def cumulative_weights(weights: Sequence[float]) -> list[float]:
     """The running sums of the normalised weights."""
     total = float(sum(weights))
-    edges = list(accumulate(weight / total for weight in weights))
-    edges[-1] = 1.0
-    return edges
+    sums = list(accumulate(weight / total for weight in weights))
+    sums[-1] = 1.0
+    return sums
 
 
-def quota(edges: Sequence[float], items: int) -> list[int]:
+def quota(cumulative: Sequence[float], items: int) -> list[int]:
     """Counts after `items` items, each within one of its share and all exact in sum."""
-    ends = [floor(items * edge + 0.5) for edge in edges]
+    ends = [floor(items * weight + 0.5) for weight in cumulative]
     return [end - before for end, before in zip(ends, [0, *ends], strict=False)]
 
 

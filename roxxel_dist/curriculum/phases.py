@@ -38,7 +38,7 @@ class Phase:
     blend: Literal["step", "row"] = "step"
     """Whether each step, or each row of a batch, is of one data set."""
     packing: Literal["contiguous", "documents"] = "contiguous"
-    """"documents": batches say which document each token is of (`data.packed.Packed`), and attention stops where a
+    """"documents": batches say which document each token is of (`data.packing.Packed`), and attention stops where a
     document ends. The rows are the same tokens either way."""
 
     counted: ClassVar[bool] = False
@@ -57,35 +57,35 @@ class Phase:
                 )
         if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < 1e9):
             raise ValueError(f"{self._named()}: epochs is {self.epochs!r}, and must be a number above 0")
+        for name, (first, second) in {"blend": ("step", "row"), "packing": ("contiguous", "documents")}.items():
+            if getattr(self, name) not in (first, second):
+                raise ValueError(
+                    f"{self._named()}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}"
+                )
+        if self.weights is not None:
+            self._check_weights(self.weights)
 
-        if self.blend not in ("step", "row"):
-            raise ValueError(f"{self._named()}: blend is {self.blend!r}, and must be 'step' or 'row'")
-        if self.packing not in ("contiguous", "documents"):
-            raise ValueError(f"{self._named()}: packing is {self.packing!r}, and must be 'contiguous' or 'documents'")
-        self._check_weights()
-
-    def _check_weights(self) -> None:
-        if self.weights is None:
-            return
-        if not isinstance(self.weights, Mapping) or not self.weights:
+    def _check_weights(self, weights: object) -> None:
+        if not isinstance(weights, Mapping) or not weights:
             raise ValueError(f"{self._named()}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
-        for name, weight in self.weights.items():
+        for name, weight in weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
                 raise ValueError(f"{self._named()}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
-        if sum(self.weights.values()) <= 0:
+        total = sum(weights.values())
+        if total <= 0:
             raise ValueError(f"{self._named()}: all weights are 0: at least one must be above")
-        low = min(w for w in self.weights.values() if w > 0) / sum(self.weights.values())
-        if low < LEAST_SHARE:
-            raise ValueError(f"{self._named()}: a share is {low:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
+        least = min(weight for weight in weights.values() if weight > 0) / total
+        if least < LEAST_SHARE:
+            raise ValueError(f"{self._named()}: a share is {least:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
 
     @property
     def shape(self) -> Shape:
         """The phase as the plan sees it; its steps must be known."""
         shares = tuple((name, float(weight)) for name, weight in (self.weights or {"self": 1.0}).items() if weight > 0)
-        steps, batch_size, seq_len = self.steps or 0, self.batch_size or 0, self.seq_len or 0
         return Shape(
-            steps=steps, batch_size=batch_size, seq_len=seq_len, weights=shares, blend=self.blend, packing=self.packing
-        )
+            steps=self.steps or 0, batch_size=self.batch_size or 0, seq_len=self.seq_len or 0, weights=shares,
+            blend=self.blend, packing=self.packing,
+        )  # fmt: skip
 
     def _named(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -141,7 +141,14 @@ class Curriculum:
         self.mix_streamers: dict[str, Roxxel] = dict(mix_streamers or {})
         if "self" in self.mix_streamers:
             raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
-        self._check_vocabularies()
+        primary = primary_streamer.tokenizer_fingerprint
+        for name, streamer in self.mix_streamers.items():
+            other = streamer.tokenizer_fingerprint
+            if None not in (primary, other) and primary != other:  # ids of two tokenizers would be noise
+                raise ValueError(
+                    f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {primary}: "
+                    f"build both with the same tokenizer.json"
+                )
         given = [Phase.of(phase) for phase in phases]
         self._given = [replace(phase, steps=None) if phase.counted else phase for phase in given]
         self._longest = max(phase.seq_len or 0 for phase in self._given)
@@ -192,17 +199,6 @@ class Curriculum:
     def datasets(self) -> dict[str, Roxxel]:
         """All data sets by name, "self" first."""
         return {"self": self.primary_streamer, **self.mix_streamers}
-
-    def _check_vocabularies(self) -> None:
-        """A blend of ids of two tokenizers would train on noise."""
-        mine = self.primary_streamer.tokenizer_fingerprint
-        for name, streamer in self.mix_streamers.items():
-            other = streamer.tokenizer_fingerprint
-            if None not in (mine, other) and mine != other:
-                raise ValueError(
-                    f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {mine}: "
-                    f"build both with the same tokenizer.json"
-                )
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

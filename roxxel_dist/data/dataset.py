@@ -4,79 +4,123 @@ import hashlib
 import json
 import operator
 import os
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Any, get_args, overload
+from typing import Any, Self, overload
 
 import numpy as np
 
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions, write_data_set
-from roxxel_dist.data.discovery import NoShardsError, Source, Target, find_shards
+from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards
 from roxxel_dist.data.foreign import ForeignFile
-from roxxel_dist.data.packing import Boundaries
+from roxxel_dist.data.packing import segments_and_positions
+from roxxel_dist.data.reader import WindowReader
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
-from roxxel_dist.data.slices import Io, Part, Reader, TokenFile, open_parts, split_part
+from roxxel_dist.data.slices import ShardSlice, TokenFile, open_slices, split_slice
 from roxxel_dist.data.units import steps_in_a_pass
 
 
-class TokenSequence(ABC):
-    """What reads `Roxxel`: all that asks for no more than the open files."""
+class Roxxel:
+    """A data set of tokens on disk, mapped and not loaded.
 
-    io: Io
+    Args:
+        filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
+            `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it. Files of other
+            systems are read in place and named the same ways: see `data.foreign`.
+        dtype: of the tokens in `.bin` files that do not say it; uint16 where not given.
+        overwrite: what is there need not be readable: a damaged or empty file is no error, and `write` replaces it.
+
+    Raises:
+        ValueError: the files are not the whole shards of one data set. The message names the file.
+    """
+
+    def __init__(self, filepath: DataPath, *, dtype: Any = None, overwrite: bool = False) -> None:
+        self.filepath = filepath
+        self._dtype = dtype
+        self._is_view = False
+        self._closed = False
+        self._opened: tuple[ShardSlice, ...] | None = None
+        try:
+            self._open()
+        except ValueError:
+            if not overwrite:
+                raise
+
+    def _open(self) -> None:
+        paths = find_shards(self.filepath)
+        self._forget()
+        # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
+        one_file = isinstance(self.filepath, (str, os.PathLike)) and paths == [Path(self.filepath)]
+        self._opened = open_slices(paths, alone=one_file, dtype=self._dtype) if paths else None
+
+    def _forget(self) -> None:
+        self._opened = None
+        for name in [name for name in vars(self) if isinstance(getattr(Roxxel, name, None), cached_property)]:
+            del vars(self)[name]
 
     @property
-    @abstractmethod
-    def _parts(self) -> tuple[Part, ...]:
-        """What is read of each file, in order."""
+    def _slices(self) -> tuple[ShardSlice, ...]:
+        if self._closed:
+            raise ValueError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
+        if self._opened is None:
+            raise NoShardsError(
+                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
+                "data set with `roxxel-dist data build TEXT --out DIR`"
+            )
+        return self._opened
+
+    def _view(self, slices: Iterable[ShardSlice]) -> "Roxxel":
+        view = object.__new__(Roxxel)
+        vars(view).update(filepath=self.filepath, _dtype=self._dtype, _is_view=True, _closed=False)
+        view._opened = tuple(slices)
+        return view
 
     # -- what it is
 
-    @property
+    @cached_property
     def shards(self) -> tuple[TokenFile, ...]:
         """The open files, in order: `Shard`s, or `ForeignFile`s where another system wrote them."""
-        return tuple(part.shard for part in self._parts)
+        return tuple(part.shard for part in self._slices)
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """(first token, length) of what may be read of each shard, in tokens from the data set's start."""
-        return tuple((part.first + part.low, part.high - part.low) for part in self._parts)
+        return tuple((part.first + part.low, part.high - part.low) for part in self._slices)
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
         """int64 [shards]: the number of each file's first token in the data set, whether it may be read or not."""
-        return np.array([part.first for part in self._parts], np.int64)
+        return np.array([part.first for part in self._slices], np.int64)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the ranges, separators included."""
         return sum(length for _, length in self.ranges)
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """The dtype of the tokens."""
-        return self._parts[0].shard.dtype
+        return self._slices[0].shard.dtype
 
     @property
     def vocab_size(self) -> int | None:
         """Token ids are below it; None where the data has no vocabulary."""
-        return self._parts[0].shard.metadata.vocab_size
+        return self._slices[0].shard.metadata.vocab_size
 
     @property
     def tokenizer_fingerprint(self) -> str | None:
         """The fingerprint of the tokenizer that made the tokens, or None."""
-        return self._parts[0].shard.metadata.tokenizer_fingerprint
+        return self._slices[0].shard.metadata.tokenizer_fingerprint
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits that follow from the contents and the ranges alone, not from the path or the time."""
-        content = [[part.shard.metadata.chain, part.low, part.high] for part in self._parts]
+        content = [[part.shard.metadata.chain, part.low, part.high] for part in self._slices]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     # -- documents
@@ -84,14 +128,14 @@ class TokenSequence(ABC):
     @property
     def documents(self) -> int:
         """How many documents the ranges hold, one cut by `split` counted on both sides."""
-        return sum(part.documents for part in self._parts)
+        return sum(part.documents for part in self._slices)
 
     def __len__(self) -> int:
         return self.documents
 
     @cached_property
     def _first_document(self) -> list[int]:
-        return list(accumulate((part.documents for part in self._parts), initial=0))
+        return list(accumulate((part.documents for part in self._slices), initial=0))
 
     @overload
     def __getitem__(self, index: int) -> np.ndarray: ...
@@ -106,10 +150,10 @@ class TokenSequence(ABC):
             raise IndexError(f"document {number} of {count}")
         number %= count
         where = bisect_right(self._first_document, number) - 1
-        return self._parts[where].document(number - self._first_document[where])
+        return self._slices[where].document(number - self._first_document[where])
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        for part in self._parts:
+        for part in self._slices:
             yield from map(part.document, range(part.documents))
 
     def read_documents(self) -> Iterator[np.ndarray]:
@@ -118,14 +162,15 @@ class TokenSequence(ABC):
         Raises:
             ValueError: a file is cut short. The message names it.
         """
-        for part in self._parts:
+        for part in self._slices:
             yield from part.read_documents()
 
     # -- windows
 
     @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self._parts, self.io)
+    def _reader(self) -> WindowReader:
+        arrays = [part.shard.tokens[part.low : part.high] for part in self._slices]
+        return WindowReader(arrays, [first for first, _ in self.ranges], self.shards[0].path)
 
     def read(self, offsets: np.ndarray, length: int, dtype: Any = None) -> np.ndarray:
         """Copy one window of contiguous tokens a row.
@@ -139,14 +184,11 @@ class TokenSequence(ABC):
             A fresh array [R, length].
 
         Raises:
-            ValueError: a window is not within one of `ranges`, or with `io="pread"` its file was cut short.
+            ValueError: a window is not within one of `ranges`.
         """
-        wanted = self.dtype if dtype is None else np.dtype(dtype)
-        return self._reader.read(np.asarray(offsets, np.int64), length, wanted)
-
-    @cached_property
-    def _boundaries(self) -> Boundaries:
-        return Boundaries(self._parts)
+        return self._reader.read(
+            np.asarray(offsets, np.int64), length, self.dtype if dtype is None else np.dtype(dtype)
+        )
 
     def segments(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Which document each token of some windows belongs to, and where in it the token is.
@@ -158,22 +200,22 @@ class TokenSequence(ABC):
         Returns:
             Two fresh arrays, int32 [R, length]: the number of the document in its window, from 0, and the token's
             position, from 0 at the document's start. A document that began before the window counts from the window's
-            start. A separator belongs to the document it ends. See `data.packed`.
+            start. A separator belongs to the document it ends. See `data.packing`.
 
         Raises:
             ValueError: a window is not within one of `ranges`, or the document ends of its file are damaged.
         """
-        return self._boundaries.segments(np.asarray(offsets, np.int64), length)
+        offsets = np.asarray(offsets, np.int64)
+        numbers = self._reader.locate(offsets, length)
+        return segments_and_positions(self.shards, numbers, offsets - self.first_tokens[numbers], length)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether `prefetch` does anything now: with "mmap" only if batches lately had to wait for the disk."""
-        return self._reader.reads_ahead
+        """Whether `prefetch` is worth a call: batches lately had to wait for the disk."""
+        return self._reader.is_cold
 
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
-        """Prepare for a `read` of the same windows, some batches from now. It never changes what is read.
-
-        With `io="pread"` a few threads read the windows; with "mmap" the kernel is asked for the pages.
+        """Ask the kernel for what a `read` of the same windows will need. It never changes what is read.
 
         Raises:
             ValueError: a window is not within one of `ranges`.
@@ -185,85 +227,6 @@ class TokenSequence(ABC):
         if seq_len < 1 or batch_size < 1:
             raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: both are at least 1")
         return steps_in_a_pass(self.ranges, seq_len, batch_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Of one token."""
-
-    path: Path
-    """The shard."""
-    document: int
-    """Number of its document in that shard, from 0."""
-    position: int
-    """Tokens of the document before it."""
-
-
-class Roxxel(TokenSequence):
-    """A data set of tokens on disk, mapped and not loaded.
-
-    Args:
-        filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
-            `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it. Files of other
-            systems are read in place and named the same ways: see `data.foreign`.
-        io: "mmap" copies batches from the mapped files, which is the fastest; what was read counts as the process's
-            memory until the kernel needs it. "pread" reads them from the files, and that memory stays flat.
-        dtype: of the tokens in `.bin` files that do not say it; uint16 where not given.
-        overwrite: what is there need not be readable: a damaged or empty file is no error, and `write` replaces it.
-
-    Raises:
-        ValueError: the files are not the whole shards of one data set. The message names the file.
-    """
-
-    def __init__(self, filepath: Source, *, io: Io = "mmap", dtype: Any = None, overwrite: bool = False) -> None:
-        if io not in get_args(Io):
-            raise ValueError(f"io={io!r}: how batches are read, one of {', '.join(get_args(Io))}")
-        self.filepath = filepath
-        self.io: Io = io
-        self._dtype = dtype
-        self._is_view = False
-        self._closed = False
-        self._opened: tuple[Part, ...] | None = None
-        try:
-            self._open()
-        except ValueError:
-            if not overwrite:
-                raise
-
-    def _open(self) -> None:
-        paths = find_shards(self.filepath)
-        self._forget()
-        # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
-        one_file = isinstance(self.filepath, (str, os.PathLike)) and paths == [Path(self.filepath)]
-        self._opened = open_parts(paths, alone=one_file, dtype=self._dtype) if paths else None
-        if paths and self.io == "pread":
-            _ = self._reader  # from here on a file that is replaced is noticed
-
-    def _forget(self) -> None:
-        self._opened = None
-        for name in ("ranges", "first_tokens", "fingerprint", "tokenizer", "_first_document", "_reader", "_boundaries"):
-            vars(self).pop(name, None)
-
-    @property
-    def _parts(self) -> tuple[Part, ...]:
-        if self._closed:
-            raise ValueError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
-        if self._opened is None:
-            raise NoShardsError(
-                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
-                "data set with `roxxel-dist data build TEXT --out DIR`"
-            )
-        return self._opened
-
-    def _view(self, parts: Iterable[Part]) -> "Roxxel":
-        view = object.__new__(Roxxel)
-        view.filepath = self.filepath
-        view.io = self.io
-        view._dtype = self._dtype
-        view._is_view = True
-        view._closed = False
-        view._opened = tuple(parts)
-        return view
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -301,22 +264,9 @@ class Roxxel(TokenSequence):
         """
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
-        pairs = [split_part(part, val_fraction) for part in self._parts]
+        pairs = [split_slice(part, val_fraction) for part in self._slices]
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out
-
-    def first_shards(self, count: int) -> "Roxxel":
-        """A view on the first `count` shards: what a data set was before others were added.
-
-        Args:
-            count: how many.
-
-        Raises:
-            ValueError: there are not so many.
-        """
-        if not 1 <= count <= len(self._parts):
-            raise ValueError(f"{self.filepath}: {count} shards are asked for, and it has {len(self._parts)}")
-        return self._view(self._parts[:count])
 
     def stream(
         self,
@@ -400,7 +350,7 @@ class Roxxel(TokenSequence):
             vocab_size=vocab_size,
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
-        if isinstance(items, TokenSequence):  # what is cut off while it is copied must be an error, not zeros
+        if isinstance(items, Roxxel):  # what is cut off while it is copied must be an error, not zeros
             items = items.read_documents()
         write_data_set(Target.of(self.filepath), items, options, append=append)
         self._closed = False
@@ -420,12 +370,10 @@ class Roxxel(TokenSequence):
         self._forget()
         self._closed = True
 
-    def __enter__(self) -> "Roxxel":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -434,17 +382,29 @@ class Roxxel(TokenSequence):
         return f"Roxxel({self.filepath!r}: {self.documents} documents, {self.num_tokens} tokens, {self.dtype})"
 
 
-def place_of(dataset: Roxxel, offset: int) -> Place:
-    """The place of token `offset`, counted from the data set's start over all shards.
+@dataclass(frozen=True, kw_only=True)
+class TokenLocation:
+    """Where one token is."""
+
+    path: Path
+    """The shard."""
+    document: int
+    """Number of its document in that shard, from 0."""
+    position: int
+    """Tokens of the document before it."""
+
+
+def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
+    """The location of token `offset`, counted from the data set's start over all shards.
 
     Raises:
         ValueError: the data set has no such token.
     """
-    firsts = list(accumulate((len(shard.tokens) for shard in dataset.shards), initial=0))
-    if not 0 <= offset < firsts[-1]:
-        raise ValueError(f"token {offset}: the data set has tokens 0 to {firsts[-1] - 1}")
-    number = bisect_right(firsts, offset) - 1
-    shard, inside = dataset.shards[number], offset - firsts[number]
+    number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
+    last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
+    if not 0 <= offset <= last:
+        raise ValueError(f"token {offset}: the data set has tokens 0 to {last}")
+    shard, inside = dataset.shards[number], offset - int(dataset.first_tokens[number])
     document = int(np.searchsorted(shard.document_ends, inside, side="right"))
     start = int(shard.document_ends[document - 1]) if document else 0
-    return Place(path=shard.path, document=document, position=inside - start)
+    return TokenLocation(path=shard.path, document=document, position=inside - start)

@@ -3,13 +3,13 @@
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.data.atomic_dir import finish_interrupted
 
-Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
 """Of all files of tokens; the last three are read in place (`data.foreign`)."""
@@ -35,8 +35,8 @@ def check_local(name: str, path: object) -> None:
         )
 
 
-def find_shards(source: Source) -> list[Path]:
-    """The files of tokens that a source names, each once; none is opened.
+def find_shards(path: DataPath) -> list[Path]:
+    """The files of tokens that a path names, each once; none is opened.
 
     An existing path is that file or, for a folder, all `*.rox` in it. With `*`, `?` or `[` it is a pattern. Anything
     else is a prefix: `wiki` is `wiki_00000.rox` and so on, or else all of `wiki*.rox`. Where there is no `.rox` file,
@@ -47,88 +47,80 @@ def find_shards(source: Source) -> list[Path]:
         ValueError: a folder holds parts to train on and parts to validate with, or an interrupted write has to be
             finished in it and cannot be.
     """
-    if not isinstance(source, (str, os.PathLike)):
-        return list(dict.fromkeys(path for one in source for path in find_shards(one)))
-    check_local("the path of the data", source)
-    text = os.fspath(source)
-    path = Path(text)
+    if not isinstance(path, (str, os.PathLike)):
+        return list(dict.fromkeys(shard for each in path for shard in find_shards(each)))
+    check_local("the path of the data", path)
+    text, path = os.fspath(path), Path(path)
     folder = path if path.is_dir() else path.parent
     if folder.is_dir():
         finish_interrupted(folder)
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
-        return _tokens_of([path])
+        return _with_pairs([path])
     if glob.has_magic(path.name if folder.is_dir() else text):
-        here = (
-            glob.escape(str(folder)) if folder.is_dir() else str(folder)
-        )  # an existing folder's brackets are its name
-        names = glob.glob(os.path.join(here, path.name), recursive=True)
-        found = [Path(name) for name in names if os.path.isfile(name)]
-        return _preferred(found) or sorted(found)
+        # The brackets of an existing folder are its name.
+        files = _glob(os.path.join(glob.escape(str(folder)) if folder.is_dir() else str(folder), path.name))
+        return _preferred(files) or files
+    prefix = glob.escape(str(path))
     exact = [path.with_name(path.name + ending) for ending in (".bin", ".idx", ".npy")]
     return (
-        Target.of(source).shards()
-        or _glob(path, "*" + ENDING)
-        or _tokens_of([name for name in exact if name.exists()][:1])
-        or _preferred(_glob(path, "*"))
+        Target.of(text).shards()
+        or _glob(f"{prefix}*{ENDING}")
+        or _with_pairs([name for name in exact if name.exists()][:1])
+        or _preferred(_glob(f"{prefix}*"))
     )
 
 
-def _glob(path: Path, rest: str) -> list[Path]:
-    return sorted(Path(name) for name in glob.glob(glob.escape(str(path)) + rest) if os.path.isfile(name))
+def _glob(pattern: str) -> list[Path]:
+    return sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
 
 
-def _preferred(paths: Sequence[Path]) -> list[Path]:
+def _preferred(paths: Iterable[Path]) -> list[Path]:
     """The shards among some files, or else the other files of tokens."""
-    return sorted(path for path in paths if path.suffix == ENDING) or _tokens_of(
-        sorted(path for path in paths if path.suffix in ENDINGS)
-    )
+    tokens = sorted(path for path in paths if path.suffix in ENDINGS)
+    return [path for path in tokens if path.suffix == ENDING] or _with_pairs(tokens)
 
 
-def _tokens_of(paths: Sequence[Path]) -> list[Path]:
+def _with_pairs(paths: Sequence[Path]) -> list[Path]:
     """The same with the `.bin` for each `.idx` that has one."""
     pairs = [(path, path.with_suffix(".bin")) for path in paths]
     return list(dict.fromkeys(tokens if path.suffix == ".idx" and tokens.exists() else path for path, tokens in pairs))
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    found = _preferred([path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file()])
-    halves = [path for path in found if path.suffix != ENDING and path.stem in ("train", "val")]
-    if not found:
-        halves = [half for half in (folder / "train", folder / "val") if half.is_dir() and any(half.glob(f"*{ENDING}"))]
-    if len(halves) == 2:
-        raise ValueError(f"{folder} holds data to train on and to validate with: name {halves[0]} or {halves[1]}")
-    return found
+    shards = _preferred(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+    splits = [path for path in shards if path.suffix != ENDING and path.stem in ("train", "val")]
+    if not shards:
+        splits = [path for path in (folder / "train", folder / "val") if any(path.glob(f"*{ENDING}"))]
+    if len(splits) == 2:
+        raise ValueError(f"{folder} holds data to train on and to validate with: name {splits[0]} or {splits[1]}")
+    return shards
 
 
-def is_tokens(source: Source) -> bool:
-    """Whether a source names tokens that `Roxxel` opens, rather than text to make some from.
+def is_tokens(path: DataPath) -> bool:
+    """Whether a path names tokens that `Roxxel` opens, rather than text to make some from.
 
     True for files that end in `.rox`, `.npy`, `.bin` or `.idx`, and for patterns and prefixes of such (a pattern that
     matches nothing counts, so that opening it says so); for folders of `.rox` files; and for folders of the others
     where no text stands beside them. A list is tokens if all of it is.
     """
-    if not isinstance(source, (str, os.PathLike)):
-        return bool(source) and all(is_tokens(one) for one in source)
-    path = Path(source)
+    if not isinstance(path, (str, os.PathLike)):
+        return bool(path) and all(map(is_tokens, path))
+    path = Path(path)
     try:
-        found = find_shards(path)
+        shards = find_shards(path)
     except ValueError:
         return True  # opening it says what is wrong
     if path.is_dir():
-        return bool(found) and (found[0].suffix == ENDING or not _has_text(path))
-    if found:
-        return all(name.suffix in ENDINGS for name in found)
+        return bool(shards) and (shards[0].suffix == ENDING or not has_text(path))
+    if shards:
+        return all(shard.suffix in ENDINGS for shard in shards)
     return path.suffix in ENDINGS or glob.has_magic(path.name)
 
 
-def is_tokens_only(path: Path) -> bool:
-    """Whether a path names tokens to convert: `is_tokens`, but for folders where text stands beside any tokens."""
-    return is_tokens(path) and not (path.is_dir() and _has_text(path))
-
-
-def _has_text(folder: Path) -> bool:
+def has_text(folder: Path) -> bool:
+    """Whether a folder has files of text."""
     return any(path.suffix in TEXT_ENDINGS for path in folder.iterdir() if not path.name.startswith("."))
 
 
@@ -142,16 +134,15 @@ class Target:
     numbered: bool = True
 
     @classmethod
-    def of(cls, source: Source) -> "Target":
-        """The target that a source names.
+    def of(cls, path: DataPath) -> "Target":
+        """The target that a path names.
 
         Raises:
             ValueError: it names no single place to write to.
         """
-        if not isinstance(source, (str, os.PathLike)):
-            raise ValueError(f"{list(source)}: a list names no place to write to; give one path or pattern")
-        text = os.fspath(source)
-        path = Path(text)
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(f"{list(path)}: a list names no place to write to; give one path or pattern")
+        text, path = os.fspath(path), Path(path)
         if path.is_dir() or text.endswith("/"):
             return cls(path, "shard_", ENDING)
         if not path.parent.is_dir() and set("*?") & set(str(path.parent)):
@@ -180,16 +171,7 @@ class Target:
             )
         return self.prefix + self.suffix
 
-    @property
-    def label(self) -> str:
-        """A file name for the target as a whole."""
-        return self.name(0)
-
     def shards(self) -> list[Path]:
         """The files of this target that exist."""
-        if not self.numbered:
-            path = self.folder / self.name(0)
-            return [path] if path.exists() else []
-        name = re.compile(re.escape(self.prefix) + r"\d{5,}" + re.escape(self.suffix))
-        found = glob.glob(f"{glob.escape(str(self.folder / self.prefix))}*{glob.escape(self.suffix)}")
-        return sorted(path for path in map(Path, found) if name.fullmatch(path.name))
+        name = re.compile(re.escape(self.prefix) + r"\d{5,}" * self.numbered + re.escape(self.suffix))
+        return sorted(path for path in self.folder.glob("*") if name.fullmatch(path.name))

@@ -1,7 +1,8 @@
 """Locks of files (flock), on one host and on several that share a disk. Standard library alone.
 
 Always on a regular file that is open for writing: NFS keeps the lock of a folder, or an exclusive one of a file that is
-open to read, to one host. The file says who holds the lock, for people.
+open to read, to one host. The file says who holds the lock (host, pid, boot id, start time): for people, and where the
+file system has no locks for the next one who wants it.
 """
 
 import errno
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 POLL_S = 0.1
 
@@ -29,8 +31,9 @@ def say(line: str) -> None:
 def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
     """The descriptor that holds the lock of a file; None where another has it. File and folder are made if missing.
 
-    Where the file system has no locks, that is said once, and the lock counts as held. Whoever holds it may remove the
-    file. Raises OSError where the file cannot be made or written.
+    Where the file system has no locks, that is said once, and who is named in the file holds the lock while it lives on
+    this host. Whoever holds the lock may remove the file; else `release_lock` gives it back. Raises OSError where the
+    file cannot be made or written.
     """
     while True:
         try:
@@ -43,7 +46,7 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
                 os.close(lock)
                 return None
             if is_lock_of(lock, path):  # else who held it has removed the file: this lock is on nothing
-                owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+                owner = json.dumps(_this_process()).encode()
                 with suppress(OSError):  # a full disk
                     if os.pread(lock, len(owner) + 1, 0) != owner:
                         os.ftruncate(lock, 0)
@@ -53,6 +56,13 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
             os.close(lock)
             raise
         os.close(lock)
+
+
+def release_lock(lock: int) -> None:
+    """Give a lock back, and take the name of this process out of its file."""
+    with suppress(OSError):
+        os.ftruncate(lock, 0)
+    os.close(lock)
 
 
 def wait_for_lock(
@@ -107,7 +117,8 @@ def is_held(path: Path, *, unknown: bool) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return unknown
+        lives = _lives(_owner(path))
+        return unknown if lives is None else lives
     finally:
         os.close(lock)
     return False
@@ -115,11 +126,41 @@ def is_held(path: Path, *, unknown: bool) -> bool:
 
 def holder(path: Path) -> str:
     """Who holds the lock of a file, for people."""
-    try:
+    owner = _owner(path)
+    return f"another process (pid {owner['pid']} on host {owner['host']})" if owner else "another process"
+
+
+def _this_process() -> dict[str, Any]:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot, "start": _start_time(os.getpid())}
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process of this host began, in clock ticks since the boot; None where there is none."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return None
+
+
+def _owner(path: Path) -> dict[str, Any] | None:
+    """Who is named in a lock's file."""
+    with suppress(OSError, ValueError):
         owner = json.loads(path.read_bytes())
-        return f"another process (pid {owner['pid']} on host {owner['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        if isinstance(owner, dict) and {"pid", "host"} <= owner.keys():
+            return owner
+    return None
+
+
+def _lives(owner: dict[str, Any] | None) -> bool | None:
+    """Whether the process lives; None where that cannot be told, as from another host."""
+    if owner is None:
+        return False
+    here = _this_process()
+    if owner["host"] != here["host"] or "boot" not in owner.keys() & here.keys():
+        return None
+    return owner["boot"] == here["boot"] and owner.get("start") == _start_time(owner["pid"])
 
 
 def is_lock_of(lock: int, path: Path) -> bool:
@@ -139,13 +180,18 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
         except BlockingIOError:
             time.sleep(0.05)  # perhaps it was somebody who only looked, with `is_held`
         except OSError as error:
-            if error.errno != errno.ESTALE and path.parent not in _unlocked:
+            if error.errno == errno.ESTALE:
+                return True
+            owner = _owner(path)
+            lives = _lives(owner)
+            if path.parent not in _unlocked:
                 _unlocked.add(path.parent)
+                last = f"; the last was {holder(path)}" if owner and lives is None else ""
                 say(
                     f"{path.parent}: this file system has no locks ({error.strerror}): make sure that only one "
-                    "process writes there"
+                    f"process writes there{last}"
                 )
-            return True
+            return not lives
         else:
             return True
     return False

@@ -22,13 +22,9 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
@@ -72,7 +68,7 @@ class Layout:
     sums_checksum: int
 
 
-def checksum(data: "ReadableBuffer") -> int:
+def checksum(data: bytes | bytearray | memoryview) -> int:
     """The xxh3-64 of some bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
@@ -122,7 +118,7 @@ def pack_end(layout: Layout) -> bytes:
     return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
 
 
-def parse(path: Path, data: "ReadableBuffer") -> Layout:
+def parse(path: Path, data: bytes | memoryview) -> Layout:
     """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
 
     Raises:
@@ -138,9 +134,17 @@ def parse(path: Path, data: "ReadableBuffer") -> Layout:
     tokens, name, block_size, documents, ends, sums, meta, meta_length, ends_sum, sums_sum, signature, magic = (
         FOOTER.unpack(footer)
     )
+    if magic == b"ROXXEL02":
+        raise ValueError(f"{path}: a file of the older format ROXXEL02, which is not read here. {REPLACE}")
     if magic != MAGIC:
-        raise ValueError(f"{path}: {_stranger(magic)}. {REPLACE}")
-    dtype = _dtype(path, name)
+        raise ValueError(
+            f"{path}: not a whole .rox file: it does not end in ROXXEL03 (cut short, overwritten, or another kind of "
+            f"file). {REPLACE}"
+        )
+    dtype_name = name.rstrip(b"\0").decode("ascii", "replace")
+    if dtype_name not in DTYPES:
+        raise ValueError(f"{path}: the footer is damaged (dtype {dtype_name!r}). Write the file again")
+    dtype = np.dtype(dtype_name)
     if block_size < 1 or min(tokens, documents, meta_length) < 0:
         raise ValueError(f"{path}: the footer is damaged (a negative size). Write the file again")
     expected_ends = end_of_tokens(dtype, tokens)
@@ -157,8 +161,14 @@ def parse(path: Path, data: "ReadableBuffer") -> Layout:
         raise ValueError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). Write the file again")
     if bytes(view[:HEADER_BYTES]) != npy_header(dtype, tokens):
         raise ValueError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
+    try:
+        metadata = Metadata(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the metadata is not what ROXXEL03 has ({error}). Write the file again") from error
+    if (metadata.tokens, metadata.documents) != (tokens, documents):
+        raise ValueError(f"{path}: the metadata and the footer disagree about tokens or documents. Write it again")
     return Layout(
-        metadata=_metadata(path, text, tokens, documents),
+        metadata=metadata,
         dtype=dtype,
         block_size=block_size,
         ends_offset=ends,
@@ -167,26 +177,3 @@ def parse(path: Path, data: "ReadableBuffer") -> Layout:
         ends_checksum=ends_sum,
         sums_checksum=sums_sum,
     )
-
-
-def _stranger(magic: bytes) -> str:
-    if magic == b"ROXXEL02":
-        return "a file of the older format ROXXEL02, which is not read here"
-    return "not a whole .rox file: it does not end in ROXXEL03 (cut short, overwritten, or another kind of file)"
-
-
-def _dtype(path: Path, name: bytes) -> np.dtype:
-    text = name.rstrip(b"\0").decode("ascii", "replace")
-    if text not in DTYPES:
-        raise ValueError(f"{path}: the footer is damaged (dtype {text!r}). Write the file again")
-    return np.dtype(text)
-
-
-def _metadata(path: Path, text: bytes, tokens: int, documents: int) -> Metadata:
-    try:
-        metadata = Metadata(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: the metadata is not what ROXXEL03 has ({error}). Write the file again") from error
-    if (metadata.tokens, metadata.documents) != (tokens, documents):
-        raise ValueError(f"{path}: the metadata and the footer disagree about tokens or documents. Write it again")
-    return metadata

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.data.slices import Part, TokenFile
+from roxxel_dist.data.slices import TokenFile
 
 
 class Packed(NamedTuple):
@@ -24,52 +24,42 @@ class Packed(NamedTuple):
     """The token's place in its document, from 0 where the document, or else the row, begins."""
 
 
-class Boundaries:
-    """Finds the documents in windows of a data set. It looks up the ends inside the windows and no others.
+def segments_and_positions(
+    files: Sequence[TokenFile], numbers: np.ndarray, offsets: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`.
+
+    Only the ends inside the windows are looked up.
 
     Args:
-        parts: of one data set.
+        files: of one data set.
+        numbers: int64 [R], the file that each window is in.
+        offsets: int64 [R], the windows' first tokens, counted from their file's.
+        length: tokens a window.
     """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._files = [part.shard for part in parts]
-        self._first = np.array([part.first for part in parts], np.int64)
-        self._low = np.array([part.first + part.low for part in parts], np.int64)
-        self._high = np.array([part.first + part.high for part in parts], np.int64)
-
-    def segments(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(segments, positions), int32 [R, length] each: see `TokenSequence.segments`."""
-        numbers = self._low.searchsorted(offsets, side="right") - 1
-        wrong = (numbers < 0) | (offsets + length > self._high[numbers])
-        if length < 1 or wrong.any():
-            offset = int(offsets[np.argmax(wrong)]) if len(offsets) else 0
-            raise ValueError(
-                f"a window of {length} tokens at token {offset} is not within one of the data set's ranges; "
-                "a window has at least 1 token and crosses no shard and no cut of split()"
-            )
-        rows = np.arange(len(offsets)) * length
-        found = [rows]
-        for number in np.unique(numbers).tolist():
-            mine = np.flatnonzero(numbers == number)
-            row, place = _begins(self._files[number], offsets[mine] - self._first[number], length)
-            found.append(rows[mine[row]] + place)
-        return _count(np.unique(np.concatenate(found)), len(offsets), length)
+    rows = np.arange(len(offsets)) * length
+    begins = [rows]
+    for number in np.unique(numbers).tolist():
+        chosen = np.flatnonzero(numbers == number)
+        row, position = _begins(files[number], offsets[chosen], length)
+        begins.append(rows[chosen[row]] + position)
+    return _count(np.unique(np.concatenate(begins)), len(offsets), length)
 
 
 def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(segments, positions), from the sorted places where a row or a document begins, the rows laid end to end."""
     tokens = np.diff(begins, append=rows * length)
-    row, place = np.divmod(begins, length)
+    row, position = np.divmod(begins, length)
     segment = np.arange(len(begins)) - np.searchsorted(begins, row * length)
     segments = np.repeat(segment.astype(np.int32), tokens).reshape(rows, length)
-    starts = np.repeat(place.astype(np.int32), tokens).reshape(rows, length)
+    starts = np.repeat(position.astype(np.int32), tokens).reshape(rows, length)
     return segments, np.arange(length, dtype=np.int32) - starts
 
 
 def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(window, place in it) of every document that begins inside a window of a file, not with it.
 
-    A document without a token begins where the next does: the same place comes twice.
+    A document without a token begins where the next does: the same position comes twice.
 
     Raises:
         ValueError: its document ends are damaged.
@@ -80,7 +70,7 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     window = np.repeat(np.arange(len(offsets)), count)
     # In each window the numbers of its ends follow each other from the first.
     number = np.arange(len(window)) + np.repeat(first - np.cumsum(count) + count, count)
-    place = ends[number] - offsets[window]
-    if (last < first).any() or (last >= len(ends)).any() or ((place < 1) | (place >= length)).any():
+    position = ends[number] - offsets[window]
+    if (last < first).any() or (last >= len(ends)).any() or ((position < 1) | (position >= length)).any():
         raise ValueError(f"{file.path}: the document ends are damaged. Write the file again from its source")
-    return window, place
+    return window, position

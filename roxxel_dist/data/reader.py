@@ -28,51 +28,42 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class Mapping:
-    """Whole files in one range of addresses, each from a page's start; unmapped when the last array into it is gone.
+class _Memory:
+    """A range of addresses as numpy takes it, read-only: `count` elements, one at every `stride` bytes."""
 
-    No file stays open: a data set of thousands of shards takes no file descriptors.
+    def __init__(self, address: int, count: int, dtype: str, stride: int, owner: object = None) -> None:
+        self.owner = owner  # what keeps the memory there
+        self.__array_interface__ = {
+            "version": 3, "data": (address, True), "shape": (count,), "strides": (stride,), "typestr": dtype,
+        }  # fmt: skip
 
-    Args:
-        paths: the files; none is empty.
+
+def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
+    """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
+
+    Each begins at a page. They stay mapped as long as one of the arrays or a view of one lives, and are not held open:
+    a data set of thousands of shards takes no file descriptors.
 
     Raises:
-        ValueError: a file is empty, or changed its size in this moment. The message names it.
+        ValueError: a file is empty or changes its size now; the message names it.
         OSError: a file cannot be opened or mapped.
     """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        sizes = [os.stat(path).st_size for path in paths]
-        pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
-        self.size: int = sum(pages)
-        for path, size in zip(paths, sizes, strict=True):
-            if not size:
-                raise ValueError(f"{path}: the file is empty. {REPLACE}")
-        reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self.address: int = _map_memory(None, self.size, PROT_NONE, reserved, -1)
-        # Not at exit: threads may still read then, and the system unmaps everything anyway.
-        weakref.finalize(self, _libc.munmap, self.address, self.size).atexit = False
-        self.starts: list[int] = []
-        start = self.address
-        for path, size, length in zip(paths, sizes, pages, strict=True):
-            _map_file(path, size, start)
-            self.starts.append(start)
-            start += length
-        self.sizes = sizes
-
-    @property
-    def __array_interface__(self) -> dict[str, object]:
-        """The range as numpy takes it: read-only uint8."""
-        return {"version": 3, "data": (self.address, True), "shape": (self.size,), "typestr": "|u1"}
-
-
-def _map_memory(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
-    """mmap(2) from offset 0; the address."""
-    found = _libc.mmap(address, size, protection, flags, fd, 0)
-    if found == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
-    return found
+    if not paths:
+        return []
+    sizes = [os.stat(path).st_size for path in paths]
+    for path, size in zip(paths, sizes, strict=True):
+        if not size:
+            raise ValueError(f"{path}: the file is empty. {REPLACE}")
+    pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
+    reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    address = _map_memory(None, sum(pages), PROT_NONE, reserved, -1)
+    memory = _Memory(address, sum(pages), "|u1", 1)
+    # Not at exit: threads may still read then, and the system unmaps everything anyway.
+    weakref.finalize(memory, _libc.munmap, address, sum(pages)).atexit = False
+    whole, starts = np.asarray(memory), np.cumsum([0, *pages]).tolist()
+    for path, size, start in zip(paths, sizes, starts, strict=False):
+        _map_file(path, size, address + start)
+    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _map_file(path: Path, size: int, address: int) -> None:
@@ -88,93 +79,117 @@ def _map_file(path: Path, size: int, address: int) -> None:
         os.close(fd)
 
 
-def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
-    """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
+def _map_memory(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    """mmap(2) from offset 0; the address."""
+    mapped = _libc.mmap(address, size, protection, flags, fd, 0)
+    if mapped == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+    return mapped
 
-    The files stay mapped, and are not held open, as long as one of the arrays or a view of one lives.
+
+def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """So many tokens of a file from a byte on: a fresh array [count], filled by read(2) and not from a map.
+
+    Of a mapped file that is cut short the rest of the last page is zeros.
 
     Raises:
-        ValueError: a file is empty or changes its size now; the message names it.
-        OSError: a file cannot be opened or mapped.
+        ValueError: the file was cut short. The message names it.
+        OSError: the file cannot be opened.
     """
-    if not paths:
-        return []
-    mapping = Mapping(paths)
-    whole = np.asarray(mapping)
-    return [
-        whole[start - mapping.address : start - mapping.address + size]
-        for start, size in zip(mapping.starts, mapping.sizes, strict=True)
-    ]
+    tokens = np.fromfile(path, dtype, count, offset=offset)
+    if len(tokens) < count:
+        raise ValueError(
+            f"{path} was cut short while it was read: {os.stat(path).st_size} bytes are left. "
+            "Get it whole again and start again"
+        )
+    return tokens
 
 
-class Windows:
-    """Copies windows of bytes from some arrays, wherever they are in memory, with one index operation.
+class WindowReader:
+    """Copies windows of tokens out of some arrays, wherever they are in memory, with one gather.
+
+    It knows no files: what fills the arrays may be a map of a file, or of blocks that were fetched.
 
     Args:
-        arrays: 1-D, contiguous, at least one. Mapped together they are neighbours, but they need not be.
+        arrays: the tokens that may be read, in order: 1-D, contiguous, of one dtype, at least one.
+        firsts: the number of each array's first token in the data set.
+        name: of the data set, for messages.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        addresses = [address_of(array) for array in arrays]
-        self._arrays = tuple(arrays)  # what keeps the memory there
-        self._low = min(addresses)
-        self._high = max(address + array.nbytes for address, array in zip(addresses, arrays, strict=True))
-        self.starts: np.ndarray = np.array(addresses, np.int64) - self._low
-        """int64 [arrays]: where each array begins, in bytes from the first."""
-        self._of_length: dict[int, np.ndarray] = {}
-        self._waits, self._cold_for = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt, 0
+    def __init__(self, arrays: Sequence[np.ndarray], firsts: Sequence[int], name: object = "the data set") -> None:
+        self._arrays, self._name = tuple(arrays), name
+        self.dtype: np.dtype = arrays[0].dtype
+        self._firsts = np.array(firsts, np.int64)
+        self._stops = self._firsts + [len(array) for array in arrays]
+        addresses = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+        self._low = int(addresses.min())
+        self._high = int((addresses + [array.nbytes for array in arrays]).max())
+        self._shift = addresses - self._low - self._firsts * self.dtype.itemsize
+        self._of_length: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._waits, self._cold_for = _major_faults(), 0
 
-    def copy(self, index: np.ndarray, size: int) -> np.ndarray:
-        """A fresh uint8 array [R, size]: the bytes from `index` on, int64 [R], counted like `starts`.
+    def _windows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """All windows of so many tokens, one at every byte of memory, and the last offset in each array."""
+        if length not in self._of_length:
+            size = length * self.dtype.itemsize
+            # numpy copies each with one memcpy, whatever its alignment.
+            windows = _Memory(self._low, max(0, self._high - self._low - size + 1), f"|V{size}", 1, self._arrays)
+            # One more for -1, which is what is found for offsets before the first array: no window begins there.
+            self._of_length[length] = np.asarray(windows), np.append(self._stops - length, np.iinfo(np.int64).min)
+        return self._of_length[length]
 
-        The caller has checked that each window is within one of the arrays.
+    def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
+        """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`.
+
+        Raises:
+            ValueError: a window is not within one array.
         """
-        windows = self._of_length.get(size)
-        if windows is None:
-            windows = self._of_length[size] = self._view(size)
-        rows = windows[index]
-        self.note_waits()
-        return rows.view(np.uint8).reshape(len(index), size)
-
-    @property
-    def cold(self) -> bool:
-        """Whether copying had to wait for the disk not long ago."""
-        return self._cold_for > 0
-
-    def note_waits(self) -> None:
-        """To be called when windows were read: remembers whether the disk was waited for."""
-        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+        numbers = self.locate(offsets, length)
+        if len(numbers) == 1:  # converted where it is: a copy of a long row would not stay in the cache
+            number = numbers.item()
+            start = offsets.item() - self._firsts.item(number)
+            rows = self._arrays[number][start : start + length].astype(dtype)[None]
+        else:
+            rows = self._windows(length)[0][offsets * self.dtype.itemsize + self._shift[numbers]]
+            rows = rows.view(self.dtype).reshape(len(offsets), length).astype(dtype, copy=False)
+        waits = _major_faults()
         if waits != self._waits:
             self._waits, self._cold_for = waits, COLD_FOR
         elif self._cold_for:
             self._cold_for -= 1
+        return rows
 
-    def ask(self, index: np.ndarray, size: int) -> None:
-        """Let the kernel read the pages of some windows, given as to `copy`, from the disk ahead of their use."""
+    def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
+        """The array, int64 [R], that each window is within.
+
+        Raises:
+            ValueError: one is not within one array.
+        """
+        numbers = self._firsts.searchsorted(offsets, "right") - 1
+        outside = offsets > self._windows(max(length, 1))[1][numbers]
+        if length >= 1 and not np.count_nonzero(outside):
+            return numbers
+        first = int(offsets[np.argmax(outside)]) if len(offsets) else 0
+        raise ValueError(
+            f"a window of {length} tokens at token {first} is not within one of the {len(self._arrays)} ranges from "
+            f"{self._name} on; a window has at least 1 token and crosses no shard and no cut of split()"
+        )
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether reading had to wait for the disk not long ago."""
+        return self._cold_for > 0
+
+    def prefetch(self, offsets: np.ndarray, length: int) -> None:
+        """Let the kernel read the pages of some windows, given as to `read`, from the disk ahead of their use."""
+        index = offsets * self.dtype.itemsize + self._shift[self.locate(offsets, length)]
         for address in (index + self._low).tolist():
             low = address & -mmap.PAGESIZE
-            _libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(address + size - low), mmap.MADV_WILLNEED)
-
-    def _view(self, size: int) -> np.ndarray:
-        # Elements of `size` bytes, one at every byte: numpy copies each with one memcpy, whatever its alignment.
-        count = max(0, self._high - self._low - size + 1)
-        return np.asarray(_Memory(self._low, count, size, self._arrays))
+            size = address + length * self.dtype.itemsize - low
+            _libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
 
 
-class _Memory:
-    """Any range of addresses as numpy takes it."""
-
-    def __init__(self, address: int, count: int, size: int, owner: object) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "shape": (count,),
-            "strides": (1,),
-            "typestr": f"|V{size}",
-        }
-
-
-def address_of(array: np.ndarray) -> int:
-    """Where the array's first byte is."""
-    return array.__array_interface__["data"][0]
+def _major_faults() -> int:
+    """How often this thread had to wait for a page from the disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

@@ -1,10 +1,10 @@
-"""One `.rox` file: read in place through one memory map, written in one pass. `layout` describes its bytes."""
+"""One `.rox` file: read in place through one memory map, written in one pass. `data.format` describes its bytes."""
 
 import os
 from array import array
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -23,14 +23,13 @@ from roxxel_dist.data.format import (
 )
 from roxxel_dist.data.reader import map_files
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
 DEFAULT_BLOCK_SIZE = 4096
 WRITE_BYTES = 1 << 20
 PIECE_TOKENS = 1 << 17
 """Of a document that are copied at once, however long it is."""
 PIECE_BYTES = 1 << 24
+HASHED_BYTES = 1 << 20
+"""Of blocks that are copied and hashed without a pause."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +103,10 @@ class Shard:
         Raises:
             ValueError: something differs; the message names the file and, for tokens, the block and the document.
         """
-        self.verify_ends()
-        self.refuse([block for first, last in self.pieces() for block in self.damaged_blocks(first, last)])
+        self.verify_tables()
+        self.refuse(self.damaged_blocks(np.arange(len(self.checksums))))
 
-    def verify_ends(self) -> None:
+    def verify_tables(self) -> None:
         """Check all but the tokens: the size, the header, the tables, the metadata and the footer.
 
         Raises:
@@ -117,38 +116,50 @@ class Shard:
         if size != len(self._bytes):
             raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
         parse(self.path, self._bytes.data)
-        self._verify_tables()
+        self.verify_checksums()
+        self.verify_document_ends()
+        ends, problem = self.document_ends, ""
+        padding = self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
+        if np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
+            problem = "the document ends do not cover the tokens"
+        elif padding.any():
+            problem = "the bytes between tokens and document ends are not zero"
+        elif self.metadata.index == 0 and not self.follows(None):
+            problem = "the chain fingerprint is wrong"
+        if problem:
+            raise ValueError(f"{self.path}: {problem}. Write the file again from its source")
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """The blocks in pieces of about 16 MiB: (first, one past the last) of each."""
-        blocks, step = len(self.checksums), max(1, PIECE_BYTES // self.layout.block_size)
-        return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
+    def verify_checksums(self) -> None:
+        """Check the table of checksums itself. Raises ValueError where it is damaged."""
+        if checksum(self.checksums.data) != self.layout.sums_checksum:
+            raise ValueError(f"{self.path}: the table of checksums is damaged. Write the file again from its source")
 
-    def damaged_blocks(self, first: int, last: int) -> list[int]:
-        """Those of the blocks `first` to `last`, exclusive, that do not agree with their checksums."""
-        size = self.layout.block_size
-        data = self.tokens.view(np.uint8)[first * size : last * size]
-        whole = len(data) // size * size
-        # Rows of a table and digests as bytes: slices and Python's numbers would take as long as the checksums.
-        rows: Any = data[:whole].reshape(-1, size)
-        found = b"".join(map(xxhash.xxh3_64_digest, rows))
-        if whole < len(data):
-            found += xxhash.xxh3_64_digest(data[whole:].data)
-        return (first + np.flatnonzero(np.frombuffer(found, ">u8") != self.checksums[first:last])).tolist()
+    def verify_document_ends(self) -> None:
+        """Check the table of document ends. Raises ValueError where it is damaged."""
+        if checksum(self.document_ends.data) != self.layout.ends_checksum:
+            raise ValueError(f"{self.path}: the document ends are damaged. Write the file again from its source")
 
-    def damaged(self, blocks: np.ndarray) -> list[int]:
-        """Those of some blocks, int64 [N], ascending, that do not agree with their checksums.
+    def pieces(self) -> list[np.ndarray]:
+        """The blocks in pieces of about 16 MiB: int64 each."""
+        blocks, step = np.arange(len(self.checksums)), max(1, PIECE_BYTES // self.layout.block_size)
+        return [blocks[first : first + step] for first in range(0, len(blocks), step)]
 
-        They are copied first: numpy lets other threads run where a page has to come from the disk, xxhash does not.
-        """
-        size = self.layout.block_size
-        data = self.tokens.view(np.uint8)
-        whole = len(data) // size
-        rows: Any = np.take(data[: whole * size].reshape(-1, size), blocks[blocks < whole], axis=0)
-        found = b"".join(map(xxhash.xxh3_64_digest, rows))
-        if blocks[-1] >= whole:
-            found += xxhash.xxh3_64_digest(data[whole * size :].data)
-        return blocks[np.frombuffer(found, ">u8") != self.checksums[blocks]].tolist()
+    def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
+        """Those of some blocks, int64 [N], ascending, that do not agree with their checksums."""
+        size, data = self.layout.block_size, self.tokens.view(np.uint8)
+        whole, step = len(data) // size, max(1, HASHED_BYTES // size)
+        table = data[: whole * size].reshape(-1, size)
+        damaged: list[int] = []
+        for first in range(0, len(blocks), step):
+            part = blocks[first : first + step]
+            # Copied first: numpy lets other threads run where a page has to come from the disk, xxhash does not. And
+            # digests as bytes: Python's numbers would take as long as the checksums.
+            rows: Any = np.take(table, part[part < whole], axis=0)
+            digests = b"".join(map(xxhash.xxh3_64_digest, rows))
+            if part[-1] >= whole:
+                digests += xxhash.xxh3_64_digest(data[whole * size :].data)
+            damaged += part[np.frombuffer(digests, ">u8") != self.checksums[part]].tolist()
+        return damaged
 
     def refuse(self, damaged: list[int]) -> None:
         """Raise if there is a damaged block: ValueError, naming the first, its tokens and its documents."""
@@ -164,32 +175,8 @@ class Shard:
         first = damaged[0] * size // self.dtype.itemsize
         last = (min((damaged[0] + 1) * size, self.tokens.nbytes) - 1) // self.dtype.itemsize
         low, high = np.searchsorted(self.document_ends, [first, last], side="right")
-        where = f"document {low}" if low == high else f"documents {low} to {high}"
-        return f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {where}) is damaged"
-
-    def verify_checksums(self) -> None:
-        """Check the table of checksums itself. Raises ValueError where it is damaged."""
-        if checksum(self.checksums.data) != self.layout.sums_checksum:
-            raise ValueError(f"{self.path}: the table of checksums is damaged. Write the file again from its source")
-
-    def verify_document_ends(self) -> None:
-        """Check the table of document ends. Raises ValueError where it is damaged."""
-        if checksum(self.document_ends.data) != self.layout.ends_checksum:
-            raise ValueError(f"{self.path}: the document ends are damaged. Write the file again from its source")
-
-    def _verify_tables(self) -> None:
-        self.verify_checksums()
-        self.verify_document_ends()
-        ends, problem = self.document_ends, ""
-        padding = self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset]
-        if np.any(np.diff(ends, prepend=0) < 0) or (int(ends[-1]) if len(ends) else 0) != len(self.tokens):
-            problem = "the document ends do not cover the tokens"
-        elif padding.any():
-            problem = "the bytes between tokens and document ends are not zero"
-        elif self.metadata.index == 0 and not self.follows(None):
-            problem = "the chain fingerprint is wrong"
-        if problem:
-            raise ValueError(f"{self.path}: {problem}. Write the file again from its source")
+        documents = f"document {low}" if low == high else f"documents {low} to {high}"
+        return f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +229,7 @@ class ShardWriter:
         self.tokens += len(document) + bool(self._tail)
         self._ends.append(self.tokens)
 
-    def _add(self, piece: "ReadableBuffer") -> None:
+    def _add(self, piece: bytes | memoryview) -> None:
         self._pending += piece
         if len(self._pending) >= max(WRITE_BYTES, self.settings.block_size):
             self._write_blocks(len(self._pending) // self.settings.block_size * self.settings.block_size)
@@ -257,31 +244,12 @@ class ShardWriter:
     def finish(self) -> Metadata:
         """Write what is left, the tables and the footer, and bring the file to the disk."""
         self._write_blocks(len(self._pending))
-        dtype = self.settings.dtype
+        dtype, after = self.settings.dtype, self._after
         ends, sums = np.array(self._ends, "<i8"), np.array(self._sums, "<u8")
         ends_offset = end_of_tokens(dtype, self.tokens)
         self._file.write(bytes(ends_offset - HEADER_BYTES - self.token_bytes))
         self._file.write(ends.tobytes() + sums.tobytes())
-        layout = Layout(
-            metadata=self._describe(dtype, checksum(ends.data), checksum(sums.data)),
-            dtype=dtype,
-            block_size=self.settings.block_size,
-            ends_offset=ends_offset,
-            sums_offset=ends_offset + ends.nbytes,
-            meta_offset=ends_offset + ends.nbytes + sums.nbytes,
-            ends_checksum=checksum(ends.data),
-            sums_checksum=checksum(sums.data),
-        )
-        self._file.write(pack_end(layout))
-        self._file.seek(0)
-        self._file.write(npy_header(dtype, self.tokens))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return layout.metadata
-
-    def _describe(self, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> Metadata:
-        after = self._after
+        ends_checksum, sums_checksum = checksum(ends.data), checksum(sums.data)
         metadata = Metadata(
             tokens=self.tokens,
             documents=len(self._ends),
@@ -293,8 +261,24 @@ class ShardWriter:
             first_document=after.first_document + after.documents if after else 0,
             chain="",
         )
-        before = after.chain if after else ""
-        return replace(metadata, chain=chain_of(before, metadata, dtype, ends_checksum, sums_checksum))
+        chain = chain_of(after.chain if after else "", metadata, dtype, ends_checksum, sums_checksum)
+        layout = Layout(
+            metadata=replace(metadata, chain=chain),
+            dtype=dtype,
+            block_size=self.settings.block_size,
+            ends_offset=ends_offset,
+            sums_offset=ends_offset + ends.nbytes,
+            meta_offset=ends_offset + ends.nbytes + sums.nbytes,
+            ends_checksum=ends_checksum,
+            sums_checksum=sums_checksum,
+        )
+        self._file.write(pack_end(layout))
+        self._file.seek(0)
+        self._file.write(npy_header(dtype, self.tokens))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return layout.metadata
 
     def abort(self) -> None:
         """Close and remove the unfinished file."""

@@ -45,15 +45,15 @@ def storage_dtype(dtype: Any) -> np.dtype:
         ValueError: shards do not hold such elements.
     """
     try:
-        found = np.dtype(dtype).newbyteorder("<")
+        named = np.dtype(dtype).newbyteorder("<")
     except TypeError as error:
         raise ValueError(f"dtype={dtype}: no such dtype; {HELD}") from error
-    if found.str not in DTYPES:
+    if named.str not in DTYPES:
         raise ValueError(f"dtype={dtype}: {HELD}")
-    return found
+    return named
 
 
-def fit(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
+def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
     """The same values in `dtype`.
 
     Raises:

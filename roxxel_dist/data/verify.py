@@ -1,84 +1,71 @@
-"""A data set in a table for people.
-
-Checking a data set against its checksums, by as many processes as it is worth.
-"""
+"""Verification of data against its checksums, at once or block by block where it is first read; the table of `info`."""
 
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 
-from roxxel_dist.data.build.progress import Report
-from roxxel_dist.data.build.tokenizer import Tokenizer
+import numpy as np
+
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.shard import Shard
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
 from roxxel_dist.data.slices import TokenFile
 
 WORTH_A_PROCESS = 1 << 32
 """Bytes of tokens: half a second's work for a core, which is what a process takes to start."""
+BLOCKS_AT_ONCE = 256
+"""Hashed without a pause: a fifth of a millisecond, in which a thread of Python keeps the others waiting."""
+PAUSE_S = 50e-6
+SHOWN_CHARACTERS = 200
 
-Piece = tuple[Path, int, int]
 
-
-def find_damage(shards: Sequence[TokenFile], report: Report, workers: int | None = None) -> Iterator[str]:
+def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | None = None) -> Iterator[str]:
     """What is wrong with the shards: one message for each damaged one, which names the block and the document.
 
     Args:
         shards: open, of one data set.
-        report: shows how far it is.
+        progress: shows how far it is.
         workers: processes; None: as many as there are cores, or this one alone where there is little to read.
     """
     size = sum(shard.tokens.nbytes for shard in shards)
     workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // WORTH_A_PROCESS))
-    whole: list[Shard] = []
+    damaged: dict[Shard, list[int]] = {}
     for shard in shards:
         try:
             if isinstance(shard, Shard):
-                shard.verify_ends()
-                whole.append(shard)
+                shard.verify_tables()
+                damaged[shard] = []
             else:
                 shard.verify()  # a file of another system has no checksums
         except ValueError as error:
             yield str(error)
-    yield from _find_damaged_blocks(whole, report, workers)
+    pieces = [(shard, blocks) for shard in damaged for blocks in shard.pieces()]
+    # A fresh interpreter: a fork of a process with threads may hang. One process reads what is mapped already.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else nullcontext()
+    with progress.bar("verify", max(1, len(pieces))) as advance, pool as processes:
+        if processes is None:
+            checked = (shard.damaged_blocks(blocks) for shard, blocks in pieces)
+        else:
+            checked = processes.map(_check, [shard.path for shard, _ in pieces], [blocks for _, blocks in pieces])
+        for (shard, _), blocks in zip(pieces, checked, strict=True):
+            damaged[shard] += blocks
+            advance(1)
+    for shard, blocks in damaged.items():
+        try:
+            shard.refuse(blocks)
+        except ValueError as error:
+            yield str(error)
 
 
-def _find_damaged_blocks(shards: Sequence[Shard], report: Report, workers: int) -> Iterator[str]:
-    pieces = [(shard.path, first, last) for shard in shards for first, last in shard.pieces()]
-    by_path = {shard.path: shard for shard in shards}
-    with report.bar("verify", max(1, len(pieces))) as advance:
-        # One process reads what is mapped already.
-        checked = _in_processes(pieces, workers) if workers > 1 else _in_this_one(shards)
-        for path, group in groupby(checked, lambda piece: piece[0]):
-            damaged: list[int] = []
-            for _, found in group:
-                damaged += found
-                advance(1)
-            try:
-                by_path[path].refuse(damaged)
-            except ValueError as error:
-                yield str(error)
-
-
-def _in_this_one(shards: Sequence[Shard]) -> Iterator[tuple[Path, list[int]]]:
-    for shard in shards:
-        for first, last in shard.pieces():
-            yield shard.path, shard.damaged_blocks(first, last)
-
-
-def _in_processes(pieces: Sequence[Piece], workers: int) -> Iterator[tuple[Path, list[int]]]:
-    # A fresh interpreter: a fork of a process with threads may hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context) as pool:
-        yield from pool.map(_check, pieces)
-
-
-def _check(piece: Piece) -> tuple[Path, list[int]]:
-    path, first, last = piece
-    return path, _open(path).damaged_blocks(first, last)
+def _check(path: Path, blocks: np.ndarray) -> list[int]:
+    return _open(path).damaged_blocks(blocks)
 
 
 @lru_cache(maxsize=1)
@@ -86,13 +73,128 @@ def _open(path: Path) -> Shard:
     return Shard.open(path)
 
 
-SHOWN_CHARACTERS = 200
+class DamagedData(ValueError):
+    """Tokens that are read are not those that were written, or are ids that the model does not have."""
+
+
+@dataclass(eq=False)
+class _File:
+    """What is known of one file."""
+
+    file: TokenFile
+    block_size: int
+    verified: np.ndarray
+    """bool [blocks]"""
+    table_verified: bool = False
+    ends_verified: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class VerifiedBlocks:
+    """Which blocks of the open files agree with their checksums: each is looked at once, when it is first asked for.
+
+    Files of other systems have no checksums; of those the ids are compared alone. May be used by several threads.
+
+    Args:
+        vocab_size: ids are below it; None: below what the data says of itself.
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._files: dict[Path, _File] = {}
+
+    def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
+        """Compare what some windows read, as far as that was not done before.
+
+        Args:
+            data: where they are.
+            offsets: int64 [R], their first tokens, as for `Roxxel.read`.
+            length: tokens a window.
+            documents: whether the ends of the documents are read too.
+
+        Raises:
+            DamagedData: something does not agree. The message names the file, the block and its documents.
+        """
+        firsts, shards = data.first_tokens, data.shards
+        numbers = np.searchsorted(firsts, offsets, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            known = self._of(shards[number])
+            with known.lock:
+                self._verify(known, offsets[numbers == number] - firsts[number], length, documents)
+
+    def _of(self, file: TokenFile) -> _File:
+        known = self._files.get(file.path)
+        if known is None or known.file.metadata.chain != file.metadata.chain:
+            size = file.layout.block_size if isinstance(file, Shard) else DEFAULT_BLOCK_SIZE
+            known = _File(file, size, np.zeros(-(-file.tokens.nbytes // size), bool))
+            self._files[file.path] = known
+        return known
+
+    def _verify(self, known: _File, starts: np.ndarray, length: int, documents: bool) -> None:
+        """The same for one file; `starts` are counted from its first token."""
+        file = known.file
+        if isinstance(file, Shard):
+            if not known.table_verified:
+                file.verify_checksums()
+                known.table_verified = True
+            if documents and not known.ends_verified:
+                file.verify_document_ends()
+                known.ends_verified = True
+        low = starts * file.dtype.itemsize // known.block_size
+        high = ((starts + length) * file.dtype.itemsize - 1) // known.block_size
+        touched = low[:, None] + np.arange(int((high - low).max()) + 1)
+        touched = np.unique(np.minimum(touched, high[:, None]))
+        new = touched[~known.verified[touched]]
+        for first in range(0, len(new), BLOCKS_AT_ONCE):
+            part = new[first : first + BLOCKS_AT_ONCE]
+            if isinstance(file, Shard) and (damaged := file.damaged_blocks(part)):
+                raise DamagedData(
+                    f"{file.damage(damaged)}: it does not agree with its checksum. `roxxel-dist data verify "
+                    f"{file.path.parent}` names all that is damaged; put the file back or build the data again, and "
+                    "go on; with verify_data off it is trained on as it is"
+                )
+            self._compare_ids(known, part)
+            known.verified[part] = True
+            if first + BLOCKS_AT_ONCE < len(new):
+                time.sleep(PAUSE_S)
+
+    def _compare_ids(self, known: _File, blocks: np.ndarray) -> None:
+        file, declared = known.file, known.file.metadata.vocab_size
+        size = min((size for size in (self._vocab_size, declared) if size is not None), default=None)
+        if size is None or file.dtype.kind not in "iu":
+            return
+        if file.dtype.kind == "u" and np.iinfo(file.dtype).max < size:
+            return
+        width, block = file.dtype.itemsize, known.block_size
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
+            low = int(run[0]) * block // width
+            ids = file.tokens[low : -(-(int(run[-1]) + 1) * block // width)]
+            if ids.max() >= size or ids.min() < 0:
+                wrong = low + int(np.argmax((ids >= size) | (ids < 0)))
+                document = int(np.searchsorted(file.document_ends, wrong, side="right"))
+                raise DamagedData(
+                    f"{file.path}: token {wrong} (document {document}) is the id {file.tokens[wrong]}, and the "
+                    f"vocabulary has the ids 0 to {size - 1}. Use the tokenizer that the model was made with and build "
+                    "the data again, or a larger vocab_size"
+                )
 
 
 def info(ds: Roxxel) -> str:
     """What a data set holds, one fact a line, and how its first document begins."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
     size = sum(shard.path.stat().st_size for shard in ds.shards)
+    made_by = f"none beside the shards; their ids are from {ds.tokenizer_fingerprint or 'none'}"
+    ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character is at most 4 bytes, and so at most 4 ids
+    if tokenizer is not None:
+        made_by = f"{tokenizer.kind}, {tokenizer.fingerprint}"
+    if ids is None:
+        begins = "(no document)"
+    elif tokenizer is not None:
+        begins = repr(tokenizer.decode(ids.tolist())[:SHOWN_CHARACTERS])
+    elif ds.dtype == "uint8" and ds.vocab_size is None:
+        begins = repr(ids.tobytes().decode(errors="replace")[:SHOWN_CHARACTERS])
+    else:
+        begins = " ".join(map(str, ids[: SHOWN_CHARACTERS // 8].tolist()))
     rows = [
         ("shards", f"{len(ds.shards)} ({ds.shards[0].path.parent})"),
         ("format", "ROXXEL03" if isinstance(ds.shards[0], Shard) else f"{ds.shards[0].kind}, read in place"),
@@ -100,26 +202,9 @@ def info(ds: Roxxel) -> str:
         ("documents", f"{ds.documents:,} (mean {tokens / max(1, ds.documents):,.1f} tokens)"),
         ("dtype", str(ds.dtype)),
         ("vocabulary", "not known" if ds.vocab_size is None else f"{ds.vocab_size:,} ids"),
-        ("tokenizer", _tokenizer(ds, tokenizer)),
+        ("tokenizer", made_by),
         ("bytes", f"{size:,} on disk"),
         ("fingerprint", ds.fingerprint),
-        ("begins", _beginning(ds, tokenizer)),
+        ("begins", begins),
     ]
     return "\n".join(f"{name:<12} {value}" for name, value in rows)
-
-
-def _tokenizer(ds: Roxxel, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "none beside the shards; their ids are from " + (ds.tokenizer_fingerprint or "none")
-    return f"{tokenizer.kind}, {tokenizer.fingerprint}"
-
-
-def _beginning(ds: Roxxel, tokenizer: Tokenizer | None) -> str:
-    if not len(ds):
-        return "(no document)"
-    ids = ds[0][: 4 * SHOWN_CHARACTERS]  # a character is at most 4 bytes, and so at most 4 ids
-    if tokenizer is not None:
-        return repr(tokenizer.decode(ids.tolist())[:SHOWN_CHARACTERS])
-    if ds.dtype == "uint8" and ds.vocab_size is None:
-        return repr(ids.tobytes().decode(errors="replace")[:SHOWN_CHARACTERS])
-    return " ".join(map(str, ids[: SHOWN_CHARACTERS // 8].tolist()))

@@ -19,7 +19,7 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     Args:
         model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
             positions too.
-        batch: int32[B, L], or an object with `tokens`, `segments` and `positions` of that shape (`data.packed.Packed`).
+        batch: int32[B, L], or a `data.packing.Packed`: `tokens`, `segments` and `positions` of that shape.
             Then the mean leaves out a document's first token: nothing before it is of that document.
     """
     losses = token_losses(model, batch)

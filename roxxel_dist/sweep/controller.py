@@ -22,10 +22,10 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.execution.local_ray import local_ray
-from roxxel_dist.sweep.execution.ray_executor import LOST_S, Item, Pool, Running, check_room
+from roxxel_dist.sweep.execution.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.journal import VERSION, History, Journal
 from roxxel_dist.sweep.options import SweepOptions
-from roxxel_dist.sweep.samplers import Engine, UsedUp
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
 from roxxel_dist.sweep.schedulers.hyperband import Hyperband
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 
@@ -58,7 +58,7 @@ class Controller:
     task_of: Callable[[int, Params, int], Item]
     options: SweepOptions
     journal: Journal
-    executor: Pool
+    executor: RayExecutor
     early_stopping: Hyperband | None
     signals: SignalPipe
     on_change: Callable[[History, int | None], None]
@@ -97,7 +97,7 @@ class Controller:
         """Tell the sampler what was, and find what is to be run again."""
         trials = sorted(self._history.trials.values(), key=lambda trial: trial.number)
         for trial in trials:
-            self.sampler.recall(trial.number, trial.params, trial.point)
+            self.sampler.restore(trial.number, trial.params, trial.point)
             if self.early_stopping is not None and trial.reports:
                 self.early_stopping.report(trial.number, trial.reports, trial.reports[-1][0])
         self._write(
@@ -122,7 +122,7 @@ class Controller:
             elif self._exhausted is None and len(self._history.trials) < limit:
                 try:
                     trial, params = self.sampler.ask()
-                except UsedUp as error:
+                except SpaceExhausted as error:
                     self._exhausted = str(error)
                     return
                 attempt, losses = 0, 0
@@ -132,15 +132,15 @@ class Controller:
             task = self.task_of(trial, self._history.trials[trial].params, attempt)
             self.executor.submit(trial, attempt, losses, task)
 
-    def _handle(self, attempt: Running, item: Item) -> None:
+    def _handle(self, attempt: Attempt, item: Item) -> None:
         """Act on what a trial says."""
         [(name, event)] = item.items()
         trial = attempt.trial
-        if not attempt.heard and name != "gone":
+        if not attempt.heard and name != "exited":
             attempt.heard, attempt.since = True, time.monotonic()
-        if name == "gone":
+        if name == "exited":
             self._gone(attempt)
-        elif attempt.verdict == "ended":
+        elif attempt.cancel_reason == "ended":
             return
         elif name == "start":
             self._write("start", trial, attempt=attempt.attempt, node=event.get("node"), pid=event["pid"])
@@ -152,21 +152,21 @@ class Controller:
             params = event.get("params") or self._history.trials[trial].params
             stopped, more = event.get("stopped"), event.get("more") or {}
             self._write_result(trial, params, event["value"], attempt, stopped, more)
-            self.executor.leave(attempt)
-        elif attempt.verdict is not None:
+            self.executor.await_exit(attempt)
+        elif attempt.cancel_reason is not None:
             return  # what its end looks like from inside is no failure
         elif name == "fail":
             self._write_failure(trial, event["kind"], event["reason"], event.get("log"))
-            self.executor.leave(attempt)
+            self.executor.await_exit(attempt)
         elif name == "lost":
             self._lost(attempt, event["reason"])
-        elif name == "over":
+        elif name == "exhausted":
             self._exhausted = event["reason"]
-            self.executor.leave(attempt)
-        elif name == "broken":
+            self.executor.await_exit(attempt)
+        elif name == "fatal":
             self._drain(Ending(code=1, reason=event["reason"]))
 
-    def _report(self, attempt: Running, step: int, value: Any) -> None:
+    def _report(self, attempt: Attempt, step: int, value: Any) -> None:
         trial = self._history.trials[attempt.trial]
         if not _is_finite(value):
             self._not_finite(attempt, value, f" at step {step}")
@@ -177,14 +177,14 @@ class Controller:
                 self._stop_early(self.early_stopping)
 
     def _stop_early(self, early_stopping: Hyperband) -> None:
-        running = {attempt.trial: attempt for attempt in self.executor.running if attempt.verdict is None}
+        running = {attempt.trial: attempt for attempt in self.executor.running if attempt.cancel_reason is None}
         for number, reason in early_stopping.trials_to_stop(running).items():
             step, value = self._history.trials[number].reports[-1]
             self._write("stop", number, step=step, value=value, rule="hyperband", reason=reason)
             self.executor.cancel(running[number], "stop")
 
     def _write_result(
-        self, trial: int, params: Params, value: float, attempt: Running | None, stopped: str | None, more: Any
+        self, trial: int, params: Params, value: float, attempt: Attempt | None, stopped: str | None, more: Any
     ) -> None:
         seconds = None if attempt is None else round(time.monotonic() - attempt.since, 3)
         self._write(
@@ -193,7 +193,7 @@ class Controller:
         )  # fmt: skip
         self.sampler.tell(trial, value)
 
-    def _write_stopped(self, trial: int, attempt: Running | None) -> None:
+    def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
         """A trial that was stopped early has ended: its best report is its value."""
         value = self._history.best_report(trial)
         assert value is not None, f"trial {trial} was stopped before its first report"
@@ -204,25 +204,25 @@ class Controller:
         self._write("fail", trial, params=params, kind=kind, reason=reason, log=log)
         self.sampler.tell(trial, None)
 
-    def _not_finite(self, attempt: Running, value: Any, where: str) -> None:
+    def _not_finite(self, attempt: Attempt, value: Any, where: str) -> None:
         self._write_failure(attempt.trial, "nan", f"{self.sweep.metric} was {value}{where}", None)
         self.executor.cancel(attempt, "ended")
 
-    def _lost(self, attempt: Running, reason: str) -> None:
+    def _lost(self, attempt: Attempt, reason: str) -> None:
         losses, limit = attempt.losses + 1, self.options.max_retries
         if losses > limit:
             self._write_failure(attempt.trial, "lost", f"lost {losses} times; at last: {reason}", None)
         else:
             self.log(f"trial {attempt.trial} was lost ({reason}): it is run again, {losses} of {limit}")
             self._queue.append((attempt.trial, attempt.attempt + 1, losses))
-        self.executor.leave(attempt)
+        self.executor.await_exit(attempt)
 
-    def _gone(self, attempt: Running) -> None:
+    def _gone(self, attempt: Attempt) -> None:
         """Its task has ended."""
         self.executor.running.remove(attempt)
-        if attempt.verdict == "stop":
+        if attempt.cancel_reason == "stop":
             self._write_stopped(attempt.trial, attempt)
-        elif attempt.verdict is None:
+        elif attempt.cancel_reason is None:
             self._write_failure(attempt.trial, "error", "its body ended without a result", None)
 
     def _take_signal(self) -> bool:
@@ -240,12 +240,12 @@ class Controller:
         """End: running trials are told to; the next start runs them again."""
         self._ending = self._ending or ending
         for attempt in self.executor.running:
-            if attempt.verdict is None:
+            if attempt.cancel_reason is None:
                 self.executor.cancel(attempt, "drain")
 
     def _check(self) -> None:
         """See to what takes too long, and to whether it makes sense to go on."""
-        for attempt in self.executor.overdue():
+        for attempt in self.executor.expire():
             self.log(
                 f"trial {attempt.trial} does not end, and its process could not be killed: not waited for any more"
             )
@@ -294,7 +294,7 @@ def run_sweep(
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
             {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
             the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
-            {"over": {"reason"}} (no more trials are to be had) and {"broken": {"reason"}} (none can run as things are).
+            {"exhausted": {"reason"}} (no more trials are to be had) and {"fatal": {"reason"}} (no trial can run now).
             It ends soon after a KeyboardInterrupt, or when it is closed.
         task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
         options: how.
@@ -317,7 +317,7 @@ def run_sweep(
             )
         with _ray(options, resources) as ray, SignalPipe(log) as signals:
             check_room(ray.nodes(), resources)
-            with Pool(ray, run, resources) as executor:
+            with RayExecutor(ray, run, resources) as executor:
                 return Controller(
                     sweep=sweep, sampler=sampler, task_of=task_of, options=options, journal=journal, executor=executor,
                     early_stopping=early_stopping, signals=signals, on_change=on_change, log=log,

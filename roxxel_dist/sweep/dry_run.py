@@ -6,7 +6,7 @@ from typing import Any
 from roxxel_dist.config import UsageError
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.sweep.run import SweepRun
-from roxxel_dist.sweep.samplers import UsedUp
+from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.study import flat, short
 
 SAMPLES = 2
@@ -19,7 +19,7 @@ def preview(run: SweepRun) -> str:
     try:
         while len(samples) < min(SAMPLES, run.count or SAMPLES):
             samples.append(sampler.ask()[1])
-    except UsedUp as error:
+    except SpaceExhausted as error:
         if not samples:
             raise UsageError(str(error)) from error
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a Ray of its own on this machine"

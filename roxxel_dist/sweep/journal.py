@@ -17,8 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from roxxel_dist.data.atomic_dir import make_folder, sync_folder
-from roxxel_dist.data.file_lock import wait_for_lock
+from roxxel_dist.cluster.durable import make_folder, sync_folder
+from roxxel_dist.data.file_lock import release_lock, wait_for_lock
 
 JOURNAL, LOCK = "journal.jsonl", ".lock"
 WAIT_S = 30.0
@@ -238,7 +238,7 @@ class Journal:
                     f"--study {self._study}: cannot be written ({error.strerror}): choose another folder, or change "
                     "its permissions"
                 ) from error
-            held.callback(os.close, lock)
+            held.callback(release_lock, lock)
             path = self._study / JOURNAL
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             held.callback(os.close, self._file)

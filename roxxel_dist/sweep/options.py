@@ -47,7 +47,7 @@ class SweepOptions:
     workers: int = 1
     """Trials that run at once."""
     method: str | None = None
-    """bayes, tpe, random, grid, or wandb (the engine of PyPI's `sweeps`); the method of the YAML where not given."""
+    """bayes, tpe, random or grid; the method of the YAML where not given."""
     sweep_seed: int = 0
     """Seed of the search; the trials' own is `seed`."""
     ray_address: str | None = None

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, load_yaml, unknown, usage_errors
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, flat_fields, load_yaml, unknown, usage_errors
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.sweep.controller import run_sweep
 from roxxel_dist.sweep.execution.corpus import shards_of
 from roxxel_dist.sweep.execution.task import TrialTask
-from roxxel_dist.sweep.execution.trial import config_of, flat
+from roxxel_dist.sweep.execution.trial import config_of
 from roxxel_dist.sweep.execution.trial import run as run_trial
 from roxxel_dist.sweep.journal import History, read_history
 from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.text import table
-from roxxel_dist.sweep.samplers import Engine, UsedUp, make
-from roxxel_dist.sweep.space.sweep_file import Params, Sweep
-from roxxel_dist.sweep.space.yaml_errors import nearest
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.space.sweep_file import Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
@@ -37,7 +36,7 @@ from roxxel_dist.sweep.study import (
     read_study,
 )
 from roxxel_dist.sweep.wandb_bridge.program import command_of
-from roxxel_dist.sweep.wandb_bridge.server import Led, agent_trial, create_or_join
+from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
 
 LOGGED = (
     "val_loss", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s", "tokens",
@@ -171,7 +170,7 @@ def open_sweep(options: SweepOptions, definition: str | None, config: Any, serve
         if name not in FIELD_TYPES and name not in SECTIONS:
             raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
     # A loss or a model of the user's own may log anything.
-    base, metric = flat(run.base), run.sweep.metric
+    base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
     if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
         raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
@@ -185,7 +184,7 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
     if run.server is None and not is_study(run.study.path):
         try:
             run.sampler().ask()
-        except UsedUp as error:
+        except SpaceExhausted as error:
             raise ValueError(str(error)) from error
     if run.server == "":
         definition = {} if run.definition is None else load_yaml(run.definition)
@@ -207,7 +206,7 @@ def search(run: SweepRun) -> int:
         try:
             with usage_errors():
                 ending = run_sweep(
-                    run.study.path, run.sweep, run.sampler() if run.server is None else Led(),
+                    run.study.path, run.sweep, run.sampler() if run.server is None else ServerSampler(),
                     run_trial if run.server is None else agent_trial, run.task_of,
                     replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
                 )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE
 from roxxel_dist.config import load_yaml, usage_errors
 from roxxel_dist.run_directory import default_run_dir
-from roxxel_dist.sweep.execution.process import ROXXEL, with_ranks
+from roxxel_dist.sweep.execution.process import ROXXEL, launch_command
 from roxxel_dist.sweep.execution.trial import config_of
 from roxxel_dist.train.config import TRIAL
 
@@ -64,7 +64,7 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     train = ["train", "--config", str(folder / WRITTEN), "--run_dir", str(folder), "--resume"]
     train += ["--data_path", data] if data else []
     theirs = [TRIAL, *(name for name in env if name.startswith("WANDB_"))]
-    return with_ranks(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
+    return launch_command(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
 
 
 def _parameters(words: Sequence[str]) -> dict[str, Any]:

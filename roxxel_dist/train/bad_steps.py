@@ -98,8 +98,7 @@ class BadStepMonitor:
     def check(self, health: Any, plan: Plan, latest_good: Callable[[], int | None]) -> None:
         """Check the (fetched) monitor state after a step; `latest_good` gives the step of the newest checkpoint.
 
-        Raises:
-            BadStep: a step was bad and not skipped, or too many were.
+        Raises BadStep where a step was bad and not skipped, or too many were.
         """
         skipped, self._skipped = health.skipped - self._skipped, health.skipped
         ends = health.bad_step and (not self._skip or health.in_a_row >= MOST_SKIPPED)

@@ -30,9 +30,7 @@ LOCK_PAUSE_S = 0.1
 class AotCompiler:
     """Compiles in one background thread, one program after another, each once.
 
-    Args:
-        mesh: the mesh that is set while a program is traced, so that a model may name its axes.
-        options: of XLA's compiler, by their names; its own choices where not given.
+    The `mesh` is set while a program is traced, so that a model may name its axes; `options` are XLA's, by their names.
     """
 
     def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:

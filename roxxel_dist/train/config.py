@@ -62,17 +62,11 @@ class OptimizerConfig:
                     f"end: leave decay_steps out, or use lr_schedule wsd"
                 )
 
-    def check(self, total_steps: int) -> None:
-        """Raises ValueError, with the name of the field, if the warm-up and the decay do not fit into `total_steps`."""
-        self.settings(total_steps)
-
     def settings(self, total_steps: int) -> dict[str, float]:
         """The numbers of a run of `total_steps`: lr, weight_decay, warmup_steps, total_steps, decay_steps, grad_clip.
 
-        "decay_steps" is the length of the decay, which ends with the run, whatever the schedule.
-
-        Raises:
-            ValueError: no steps, a warm-up that leaves none to decay in, or a decay that is too long.
+        "decay_steps" is the length of the decay, which ends with the run, whatever the schedule. Raises ValueError
+        where no steps, a warm-up that leaves none to decay in, or a decay that is too long.
         """
         total, run = total_steps, f"the run's {total_steps} steps"
         if total < 1:
@@ -152,14 +146,16 @@ class LoopOptions:
     profile_steps: list[int] | None = None
     """Steps [A, B] of a profile: their trace is written into the run directory."""
 
-    def kept(self) -> dict[str, Any]:
-        """Which checkpoints are kept, as `CheckpointStore` takes it."""
-        return {name: getattr(self, name) for name in ("max_to_keep", "keep_every", "keep_steps")}
-
     def is_due(self, what: Literal["log", "eval", "checkpoint"], step: int, last_step: int) -> bool:
-        """Whether it is done after `step`, counted from 1: the first and the last step of a run are always due."""
+        """Whether it is done after `step`, counted from 1: the first and the last step of a run are always due.
+
+        A checkpoint is due, too, at the steps whose checkpoints are never deleted.
+        """
         every: int = getattr(self, f"{what}_every")
-        return step in (1, last_step) or step % every == 0
+        if step in (1, last_step) or step % every == 0:
+            return True
+        forever, steps = self.keep_every, self.keep_steps or ()
+        return what == "checkpoint" and (step in steps or (forever is not None and step % forever == 0))
 
     def __post_init__(self) -> None:
         at_least_one = ("log_every", "eval_every", "eval_iters", "checkpoint_every", "max_to_keep", "keep_every")

@@ -14,8 +14,9 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.units import Units, unit_size
-from roxxel_dist.data.verify_on_read import VerifiedBlocks
+from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.compile import AotCompiler, batch_key
+from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.train_step import BALANCE, Hparams
 
@@ -54,7 +55,7 @@ class Validation:
     Args:
         sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
         train: the training data, on which the loss is measured in the same way where there are sets.
-        evaluate: jitted (params, rest, settings, batch) -> losses, as `make_eval_step` makes it.
+        evaluate: jitted (params, rest, hparams, batch) -> losses, as `make_eval_step` makes it.
         compiler: of it.
         sharding: of a batch.
         iters: batches to read of each.
@@ -103,20 +104,20 @@ class Validation:
             self._compiler.prepare(keys[-1], self._evaluate, state.params, state.rest, hparams, batch)
         return keys
 
-    def run(
-        self, state: TrainState, hparams: Hparams, shape: Shape, *, one_in_flight: bool
-    ) -> dict[str, list[dict[str, jax.Array]]]:
-        """The losses of every batch by data set, on the device; `one_in_flight` waits for each before the next."""
+    def run(self, state: TrainState, hparams: Hparams, shape: Shape) -> dict[str, list[dict[str, jax.Array]]]:
+        """The losses of every batch by data set, on the device."""
         losses: dict[str, list[dict[str, jax.Array]]] = {}
+        throttler = InflightThrottler(self._compiler.mesh)
         for name, key in zip(self._sets, self.prepare(state, hparams, shape), strict=True):
             stream, program = self._stream(name, shape), self._compiler.get(key)
             if self._blocks is not None:
                 stream.verify(0, stream.plan.total_steps, self._blocks)
             losses[name] = []
             for step in range(stream.plan.total_steps):
-                losses[name].append(program(state.params, state.rest, hparams, stream.batch(step)))
-                if one_in_flight:
-                    jax.block_until_ready(losses[name][-1])
+                batch = stream.batch(step)
+                throttler.wait_for_next()
+                losses[name].append(program(state.params, state.rest, hparams, batch))
+                throttler.add(losses[name][-1]["loss"])
         return losses
 
     def reads(self, shape: Shape) -> dict[str, tuple[int, int]]:

@@ -35,8 +35,7 @@ def is_hf_folder(folder: Path) -> bool:
 def fields_of(folder: Path) -> dict[str, Any]:
     """The fields of a `ModelConfig` that the model in a folder has.
 
-    Raises:
-        ValueError: the Transformer cannot be that model; the message names the file and all that is in the way.
+    Raises ValueError where the Transformer cannot be that model; the message names the file and all that is in the way.
     """
     path = folder / HF_CONFIG
     try:
@@ -57,44 +56,28 @@ def fields_of(folder: Path) -> dict[str, Any]:
     return fields
 
 
-class HfFolder:
-    """The weights of such a model, by our names. To be closed.
+class HfFolder(TensorFiles):
+    """The weights of such a model, by our names; open for reading.
 
-    Raises:
-        ValueError: a file is missing or damaged, or the Transformer cannot be that model.
+    Raises ValueError where a file is missing or damaged, or the Transformer cannot be that model.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        config = ModelConfig(**fields_of(folder))
-        self.tensors: dict[str, Tensors] = tensors_of(config)
-        self._files = TensorFiles(folder)
+        self.tensors: dict[str, Tensors] = tensors_of(ModelConfig(**fields_of(folder)))
+        super().__init__(folder)
         try:
             self._check_files()
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Let go of the files."""
-        self._files.close()
-
-    def __enter__(self) -> "HfFolder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def params(self) -> dict[str, np.ndarray]:
         """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32."""
-        found = {name: self.read(name) for name in self.tensors}
+        found = {name: self._part(name, (slice(None),) * len(own.shape)) for name, own in self.tensors.items()}
         # Where norms or routers are stored wider than the rest: a model computes in one type, as it does for others.
         kind = found["embedding.embedding"].dtype
         return {name: array.astype(kind, copy=False) for name, array in found.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        """One of them."""
-        return self._part(name, (slice(None),) * len(self.tensors[name].shape))
 
     def check_params(self, like: Mapping[str, Any]) -> None:
         """Raises ValueError where the parameters `like`, or their shapes, are of another model."""
@@ -110,8 +93,7 @@ class HfFolder:
     def restore_params(self, like: Mapping[str, Any]) -> Leaves:
         """The parameters, placed and of the types as `like`; each process reads the parts that it holds.
 
-        Raises:
-            ValueError: they are of another model.
+        Raises ValueError where they are of another model.
         """
         self.check_params(like)
         return {
@@ -123,11 +105,11 @@ class HfFolder:
         }  # fmt: skip
 
     def _part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        part = put_together(self.tensors[name], index, self._files.read)
+        part = put_together(self.tensors[name], index, self.read)
         return part.astype(np.float32) if part.dtype == np.float16 else part
 
     def _check_files(self) -> None:
-        there, wanted = self._files.shapes(), {}
+        there, wanted = self.shapes(), {}
         for tensors in self.tensors.values():
             wanted |= their_shapes(tensors)
         for name, shape in wanted.items():

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,55 +92,42 @@ def check_weights(source: CheckpointRef, like: dict[str, Any]) -> None:
     return check_weights(base.checkpoint, like)
 
 
-def params_loader(source: CheckpointRef) -> Callable[[Leaves], Leaves]:
-    """What gives the parameters of a checkpoint, placed as those that it is shown; ValueError if of another model.
+def load_params(source: CheckpointRef, like: Leaves) -> Leaves:
+    """The parameters of a checkpoint, placed as `like`; of a run of adapters the merged ones.
 
-    Of a run of adapters they are the merged ones.
+    Raises ValueError where they are of another model.
     """
-
-    def load(like: Leaves) -> Leaves:
-        if is_hf_folder(source.run):
-            with _errors_of(source), HfFolder(source.run) as folder:
-                return folder.restore_params(like)
-        with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
-            metadata = store.metadata(step)
-            base = base_of(source.run, metadata)
-            if base is None:
-                return store.restore_params(step, like)
-            merged_weights, saved = dict(base_params_loader(base)(like)), store.param_shapes(step)
-            scales = stacked_scales(metadata.adapter_scales or {}, like)
-            lora_a = next(leaf for name, leaf in saved.items() if name.endswith(LORA_A_SUFFIX))
-            shapes: dict[str, Any] = {}
-            for name in scales:
-                pair = adapter_shapes(name, like[target_of(name)].shape, lora_a.shape[-1])
-                for suffix, shape in zip((LORA_A_SUFFIX, LORA_B_SUFFIX), pair, strict=True):
-                    shapes[name + suffix] = _replicated(jax.ShapeDtypeStruct(shape, lora_a.dtype), like)
-            adapters = store.restore_params(step, shapes)
-            for name, scale in scales.items():
-                target = target_of(name)
-                a, b = adapters[name + LORA_A_SUFFIX], adapters[name + LORA_B_SUFFIX]
-                add = jax.jit(merged, out_shardings=merged_weights[target].sharding, static_argnums=3)
-                merged_weights[target] = add(merged_weights[target], a, b, scale)
-            return merged_weights
-
-    return load
+    if is_hf_folder(source.run):
+        with _errors_of(source), HfFolder(source.run) as folder:
+            return folder.restore_params(like)
+    with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
+        metadata = store.metadata(step)
+        base = base_of(source.run, metadata)
+        if base is None:
+            return store.restore_params(step, like)
+        merged_weights, saved = dict(load_base_params(base, like)), store.param_shapes(step)
+        scales = stacked_scales(metadata.adapter_scales or {}, like)
+        lora_a = next(leaf for name, leaf in saved.items() if name.endswith(LORA_A_SUFFIX))
+        place = next(iter(like.values())).sharding
+        place = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
+        shapes: dict[str, Any] = {}
+        for name in scales:
+            pair = adapter_shapes(name, like[target_of(name)].shape, lora_a.shape[-1])
+            for suffix, shape in zip((LORA_A_SUFFIX, LORA_B_SUFFIX), pair, strict=True):
+                shapes[name + suffix] = jax.ShapeDtypeStruct(shape, lora_a.dtype, sharding=place)
+        adapters = store.restore_params(step, shapes)
+        for name, scale in scales.items():
+            target = target_of(name)
+            a, b = adapters[name + LORA_A_SUFFIX], adapters[name + LORA_B_SUFFIX]
+            add = jax.jit(merged, out_shardings=merged_weights[target].sharding, static_argnums=3)
+            merged_weights[target] = add(merged_weights[target], a, b, scale)
+        return merged_weights
 
 
-def _replicated(shape: jax.ShapeDtypeStruct, like: Leaves) -> Any:
-    """The shape, all of it wherever `like` is."""
-    place = next(iter(like.values())).sharding
-    place = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
-
-
-def base_params_loader(base: BaseModelRef) -> Callable[[Leaves], Leaves]:
-    """`params_loader` for the base of adapters; ValueError, when it is called, if that is gone or another one."""
-
-    def load(like: Leaves) -> Leaves:
-        check_base(base)
-        return params_loader(base.checkpoint)(like)
-
-    return load
+def load_base_params(base: BaseModelRef, like: Leaves) -> Leaves:
+    """`load_params` of the base of adapters; raises ValueError where that is gone or another one."""
+    check_base(base)
+    return load_params(base.checkpoint, like)
 
 
 def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
@@ -194,10 +181,7 @@ def with_base(config: Any) -> tuple[Any, str]:
     """(the config with an `init_from` if it wants adapters, a line for people if that comes from a run's config).
 
     Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant; with the config of
-    one that has some, their base.
-
-    Raises:
-        ValueError: there is no run whose weights the adapters could stand on.
+    one that has some, their base. Raises ValueError where there is no run whose weights the adapters could stand on.
     """
     if not config.use_lora or config.model is not None:
         return config, ""
@@ -220,11 +204,7 @@ def with_base(config: Any) -> tuple[Any, str]:
 
 
 def tokenizer_of(init_from: str) -> Path:
-    """The tokenizer of the run that a new one has its weights from.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The tokenizer of the run that a new one has its weights from. Raises ValueError where it has none."""
     run = CheckpointRef.parse(init_from).run
     if (path := _tokenizer_in(run)) is None:
         raise ValueError(
@@ -258,9 +238,7 @@ def with_shape_of(config: Any) -> Any:
     """The config with the shape of the model of Hugging Face that `init_from` names; else as it is.
 
     A field that has its default is taken from there. `max_context` may be set smaller: the weights do not depend on it.
-
-    Raises:
-        ValueError: a field that is set says otherwise, or the Transformer cannot be that model.
+    Raises ValueError where a field that is set says otherwise, or the Transformer cannot be that model.
     """
     folder = None if config.init_from is None else CheckpointRef.parse(config.init_from).run
     if folder is None or config.model is not None or not is_hf_folder(folder):

@@ -22,7 +22,7 @@ from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import figure
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.optimizer import LONG, NamedOptimizer, first_state
+from roxxel_dist.train.optimizer import LONG, InitialState, NamedOptimizer
 from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import Leaves, init_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, check_batches, fetch, make_step
@@ -34,8 +34,7 @@ AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LO
 def sweep_stream(curriculum: Curriculum, num_steps: int, seed: int, mesh: Mesh, grad_accum: int = 1) -> Stream:
     """What a sweep reads: the data to train on, in the shape of the first phase, for so many steps.
 
-    Raises:
-        ValueError: a batch that does not divide by `grad_accum`, or a phase that does not fit the data.
+    Raises ValueError for a batch that does not divide by `grad_accum`, or a phase that does not fit the data.
     """
     phase = replace(curriculum.phases[0], steps=num_steps)
     check_batches([phase.shape], grad_accum)
@@ -54,34 +53,26 @@ def sweep(
     options: LoopOptions,
     load: Callable[[Leaves], Leaves] | None = None,
 ) -> list[float]:
-    """The loss of each step of a training with these learning rates; fewer where it diverges.
+    """The loss of each step of a training with these learning rates, one a step; fewer where it diverges.
 
-    The program is the one that training compiles. Nothing is written to disk, beside compiled programs.
-
-    Args:
-        model: builds the module.
-        optimizer: whose rate, warm-up and decay are left aside.
-        stream: at least as many batches as rates, all of one shape, on a mesh.
-        loss_fn: see `Trainer`.
-        rates: one a step.
-        grad_accum: micro-batches a step.
-        options: of the run: its types, and `fsdp`.
-        load: gives the parameters to begin with, see `init_state`.
+    The program is the one that training compiles. Nothing is written to disk, beside compiled programs. The rate, warm-
+    up and decay of the `optimizer` are left aside; `stream` has at least as many batches as there are rates, all of one
+    shape, on a mesh; of the `options` types and `fsdp` count; `load` is as `init_state` takes it.
     """
     enable_compilation_cache()
     sharding = stream.sharding
     assert sharding is not None
     mesh: Any = sharding.mesh
     dtype = jnp.bfloat16 if options.use_bf16 else None
-    parts, state, settings = init_state(model, first_state(optimizer), mesh, fsdp=options.fsdp, dtype=dtype, load=load)
-    settings |= scalars_on(mesh, {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0})
+    split, state, hparams = init_state(model, InitialState(optimizer), mesh, fsdp=options.fsdp, dtype=dtype, load=load)
+    hparams |= scalars_on(mesh, {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0})
     step = make_step(
-        parts, loss_fn, optimizer, state, sharding,
+        split, loss_fn, optimizer, state, sharding,
         grad_accum=grad_accum, compute_dtype=jnp.bfloat16 if options.bf16_compute else None,
     )  # fmt: skip
     programs, in_flight = AotCompiler(mesh), InflightThrottler(mesh)
     try:
-        programs.prepare("step", step, state, settings, stream.abstract())
+        programs.prepare("step", step, state, hparams, stream.abstract())
         program = programs.get("step")
     finally:
         programs.close()
@@ -90,7 +81,7 @@ def sweep(
     for rate in rates:
         batch = next(stream)  # read while the devices work on the step before
         in_flight.wait_for_next()
-        state, metrics = program(state, {**settings, **scalars_on(mesh, {"lr": rate})}, batch)
+        state, metrics = program(state, {**hparams, **scalars_on(mesh, {"lr": rate})}, batch)
         in_flight.add(metrics.scalars["loss"])
         if waiting is not None:  # the step before: every rank has the same number, so all stop at the same step
             losses.append(fetch(waiting))
@@ -124,8 +115,7 @@ FEWEST = 10
 def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
     """Learning rates from `min_lr` to `max_lr`, each the same factor above the one before.
 
-    Raises:
-        ValueError: the ends are not above 0 and in this order, or there are too few steps.
+    Raises ValueError where the ends are not above 0 and in this order, or there are too few steps.
     """
     if not 0 < min_lr < math.inf:
         raise ValueError(f"min_lr is {min_lr}: it must be above 0, and finite")
@@ -137,14 +127,10 @@ def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
 
 
 def smooth(losses: Sequence[float], num_steps: int) -> list[float]:
-    """The running mean of the losses of a sweep, or of its beginning, with weights that decay into the past.
+    """The running mean, with weights that decay into the past, of losses of a sweep of `num_steps` or its beginning.
 
     It begins at 0, and the share of that 0 is divided out (the bias correction of Adam, Kingma & Ba 2015, arXiv
     1412.6980): the first value is the first loss, and a constant loss stays what it is.
-
-    Args:
-        losses: one a step.
-        num_steps: of the whole sweep, at least `FEWEST`.
     """
     past = 1 - AVERAGED / num_steps
     mean, result = 0.0, []
@@ -168,13 +154,8 @@ def diverged(losses: Sequence[float], num_steps: int) -> bool:
 def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> float:
     """The rate at which the smoothed loss falls most steeply by the logarithm of the rate, before its lowest point.
 
-    Args:
-        rates: one a step, evenly spaced by their logarithm.
-        losses: as many. What comes after the loss diverged is left out.
-        num_steps: of the sweep, had it not stopped early.
-
-    Raises:
-        ValueError: the loss did not fall.
+    Rates and losses are one a step, rates evenly spaced by their logarithm, of a sweep of `num_steps` that may have
+    stopped early. What comes after the loss diverged is left out. Raises ValueError where the loss did not fall.
     """
     usable = list(itertools.takewhile(math.isfinite, losses))
     if len(usable) < FEWEST:
@@ -208,8 +189,7 @@ def plot_sweep(
 ) -> None:
     """Draw a sweep as a PNG: the loss by the learning rate, as it was and smoothed, and the suggestion as a line.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed.
     """
     with figure(picture) as axes:
         axes.plot(rates, losses, color="0.7", lw=0.8, label="loss")

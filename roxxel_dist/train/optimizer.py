@@ -27,17 +27,14 @@ Settings = Mapping[str, ArrayLike]
 
 
 def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
-    """float32[]: the rate of a step, counted from 0.
+    """float32[]: the rate of a step, counted from 0 (exact up to 2^24).
 
     A linear warm-up to the peak, which is reached at step `warmup_steps`; then "cosine" (Loshchilov & Hutter 2017,
     arXiv 1608.03983) or "linear" decay to a hundredth of it, "constant", or "wsd", stable until the last `decay_steps`,
     which are a cosine (Hu et al. 2024, arXiv 2404.06395). At and after `total_steps` the rate stays at its last value.
 
-    Args:
-        kind: one of the four names.
-        settings: "lr", "warmup_steps", "total_steps" and "decay_steps" (above 0; the length of the decay, which ends
-            with the run), numbers or float32 scalars.
-        step: exact up to 2^24.
+    The settings are "lr", "warmup_steps", "total_steps" and "decay_steps" (above 0; the length of the decay, which ends
+    with the run), numbers or float32 scalars.
     """
     peak, warmup, total, decay = (
         jnp.asarray(settings[name], jnp.float32) for name in ("lr", "warmup_steps", "total_steps", "decay_steps")
@@ -62,14 +59,10 @@ def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
 def schedule_change(
     step: int, before: Settings, after: Settings, kind: str = "cosine", kind_before: str | None = None
 ) -> str:
-    """Two lines on what an amendment does to the learning rate: at the next step, and at the end.
+    """Two lines on what an amendment after `step` steps does to the learning rate: at the next step, and at the end.
 
-    Args:
-        step: steps done; the next one, `step + 1` in the log's count, is the first that the amendment concerns.
-        before: the settings of the old plan.
-        after: the settings of the new one.
-        kind: its schedule.
-        kind_before: the old plan's schedule, where it was another.
+    `before` and `after` are the settings of the old plan and the new one; their schedules are `kind_before`, where it
+    was another, and `kind`.
     """
     old, new = kind_before or kind, kind
 
@@ -161,8 +154,7 @@ class NamedOptimizer:
     def settings(self, total_steps: int) -> dict[str, float]:
         """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
 
-        Raises:
-            ValueError: the warm-up or the decay does not fit into the run.
+        Raises ValueError where the warm-up or the decay does not fit into the run.
         """
         return self.config.settings(total_steps)
 
@@ -202,10 +194,8 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     """One of ours as it is; an optax transformation, `optax.MultiSteps`, or that of an `nnx.Optimizer`, as a fixed one.
 
     Of an `nnx.Optimizer` the transformation alone is used: its state is made anew from the parameters. Parameters reach
-    the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays.
-
-    Raises:
-        ValueError: it is none of these, or an `nnx.Optimizer` of other variables than `nnx.Param`.
+    the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays. Raises ValueError
+    where it is none of these, or an `nnx.Optimizer` of other variables than `nnx.Param`.
     """
     if isinstance(optimizer, nnx.Optimizer):
         if optimizer.wrt is not nnx.Param:
@@ -246,11 +236,6 @@ class InitialState:
         return InitialState(for_model(self.optimizer, matrices))
 
 
-def first_state(optimizer: Optimizer) -> InitialState:
-    """See `InitialState`."""
-    return InitialState(optimizer)
-
-
 def decayed(params: Any) -> Any:
     """Which parameters weight decay concerns: a tree of booleans, False for norms and biases.
 
@@ -267,8 +252,7 @@ def global_norm(tree: Any) -> jax.Array:
 def clip(limit: ArrayLike) -> optax.GradientTransformation:
     """Gradients cut to a global norm (Pascanu et al. 2013, arXiv 1211.5063), in the dtype of their parameters.
 
-    Args:
-        limit: the largest norm, a number or a traced float32[]; 0 leaves the gradients as they are.
+    The `limit` is a number or a traced float32[]; 0 leaves the gradients as they are.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

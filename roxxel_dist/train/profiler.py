@@ -10,11 +10,8 @@ import jax
 class Profiler:
     """Traces the steps from `first` to `last`, 1-based and both included; never stops training.
 
-    Args:
-        folder: where the trace goes, into `plugins/profile/<time>/`.
-        first: the first step; a run that resumes after it begins at once.
-        last: the last step.
-        log: where the line goes that says where the trace is, or why there is none.
+    The trace goes into `plugins/profile/<time>/` of the folder, and `log` has the line that says so, or why there is
+    none. A run that resumes after `first` begins at once.
     """
 
     def __init__(self, folder: str | Path, first: int, last: int, log: Callable[[str], None] = print) -> None:

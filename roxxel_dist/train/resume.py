@@ -6,30 +6,26 @@ A resumed run follows the plan that it had or, amended, another one from here on
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.distributed import is_primary
+import jax
+import numpy as np
+
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.checkpoint.manager import restore
-from roxxel_dist.train.checkpoint.metadata import (
-    BaseModelRef,
-    CheckpointMetadata,
-    CheckpointRef,
-    ResumeSpec,
-    write_cursor,
-)
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.init_from import (
     INITIALIZED_FROM,
-    base_params_loader,
     find_checkpoint,
     fingerprint,
+    load_base_params,
+    load_params,
     open_checkpoint,
-    params_loader,
 )
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
@@ -86,7 +82,7 @@ def begin(
         start = run.resume_latest()
     if start.step and start.metadata.base is not None:
         base = start.metadata.base.at(options.init_from)
-        return replace(start, metadata=replace(start.metadata, base=base), load=base_params_loader(base))
+        return replace(start, metadata=replace(start.metadata, base=base), load=partial(load_base_params, base))
     if start.step or options.init_from is None:
         return start
     source = find_checkpoint(options.init_from)
@@ -94,7 +90,7 @@ def begin(
     return replace(
         start,
         metadata=replace(start.metadata, base=BaseModelRef(source.run, source.step or 0, options.init_from)),
-        load=params_loader(source),
+        load=partial(load_params, source),
         notes=(note, start.plan.describe()),
         record={INITIALIZED_FROM: {"run": str(source.run.absolute()), "step": source.step}},
     )
@@ -296,13 +292,6 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
     return plan.amend(first - 1, skip=last - first + 1)
 
 
-def delete_later_checkpoints(store: CheckpointStore, start: ResumePoint, last_step: int) -> None:
-    """Make the checkpoint that the run goes back to the newest one, with its new plan, on the disk."""
-    if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
-        write_cursor(store.folder.parent, start.step, last_step, finished=False)
-    store.delete_later(start.step, start.metadata.to_dict())
-
-
 def rewind(
     store: CheckpointStore, bad: BadStep, plan: Plan, metadata: CheckpointMetadata, options: LoopOptions
 ) -> tuple[int, Plan, CheckpointMetadata]:
@@ -319,6 +308,16 @@ def rewind(
         raise bad from error
     early_stopping = store.metadata(good).early_stopping
     return good, plan, replace(metadata, early_stopping=early_stopping, rewinds=metadata.rewinds + 1)
+
+
+def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
+    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
+
+    How many there were in a row is not: a run that was killed must end where one that went on would have.
+    """
+    state: TrainState = store.restore(step, like)
+    none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
+    return state._replace(health=state.health._replace(bad_step=none, skipped=also))
 
 
 def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) -> TrainState:

@@ -16,11 +16,9 @@ ON_ACCELERATORS = 3
 
 
 class InflightThrottler:
-    """Keeps the host at most `limit` steps ahead of the devices.
+    """Keeps the host at most `limit` steps ahead of the devices of a mesh.
 
-    Args:
-        mesh: the devices. On a CPU one step at a time: XLA's in-process collectives starve where several programs wait
-            for them.
+    On a CPU one step at a time: XLA's in-process collectives starve where several programs wait for them.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -138,12 +136,8 @@ def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
 def mfu(tokens_per_s: float, flops_per_token: float, devices: Sequence[Any], dtype: Any = "bfloat16") -> float | None:
     """Model FLOPs utilisation: the share (0 to 1) of the devices' peak that training uses; None where it is not known.
 
-    Args:
-        tokens_per_s: over all devices.
-        flops_per_token: of a training step, forward and backward. What rematerialisation computes twice is not counted:
-            it is no use to the model.
-        devices: jax devices, all that work, those of other processes too.
-        dtype: of the matrix products.
+    Speed and devices are those of all processes, the FLOPs those of a training step, forward and backward. What
+    rematerialisation computes twice is not counted: it is no use to the model. The dtype is that of matrix products.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
     if not peaks or None in peaks:

@@ -31,11 +31,8 @@ class Timeline:
     """Writes the rows: a tracker, for the logged steps, and the listener of a `Progress`, for all else.
 
     It begins with "start". Nothing is on disk before `open`, so a run that cannot begin leaves none. A disk that takes
-    no more rows ends it, with a line, and not the training.
-
-    Args:
-        run: the run directory; None keeps nothing (every rank but the first).
-        progress: of this rank.
+    no more rows ends it, with a line, and not the training. Without a run directory (every rank but the first) it keeps
+    nothing.
     """
 
     durable = True
@@ -147,14 +144,11 @@ def _rows(lines: bytes) -> list[dict[str, Any]]:
 
 
 def time_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by kind, every one of `SPENT`; empty where there are no rows.
+    """Seconds by kind, every one of `SPENT`, of the rows of `timeline.jsonl` in order; empty where there are none.
 
     - "repeated": steps that had been done before, by a process that was killed or before the run went back.
     - "down": from the last row of an attempt to the first of the next, if the run was not finished then. The steps that
       a killed process did not live to log are in it.
-
-    Args:
-        rows: of `timeline.jsonl`, in order.
     """
     if not rows:
         return {}

@@ -111,10 +111,8 @@ class ModuleSplit:
 def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves]:
     """(what does not change, parameters, the rest, hparams) of a module, each by name; the module is left alone.
 
-    Of a module with adapters they are the parameters, and what is frozen is among the hparams.
-
-    Raises:
-        ValueError: two leaves have one name.
+    Of a module with adapters they are the parameters, and what is frozen is among the hparams. Raises ValueError where
+    two leaves have one name.
     """
     twin = nnx.merge(*nnx.split(model))
     twin.eval()
@@ -233,15 +231,14 @@ def init_state(
         leaves = {name: _spread(_cast(leaf, like[name].dtype), like[name].sharding) for name, leaf in arrays.items()}
     else:
         split, shapes, compute = _trace(model, mesh)
-        like, leaves = _placed(split, shapes, mesh, fsdp, dtype), {}
+        like = _placed(split, shapes, mesh, fsdp, dtype)
         _check_room(*_assemble(split, like, init_optimizer, mesh, shapes=True), mesh)
         given = {*(split.params.names if restored else ()), *(_loaded(split) if load is not None else ())}
-        size = sum(like[name].size for name in _weights(split) - given)
+        size = sum(like[name].size for name in {*split.params.names, *split.frozen.names} - given)
+        leaves: dict[str, Any] = {name: like[name] for name in given}
         with jax.set_mesh(mesh), _logged_if_slow(f"initialising {size:,} parameters"):
             for program in _init_programs(split, compute, like, mesh, given):
-                leaves |= program()
-            jax.block_until_ready(leaves)
-        leaves |= {name: like[name] for name in given}
+                leaves |= jax.block_until_ready(program())
     if load is not None and (split.frozen.names or not restored):
         leaves |= load({name: leaves[name] for name in _loaded(split)})
     return split, *_assemble(split, leaves, init_optimizer, mesh, shapes=restored)
@@ -262,7 +259,9 @@ def _assemble(
     """The state made of all leaves of a module, and its hparams; with `shapes` nothing more is computed."""
     names = split.params.names, split.rest.names, split.frozen.names + split.hparams.names
     params, rest, hparams = ({name: leaves[name] for name in some} for some in names)
-    program, everywhere = _optimizer_program(_for_model(init_optimizer, split), params, mesh), NamedSharding(mesh, P())
+    if isinstance(init_optimizer, InitialState):  # one of our optimizers: it is told how it sees the parameters
+        init_optimizer = init_optimizer.for_model(split.params.matrices)
+    program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
     opt_state = program.eval_shape(params) if shapes else program(params)
     place = _shape_of if shapes else _spread
     step, health = jax.tree.map(
@@ -305,11 +304,6 @@ def _logged_if_slow(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _weights(split: ModuleSplit) -> frozenset[str]:
-    """The names of all parameters."""
-    return frozenset(split.params.names + split.frozen.names)
 
 
 def _loaded(split: ModuleSplit) -> tuple[str, ...]:
@@ -366,12 +360,10 @@ def _init_programs(
         def make() -> Leaves:
             return {name: _cast(leaf, like[name].dtype) for name, leaf in compute(names).items()}
 
-        shardings = {name: like[name].sharding for name in names}
-        return jax.jit(make, out_shardings=shardings, compiler_options=options)
+        return jax.jit(make, out_shardings={name: like[name].sharding for name in names}, compiler_options=options)
 
-    computed = (*split.params.names, *split.frozen.names, *split.rest.names)
-    groups = split.hparams.names, tuple(name for name in computed if name not in given)
-    return [program(names) for names in groups if names]
+    computed = [name for name in split.params.names + split.frozen.names + split.rest.names if name not in given]
+    return [program(names) for names in (split.hparams.names, computed) if names]
 
 
 def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
@@ -390,25 +382,14 @@ def _shape_of(leaf: Any, sharding: NamedSharding, dtype: Any = None) -> jax.Shap
 def _placed(
     split: ModuleSplit, leaves: Mapping[str, Any], mesh: Mesh, fsdp: bool, dtype: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, type and sharding of each leaf by name; parameters as `dtype`."""
-    weights, places = _weights(split), _places(split, leaves, mesh, fsdp)
-    return {name: _shape_of(leaf, places[name], dtype if name in weights else None) for name, leaf in leaves.items()}
-
-
-def _places(split: ModuleSplit, shapes: Mapping[str, Any], mesh: Mesh, fsdp: bool) -> dict[str, NamedSharding]:
-    """Where each leaf lies, by name; the rule for parameters is for no others."""
-    weights = _weights(split)
-    return {
-        name: parameter_sharding(name, jnp.shape(shapes[name]), mesh, spec, fsdp and name in weights, axes)
-        for part in (split.params, split.frozen, split.hparams, split.rest)
-        for name, spec, axes in zip(part.names, part.partition_spec, part.axes, strict=True)
-    }
-
-
-def _for_model(init_optimizer: Callable[[Leaves], Any], split: ModuleSplit) -> Callable[[Leaves], Any]:
-    """Of one of our optimizers: it is told how it sees the parameters."""
-    is_ours = isinstance(init_optimizer, InitialState)
-    return init_optimizer.for_model(split.params.matrices) if is_ours else init_optimizer
+    """Shape, type and sharding of each leaf by name; parameters as `dtype`, and `fsdp` is for no others."""
+    placed = {}
+    for part in (split.params, split.frozen, split.hparams, split.rest):
+        is_weight = part in (split.params, split.frozen)
+        for name, spec, axes in zip(part.names, part.partition_spec, part.axes, strict=True):
+            place = parameter_sharding(name, jnp.shape(leaves[name]), mesh, spec, fsdp and is_weight, axes)
+            placed[name] = _shape_of(leaves[name], place, dtype if is_weight else None)
+    return placed
 
 
 def _optimizer_program(init: Callable[[Leaves], Any], params: Mapping[str, Any], mesh: Mesh) -> Any:
@@ -486,13 +467,9 @@ class TrainView:
         return cache(getattr(self.model, "flops_per_token", lambda length: usual))
 
     def copy_to(self, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None) -> None:
-        """Give a module that was trained, and its optimizer, the arrays of this state; they are not copied.
+        """Give the module of which this state was made, and its optimizer if any, these arrays; they are not copied.
 
         What lay on one device of this process is given from there, where each device has the whole of it.
-
-        Args:
-            model: of which this state was made.
-            optimizer: whose transformation has trained it; None where there is no such object.
         """
         split, kinds = self._split, (self.params, self.frozen, self._state.rest)
         for part, leaves in zip((split.params, split.frozen, split.rest), kinds, strict=True):
@@ -518,9 +495,8 @@ class TrainView:
     def local_model(self) -> Any:
         """A module with dropout off on this process's first device alone. Every process must ask for it.
 
-        Raises:
-            MemoryError: on every process, where a device of one of them has no room for the whole model beside what it
-                holds.
+        Raises MemoryError, on every process, where a device of one of them has no room for the whole model beside
+        what it holds.
         """
         leaves, tree = jax.tree.flatten((self._state.params, self._state.rest, self._hparams))
         cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}

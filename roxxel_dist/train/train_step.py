@@ -63,8 +63,7 @@ def unpack_loss(result: Any) -> Loss:
     """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, "row_loss" [B] and "loss_weight"
     if given.
 
-    Raises:
-        ValueError: it is none of these, or the loss is not a scalar.
+    Raises ValueError where it is none of these, or the loss is not a scalar.
     """
     loss, aux = result, {}
     if isinstance(result, Mapping):

@@ -23,11 +23,11 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.data.verify_on_read import VerifiedBlocks
+from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
-from roxxel_dist.train.checkpoint.manager import CheckpointManager, restore
-from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec
+from roxxel_dist.train.checkpoint.manager import CheckpointManager
+from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopOptions
@@ -36,14 +36,14 @@ from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.logger import Logger
 from roxxel_dist.train.loggers.metrics import MetricsLogger
-from roxxel_dist.train.optimizer import as_optimizer, first_state
+from roxxel_dist.train.optimizer import InitialState, as_optimizer
 from roxxel_dist.train.profiler import Profiler
 from roxxel_dist.train.resume import (
     ResumePoint,
     begin,
     checkpoint_metadata,
-    delete_later_checkpoints,
     last_step,
+    restore,
     restore_start,
     rewind,
     with_adapters,
@@ -141,7 +141,10 @@ class Trainer:
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
             if checkpointer is None:
-                self.store: CheckpointStore = CheckpointStore(self._folder / "checkpoints", **self.options.kept())
+                self.store: CheckpointStore = CheckpointStore(
+                    self._folder / "checkpoints", self.options.max_to_keep,
+                    keep_every=self.options.keep_every, keep_steps=self.options.keep_steps,
+                )  # fmt: skip
                 undo.callback(self.store.close)
             elif self.options.keep_every or self.options.keep_steps:
                 raise ValueError(
@@ -162,7 +165,7 @@ class Trainer:
         options = self.options
         start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin)
         self._split, self._state, hparams = init_state(
-            model, first_state(self._optimizer), self.mesh, fsdp=options.fsdp,
+            model, InitialState(self._optimizer), self.mesh, fsdp=options.fsdp,
             dtype=jnp.bfloat16 if options.use_bf16 else None, restored=start.step > 0, load=start.load,
         )  # fmt: skip
         self.start: ResumePoint = with_adapters(start, self._split)
@@ -215,7 +218,8 @@ class Trainer:
         self._checkpoints = CheckpointManager(
             self._folder, self.store, self.last_step, log, logged, export=options.export_weights
         )
-        self._profiler = Profiler(self._folder / "profile", *(options.profile_steps or (0, 0)), log=log)
+        steps = options.profile_steps
+        self._profiler = None if steps is None else Profiler(self._folder / "profile", *steps, log=log)
 
     @property
     def state(self) -> TrainView:
@@ -281,7 +285,8 @@ class Trainer:
             done = step + 1  # the plan counts steps from 0; logs, checkpoints and people count those that are done
             self._progress.enter(done, self.plan.phase(step) + 1)
             self._verification.enter(step)
-            self._profiler.before(done, self._state.step)
+            if self._profiler is not None:
+                self._profiler.before(done, self._state.step)
             if begins := self.plan.phase(step) != phase:
                 self._flush_metrics()  # before the line that announces the phase
                 phase, train_step = self.plan.phase(step), self._enter_phase(step)
@@ -300,11 +305,11 @@ class Trainer:
             if begins:
                 self._compile_next_phase(phase)
             self._metrics.update_progress(self.plan, done)
-            self._profiler.after(done, metrics.scalars["loss"])
+            if self._profiler is not None:
+                self._profiler.after(done, metrics.scalars["loss"])
 
             self.stopped = stop_requested(done) and done < self.last_step
-            requested = self._checkpoints.save_requested(done)
-            save = requested or self.stopped or due("checkpoint", done) or self.store.keeps_forever(done)
+            save = self._checkpoints.save_requested(done) or self.stopped or due("checkpoint", done)
             if save or due("eval", done):
                 self._wait_for_devices()
                 self._verification.wait(done)
@@ -327,8 +332,7 @@ class Trainer:
     def _flush_metrics(self, losses: Mapping[str, float] = MappingProxyType({})) -> bool:
         """Fetch, check and log the deferred step, with the `losses` of a validation; returns whether there was one.
 
-        Raises:
-            BadStep: it, or one before it, was bad.
+        Raises BadStep where it, or one before it, was bad.
         """
         if self._deferred is None:
             return False
@@ -361,7 +365,7 @@ class Trainer:
         for key in keys:
             self._get_together(key)
         self._progress.say("eval")
-        losses = self._validation.run(self._state, self._hparams, shape, one_in_flight=self._throttler.limit == 1)
+        losses = self._validation.run(self._state, self._hparams, shape)
         means = self._validation.summarize(self._fetch(losses), shape) if losses else {}
         return means | run_eval_fn(self._eval_fn, self.state, self.logger.text)
 
@@ -423,7 +427,8 @@ class Trainer:
 
     def _end(self, at_the_end: Callable[[], None] | None) -> None:
         """Wait for the last save, and mark a run that has no step left as finished."""
-        self._profiler.close(self._state.step)
+        if self._profiler is not None:
+            self._profiler.close(self._state.step)
         self._checkpoints.finish(self.step)
         self._progress.say("")  # what comes now is not training: no limit of the launcher is meant for it
         if self.stopped:
@@ -448,7 +453,9 @@ class Trainer:
         if not self.start.goes_back or self._gone_back:
             return
         self.try_loss()
-        delete_later_checkpoints(self.store, self.start, self.last_step)
+        if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
+            write_cursor(self._folder, self.start.step, self.last_step, finished=False)
+        self.store.delete_later(self.start.step, self.start.metadata.to_dict())
         self._gone_back = True
 
     def try_loss(self) -> None:
@@ -472,8 +479,7 @@ class Trainer:
 def hold_together(run: Path) -> Callable[[], None]:
     """Hold a run directory on rank 0 for all ranks; returns what lets it go.
 
-    Raises:
-        ValueError: on every rank, where another process trains in it, or it cannot be written.
+    Raises ValueError, on every rank, where another process trains in it, or it cannot be written.
     """
     let_go, problem = lambda: None, ""
     if is_primary():

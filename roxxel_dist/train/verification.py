@@ -6,18 +6,16 @@ The plan knows what a step will read. No row is logged, and no checkpoint saved,
 import threading
 
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.data.verify_on_read import DamagedData, VerifiedBlocks
+from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
 
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 256, 1 << 22
 
 
 class Verification:
-    """Verifies the tokens of the steps ahead of a training loop, in a thread.
+    """Verifies the tokens of the steps ahead of a training loop, in a thread; nothing where `blocks` is None.
 
-    Args:
-        blocks: the verified blocks of the files; None: nothing is verified.
-        every_step: a step waits for its own tokens before it begins. It must where other processes read too: its loss,
-            and so the row and the checkpoint, are everybody's.
+    With `every_step`, a step waits for its own tokens before it begins. It must where other processes read too: its
+    loss, and so the row and the checkpoint, are everybody's.
     """
 
     def __init__(self, blocks: VerifiedBlocks | None, *, every_step: bool) -> None:
@@ -44,8 +42,7 @@ class Verification:
     def enter(self, step: int) -> None:
         """The loop is about to do `step`, counted from 0.
 
-        Raises:
-            DamagedData: it is known to read damaged tokens.
+        Raises DamagedData where it is known to read damaged tokens.
         """
         self._reached = step
         if step >= self._wake:
@@ -57,8 +54,7 @@ class Verification:
     def wait(self, done: int) -> None:
         """Wait until all that the first `done` steps read is verified.
 
-        Raises:
-            DamagedData: some of it is damaged.
+        Raises DamagedData where some of it is damaged.
         """
         if self._verified >= done:
             return

@@ -17,7 +17,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 import numpy as np
@@ -25,7 +25,7 @@ from flax import serialization
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STEP, PARAMS = "step", "params"
@@ -39,8 +39,7 @@ HEAD = 64
 class TensorFiles:
     """The arrays of a folder, open for reading.
 
-    Raises:
-        ValueError: there are none, or a file is damaged or missing. The message names it.
+    Raises ValueError where there are none, or a file is damaged or missing. The message names it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +58,7 @@ class TensorFiles:
         self._file_of = {}
         self._opened.close()
 
-    def __enter__(self) -> "TensorFiles":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,14 +112,10 @@ def _open(path: Path) -> Any:
 def write_tensors(
     folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], limit: int, step: int
 ) -> None:
-    """Write arrays into one file, or into several where they take more than `limit` bytes.
+    """Write arrays into one file of an empty folder, or into several where they take more than `limit` bytes.
 
-    Args:
-        folder: an empty one.
-        arrays: (name, array), in the order of `sizes`; made one by one, so that one file's are in memory at a time.
-        sizes: bytes of each.
-        limit: bytes a file; an array that is larger has a file of its own.
-        step: of the run, to be written into each.
+    The arrays come by name in the order of `sizes`, their bytes, and are made one by one, so that one file's are in
+    memory at a time; one that is larger than `limit` has a file of its own. Each file says the step of the run.
     """
     files: list[list[str]] = [[]]
     taken = 0
@@ -144,15 +139,9 @@ def write_tensors(
 
 
 def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> None:
-    """Write parameters in one instant; they are in memory about three times while it lasts.
+    """Write parameters, of less than `LIMIT` bytes together, and the steps done in one instant.
 
-    Args:
-        path: the file; what it holds is replaced.
-        step: optimizer steps done.
-        params: arrays by name, of less than `LIMIT` bytes together.
-
-    Raises:
-        OSError: the file is as it was.
+    They are in memory about three times while it lasts. Raises OSError, and the file is as it was.
     """
     # In place: a copy of the tree would have its names sorted, and `step_of` reads the first.
     write_file(path, serialization.msgpack_serialize({STEP: step, PARAMS: dict(params)}, in_place=True))
@@ -161,9 +150,7 @@ def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> No
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
     """(parameters by name, steps done) of a file that `write_weights` has written; the arrays are read-only.
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file.
+    Raises OSError where it cannot be read, and ValueError where it is no such file.
     """
     try:
         tree: Any = serialization.msgpack_restore(path.read_bytes())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.curriculum.segments import Pool, Shape
+from roxxel_dist.curriculum.segments import RemainingUnits, Shape
 
 SIZE = 400_000
 OLD = {"self": [(0, 100_000), (100_000, 60_000)], "code": [(0, 50_000)]}
@@ -46,7 +46,7 @@ def check_disjoint(plan):
     seen = {}
     for step in range(plan.total_steps):
         rows = plan.rows(step)
-        passes = {claim.source.name: claim.position.pass_index for claim in plan.segment(step).claims}
+        passes = {allocation.source.name: allocation.cursor.pass_index for allocation in plan.segment(step).allocations}
         for number, start in zip(rows.dataset, rows.offset, strict=True):
             name = plan.datasets[number]
             counts = seen.setdefault((name, passes[name]), np.zeros(SIZE, int))
@@ -90,7 +90,7 @@ def test_whatever_changes(changes, seed):
 def test_an_amendment_that_changes_nothing_later_still_reads_everything_once():
     """A pass amended in its midst gives up at most a chunk; the rest is read."""
     plan = Plan(shapes((100, 4, 65, {"self": 1.0}, "step")), {"self": [(0, 400_000)]}, 3)
-    one_pass = plan.segments[0].claims[0].source.units.size * plan.segments[0].claims[0].source.units.count
+    one_pass = plan.segments[0].allocations[0].source.units.size * plan.segments[0].allocations[0].source.units.count
     longer = shapes((one_pass // (4 * 65) + 200, 4, 65, {"self": 1.0}, "step"))
     amended = plan.amend(50, longer)
     seen = check_disjoint(amended)
@@ -154,7 +154,7 @@ def test_the_past_cannot_be_amended():
     st.integers(0, 99),
 )
 def test_a_pool_is_what_is_left(units, changes, seed):
-    pool, left, total = Pool.first(units, (seed,)), set(range(units)), units
+    pool, left, total = RemainingUnits.first(units, (seed,)), set(range(units)), units
     for level, (used_share, kept_share, added) in enumerate(changes):
         used, kept = int(used_share * pool.size), int(kept_share * total)
         given_out = set(pool.units(np.arange(used)).tolist()) if used else set()

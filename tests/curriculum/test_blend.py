@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist import Curriculum, Phase, Roxxel
-from roxxel_dist.curriculum.mixture import BLOCK, Blend
+from roxxel_dist.curriculum.mixture import BLOCK, Mixture
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 
@@ -18,7 +18,7 @@ DATA = {
 
 @given(weights, st.integers(1, 3000), st.integers(0, 2**31))
 def test_shares_are_exact_at_every_block_end_and_at_the_end(shares, items, key):
-    blend = Blend(shares, items, (key,))
+    blend = Mixture(shares, items, (key,))
     chosen, before = blend.choose(0, items)
     assert not before.any()
     exact = np.asarray(shares) / sum(shares)
@@ -33,21 +33,21 @@ def test_shares_are_exact_at_every_block_end_and_at_the_end(shares, items, key):
 def test_any_stretch_is_found_without_its_past(shares, items, data):
     first = data.draw(st.integers(0, items - 1))
     stop = data.draw(st.integers(first + 1, items))
-    whole, _ = Blend(shares, items, (1,)).choose(0, items)
-    part, counts = Blend(shares, items, (1,)).choose(first, stop)
+    whole, _ = Mixture(shares, items, (1,)).choose(0, items)
+    part, counts = Mixture(shares, items, (1,)).choose(first, stop)
     assert np.array_equal(part, whole[first:stop])
     before = np.bincount(whole[:first], minlength=len(shares))
     assert np.array_equal(counts, before)
-    assert np.array_equal(Blend(shares, items, (1,)).counts(first), before)
+    assert np.array_equal(Mixture(shares, items, (1,)).counts(first), before)
 
 
 def test_blocks_are_64_items_unless_a_share_is_tiny():
-    assert Blend([0.5, 0.5], 1000, (0,)).block == BLOCK == 64
-    assert Blend([0.999, 0.001], 10_000, (0,)).block == 1024
+    assert Mixture([0.5, 0.5], 1000, (0,)).block == BLOCK == 64
+    assert Mixture([0.999, 0.001], 10_000, (0,)).block == 1024
 
 
 def test_the_order_inside_blocks_is_shuffled():
-    chosen, _ = Blend([0.5, 0.5], 64 * 200, (3,)).choose(0, 64 * 200)
+    chosen, _ = Mixture([0.5, 0.5], 64 * 200, (3,)).choose(0, 64 * 200)
     blocks = {tuple(block) for block in chosen.reshape(-1, 64)}
     assert len(blocks) == 200
     switches = (np.diff(chosen) != 0).mean()
@@ -83,7 +83,7 @@ def test_no_token_twice_in_a_pass_of_any_data_set(shapes, seed):
         assert len(rows.offset) == segment.shape.batch_size
         if segment.shape.blend == "step":
             assert len(set(rows.dataset.tolist())) == 1
-        passes = {claim.source.name: claim.position.pass_index for claim in segment.claims}
+        passes = {allocation.source.name: allocation.cursor.pass_index for allocation in segment.allocations}
         for number, start in zip(rows.dataset, rows.offset, strict=True):
             name = plan.datasets[number]
             assert any(lo <= start and start + rows.seq_len <= lo + n for lo, n in DATA[name])
@@ -96,7 +96,7 @@ def test_no_token_twice_in_a_pass_of_any_data_set(shapes, seed):
 def test_what_is_used_up_leaves_and_comes_back_in_the_next_pass(blend):
     """`code` is the smallest and has the largest share: it leaves, the others share the rest, then all begin anew."""
     plan = Plan([shape(400, 4, 129, blend, self=0.3, code=0.4, books=0.3)], DATA, 5)
-    live = [{claim.source.name for claim in segment.claims} for segment in plan.segments]
+    live = [{allocation.source.name for allocation in segment.allocations} for segment in plan.segments]
     assert live[0] == {"self", "code", "books"}
     assert live[1] == {"self", "books"}
     assert len(live[2]) == 1
@@ -127,7 +127,7 @@ REPEATING = {
 def test_passes_that_repeat_are_found_without_those_before(name, seed):
     """Where the number of passes is limited, each is cut by itself: the rows are the same."""
     short, long = Plan(REPEATING[name], DATA, seed), Plan(REPEATING[name], DATA, seed, max_passes=99)
-    assert max(segment.laps.count for segment in short.segments if segment.laps) >= 3
+    assert max(segment.repeated.count for segment in short.segments if segment.repeated) >= 3
     assert len(short.segments) < len(long.segments)
     assert short.total_steps == long.total_steps
     steps = [*range(short.total_steps), *range(short.total_steps - 1, 0, -7)]
@@ -154,7 +154,7 @@ def test_a_far_step_of_a_small_corpus_is_found_at_once():
 
 def test_it_stays_out_over_a_phase_boundary():
     plan = Plan([shape(60, 4, 129, self=0.2, code=0.8), shape(10, 1, 65, self=0.5, code=0.5)], DATA, 5)
-    out = [s for s in plan.segments if {c.source.name for c in s.claims} == {"self"}]
+    out = [s for s in plan.segments if {c.source.name for c in s.allocations} == {"self"}]
     assert {segment.phase for segment in out} == {0, 1}
 
 

@@ -85,7 +85,7 @@ def test_epochs_become_steps(corpus, epochs):
     one_pass = corpus.estimate_steps(seq_len=65, batch_size=4)
     curriculum = Curriculum(corpus, [Phase(epochs=epochs, batch_size=4, seq_len=65)])
     assert curriculum.phases[0].steps == int(one_pass * epochs)
-    passes = {segment.claims[0].position.pass_index for segment in curriculum.plan(0).segments}
+    passes = {segment.allocations[0].cursor.pass_index for segment in curriculum.plan(0).segments}
     assert passes == set(range(-(-int(epochs * 4) // 4)))
 
 

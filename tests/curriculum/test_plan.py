@@ -40,7 +40,7 @@ def test_no_token_twice_in_a_pass_whatever_the_phases(shapes, seed):
     plan = plan_of(shapes, seed=seed)
     seen = {}
     for step in range(plan.total_steps):
-        counts = seen.setdefault(plan.segment(step).claims[0].position.pass_index, np.zeros(150_000, int))
+        counts = seen.setdefault(plan.segment(step).allocations[0].cursor.pass_index, np.zeros(150_000, int))
         for start, stop in spans(plan, step):
             counts[start:stop] += 1
     assert all(counts.max() == 1 for counts in seen.values())
@@ -69,7 +69,7 @@ def test_a_step_is_a_pure_function():
 def test_the_next_pass_is_shuffled_anew():
     plan = plan_of([(2000, 8, 65)])
     first, second = plan.segments[0].first_step, plan.segments[1].first_step
-    assert plan.segments[1].claims[0].position.pass_index == 1
+    assert plan.segments[1].allocations[0].cursor.pass_index == 1
     windows = [
         [start for step in range(begin, begin + 100) for start, _ in spans(plan, step)] for begin in (first, second)
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.reader import Windows, map_files
+from roxxel_dist.data.reader import WindowReader, map_files
 
 
 @pytest.fixture
@@ -53,22 +53,34 @@ def test_a_replaced_file_is_read_as_it_was_opened(files):
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", "<i4", "<f8"])
-def test_windows_at_any_byte_offset(files, dtype):
+@pytest.mark.parametrize("header", [0, 3])
+def test_windows_at_any_byte_offset(files, dtype, header):
     """Tokens behind headers of any length: in one range, in several, and in ordinary memory."""
     paths, contents = files
+    tokens = [content[header : header + 4088] for content in contents[1:]]
+    firsts = np.cumsum([7, *(len(data) // np.dtype(dtype).itemsize for data in tokens)])
     for arrays in (
-        map_files(paths),
-        [map_files([path])[0] for path in paths],
-        list(map(np.frombuffer, contents, ["u1"] * 4)),
+        map_files(paths)[1:],
+        [map_files([path])[0] for path in paths[1:]],
+        list(map(np.frombuffer, contents[1:], ["u1"] * 3)),
     ):
-        windows = Windows(arrays)
-        size = 6 * np.dtype(dtype).itemsize
-        places = [(number, at) for number in (1, 2, 3) for at in (0, 1, 77, 1013, len(contents[number]) - size)]
-        index = np.array([windows.starts[number] + at for number, at in places])
-        rows = windows.copy(index, size)
-        assert [row.tobytes() for row in rows] == [contents[number][at : at + size] for number, at in places]
-        assert rows.view(dtype).shape == (len(places), 6)
+        reader = WindowReader([array[header : header + 4088].view(dtype) for array in arrays], firsts[:-1].tolist())
+        last = 4088 // np.dtype(dtype).itemsize - 6
+        places = [(number, at) for number in (2, 0, 1) for at in (0, 1, 77, last)]
+        offsets = np.array([firsts[number] + at for number, at in places])
+        rows = reader.read(offsets, 6, np.dtype(dtype))
+        expected = [np.frombuffer(tokens[number], dtype)[at : at + 6] for number, at in places]
+        assert [row.tobytes() for row in rows] == [row.tobytes() for row in expected]
         assert not any(np.shares_memory(rows, array) for array in arrays)
+        if dtype[1] != "f":
+            assert np.array_equal(reader.read(offsets, 6, np.dtype("f8")), np.stack(expected).astype("f8"))
+        assert reader.read(offsets[:1], 6, np.dtype(dtype)).tobytes() == expected[0].tobytes()
+        reader.prefetch(offsets, 6)
+        for outside in (6, firsts[1] - 5, firsts[-1] - 5, firsts[-1] + 100):
+            with pytest.raises(ValueError, match=f"a window of 6 tokens at token {outside} is not within one of the 3"):
+                reader.read(np.array([offsets[0], outside]), 6, np.dtype(dtype))
+        with pytest.raises(ValueError, match="a window has at least 1 token"):
+            reader.read(offsets, 0, np.dtype(dtype))
 
 
 def test_many_shards_need_no_file_descriptors(tmp_path):

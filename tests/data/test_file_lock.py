@@ -144,3 +144,40 @@ def test_a_file_system_without_locks_is_told_of_once_a_folder(tmp_path, monkeypa
     assert capsys.readouterr().err == "".join(f"roxxel-dist: {tmp_path / name}: {text}\n" for name in ("data", "run"))
     assert sorted(os.listdir(data)) == ["0.rox", "1.rox"]
     assert not file_lock.is_held(tmp_path / "run" / ".lock", unknown=False)
+
+
+WITHOUT_LOCKS = """
+import errno, fcntl, os
+def flock(file, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+fcntl.flock = flock  # as Lustre without `-o flock`
+"""
+
+
+def test_without_locks_two_writers_are_told_apart_by_the_owner_record(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    path, lines = tmp_path / ".lock", []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", WITHOUT_LOCKS + HOLDER, str(path)], **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        assert take_lock(path, lines.append) is None
+        assert is_held(path, unknown=False)
+        assert f"(pid {process.pid} on host" in holder(path)
+        process.kill()
+    assert not is_held(path, unknown=True)
+    lock = take_lock(path, lines.append)
+    assert lock is not None
+    assert take_lock(path, lines.append) is None, "this process has it"
+    file_lock.release_lock(lock)
+    assert not path.read_bytes()
+    assert len(lines) == 1
+    other = tmp_path / "other" / ".lock"
+    other.parent.mkdir()
+    other.write_text('{"pid": 7, "host": "elsewhere", "boot": "b", "start": 1}')
+    assert is_held(other, unknown=True)
+    assert not is_held(other, unknown=False)
+    assert take_lock(other, lines.append) is not None
+    assert lines[1].endswith("only one process writes there; the last was another process (pid 7 on host elsewhere)")

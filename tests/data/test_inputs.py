@@ -18,6 +18,7 @@ from refusing import refusing_by_name
 from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.documents import read_arrow, read_json_lines, read_parquet, saved_data_set
 from roxxel_dist.data.build.tokenizer import train_tokenizer
+from roxxel_dist.data.build.writer import write_shards
 from roxxel_dist.data.dataset import Roxxel
 
 TEXTS = [f"text {number}: " + "naïve 東京 words\n" * (number % 7) for number in range(90)]
@@ -91,6 +92,42 @@ def test_kinds_of_text_can_be_mixed(tmp_path):
     assert texts_of(built(tmp_path / "in", tmp_path / "out")) == ["one", "two", "three"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_link_is_read_by_its_own_name(tmp_path, name):
+    """As in the cache of a hub, whose files are called by their digests."""
+    (tmp_path / "in").mkdir()
+    WRITERS[name](tmp_path / name, ["one", "two"])
+    (tmp_path / name).rename(tmp_path / "0123abcd")
+    (tmp_path / "in" / name).symlink_to(tmp_path / "0123abcd")
+    assert texts_of(built(tmp_path / "in", tmp_path / "out")) == ["one", "two"]
+
+
+def test_a_saved_file_of_arrow_can_be_named(tmp_path):
+    write_saved(tmp_path / "saved")
+    files = [tmp_path / "saved" / f"data-{number:05d}-of-00002.arrow" for number in (1, 0)]
+    assert texts_of(built(files, tmp_path / "out")) == TEXTS[50:] + TEXTS[:50]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.npy"])
+def test_a_source_that_is_cut_between_two_reads_is_an_error(tmp_path, monkeypatch, name):
+    """Its tokens would be zeros in the new data set, and their checksums right."""
+    path, tokens = tmp_path / name, np.arange(1, 3000, dtype=np.uint16)
+    if name == "a.npy":
+        np.save(path, tokens)
+    else:
+        write_json_lines(path, ["some words"] * 300)
+    size = os.path.getsize(path)
+
+    def cut_and_write(*words, **options):
+        os.truncate(path, size - 1000)
+        return write_shards(*words, **options)
+
+    monkeypatch.setattr("roxxel_dist.data.build.build.write_shards", cut_and_write)
+    with pytest.raises(ValueError, match=rf"{name}( changed while| was cut short while|, line \d+: not JSON)"):
+        built(path, tmp_path / "out")
+    assert os.listdir(tmp_path) == [name]
+
+
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [("bpe", 3), ("char", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in (("bpe", 2), ("char", 3)))],
@@ -100,8 +137,7 @@ def test_workers_change_nothing(tmp_path, monkeypatch, kind, workers):
     write_json_lines(tmp_path / "a.jsonl")
     options = {"tokenizer": kind, "vocab_size": 300 if kind == "bpe" else None, "max_shard_bytes": 2000}
     built(tmp_path / "a.jsonl", tmp_path / "one", workers=1, **options)
-    for module in ("encode", "build"):
-        monkeypatch.setattr(f"roxxel_dist.data.{module}.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
     ds = built(tmp_path / "a.jsonl", tmp_path / "out", workers=workers, **options)
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
@@ -115,6 +151,18 @@ def test_a_mistake_in_a_helper_process_is_told(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="1 characters are not in the vocabulary"):
         built(tmp_path / "a.txt", tmp_path / "out", tokenizer=tmp_path, workers=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_bar_of_a_training_is_on_stderr_alone(tmp_path, monkeypatch, capfd):
+    """The library writes newlines to stdout, where a helper process answers and the caller's own output goes."""
+    write_json_lines(tmp_path / "a.jsonl")
+    options = {"tokenizer": "bpe", "vocab_size": 300, "progress": True}
+    here = built(tmp_path / "a.jsonl", tmp_path / "one", **options, workers=1)
+    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
+    for workers in (1, 2):
+        ds = built(tmp_path / "a.jsonl", tmp_path / f"out{workers}", **options, workers=workers)
+        assert ds.fingerprint == here.fingerprint
+    assert capfd.readouterr().out == ""
 
 
 KILLED = """

@@ -174,6 +174,64 @@ def test_a_program_that_cannot_be_killed_holds_up_nobody(tmp_path: Path, alive: 
     until(lambda: not alive(int(pid)) and not alive(int(keeper)), "the disk to be gone, and with it those who wait")
 
 
+# A process with threads starts a keeper as a program. The program leaves a daemon; it heeds SIGTERM, or does not.
+SPAWN = """
+import threading
+from roxxel_dist.launcher.host.process_tree import SpawnedTree
+threading.Thread(target=sys.stdin.read, daemon=True).start()
+reads, writes = os.pipe()
+tree = SpawnedTree(["bash", "-c", sys.argv[1]], dict(os.environ), writes, None, float(sys.argv[2]))
+os.close(writes)
+say(tree.keeper, tree.pid, *(int(line) for _, line in zip(range(int(sys.argv[3])), open(reads, closefd=False))))
+if sys.argv[4] == "end":
+    tree.end(float(sys.argv[5]))
+else:
+    while not tree.wait(1.0):
+        pass
+say(tree.code)
+"""
+SLEEPS = "echo $$; sleep 1000; true"
+
+
+@pytest.mark.parametrize(
+    ("script", "linger_s", "stop_s", "code"),
+    [
+        (DAEMON + "trap 'exit 7' TERM; " + SLEEPS.replace("sleep 1000", "sleep 1000 & wait"), 0.2, 30, 7),
+        (DAEMON + "trap '' TERM; " + SLEEPS, 5, 0.2, -signal.SIGKILL),
+    ],
+    ids=["asked", "killed"],
+)
+def test_a_spawned_tree_is_asked_to_stop_and_then_killed(
+    script: str, linger_s: float, stop_s: float, code: int, start: Start, alive: Alive
+) -> None:
+    process, pids = start(SPAWN, script, linger_s, 2, "end", stop_s)
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{code}\n"
+    assert not any(map(alive, pids))
+
+
+def test_what_a_spawned_program_leaves_has_its_time_and_is_killed_then(start: Start, alive: Alive) -> None:
+    process, pids = start(SPAWN, DAEMON + "sleep 0.3; exit 3", 0.5, 1, "wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "3\n"
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("victim", ["its parent", "its keeper"])
+def test_a_spawned_tree_ends_with_its_parent_and_with_its_keeper(
+    victim: str, start: Start, alive: Alive, until: Until
+) -> None:
+    process, (keeper, pid, daemon, _) = start(SPAWN, DAEMON + "echo $$; exec sleep 1000", 1000, 2, "wait")
+    os.kill(process.pid if victim == "its parent" else keeper, signal.SIGKILL)
+    until(lambda: not alive(keeper) and not alive(pid), "the program to be gone")
+    if victim == "its parent":
+        until(lambda: not alive(daemon), "its daemon to be gone")
+    else:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "-9\n"
+        os.kill(daemon, signal.SIGKILL)
+
+
 TEXT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
 
 

@@ -12,7 +12,7 @@ from roxxel_dist.cluster.parameter_sharding import axes_spec
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import _places, init_state, split_module
+from roxxel_dist.train.train_state import _placed, init_state, split_module
 
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 4}
 MOE = {"use_moe": True, "n_experts": 4}
@@ -175,4 +175,4 @@ def test_own_models_keep_the_one_rule():
     parts, state, _ = init_state(Own, lambda params: {}, make_mesh(fsdp=2, tensor=2), fsdp=True)
     assert parts.params.axes == (None,)
     assert state.params["embedding.embedding"].sharding.spec == P("fsdp")
-    assert _places(parts, state.params, make_mesh(), True)["embedding.embedding"].spec == P("data")
+    assert _placed(parts, state.params, make_mesh(), True, None)["embedding.embedding"].sharding.spec == P("data")

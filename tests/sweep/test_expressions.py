@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist.sweep.space.constraints import Expression
 
-VALUES: dict[str, Any] = {"dim": 96, "kv_heads": 2, "use_moe": True, "pos": "rope", "lr": 0.5}
+VALUES: dict[str, Any] = {"dim": 96, "kv_heads": 2, "use_moe": True, "pos": "rope", "lr": 0.5, "max": 128}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,9 @@ VALUES: dict[str, Any] = {"dim": 96, "kv_heads": 2, "use_moe": True, "pos": "rop
         ("1 < kv_heads < 2", False),
         ("max(dim, 100) + int(lr * 3)", 101),
         ("use_moe and pos == 'x' and 1 / 0", False),
+        ("round(dim, -999999999)", 0),
+        ("max(max, dim)", 128),
+        ("kv_heads in (1, 2)", True),
     ],
 )
 def test_what_a_formula_comes_to(text: str, value: Any) -> None:

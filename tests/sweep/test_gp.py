@@ -27,31 +27,31 @@ def test_the_gradient_that_learning_follows_is_the_slope() -> None:
 
 def test_what_matters_is_learned() -> None:
     points, values = told()
-    scales = np.exp(gp.learn(points, values)[:-2])
+    scales = np.exp(gp.fit_hyperparameters(points, values)[:-2])
     assert scales[0] < 0.5 * min(scales[1:])
 
 
 def test_it_believes_what_it_was_told_and_doubts_what_is_far() -> None:
     points, values = told()
-    process = gp.fit(points, values, gp.learn(points, values))
-    mean, deviation = process.believe(points)
+    process = gp.condition(points, values, gp.fit_hyperparameters(points, values))
+    mean, deviation = process.predict(points)
     assert np.abs(mean - values).max() < 0.2
     assert process.best == pytest.approx(mean.min())
     fresh = np.random.default_rng(6).random((200, 3))
     truth = np.sin(5 * fresh[:, 0])
-    guess, doubt = process.believe(fresh)
+    guess, doubt = process.predict(fresh)
     assert np.corrcoef(truth, guess)[0, 1] > 0.99
     assert deviation.mean() < doubt.mean()
-    assert process.believe(np.full((1, 3), 9.0))[1][0] == pytest.approx(math.exp(process.theta[-2] / 2), rel=1e-3)
+    assert process.predict(np.full((1, 3), 9.0))[1][0] == pytest.approx(math.exp(process.theta[-2] / 2), rel=1e-3)
 
 
 def test_the_slope_of_the_expected_improvement() -> None:
     points, values = told(noise=0.3)
-    process = gp.fit(points, values, gp.learn(points, values))
+    process = gp.condition(points, values, gp.fit_hyperparameters(points, values))
     for point in np.random.default_rng(7).random((5, 3)):
         worth, slope = process.slope(point)
-        assert worth == pytest.approx(process.log_improvement(point[None])[0], rel=1e-5, abs=1e-4)
-        there = approx_fprime(point, lambda at: process.log_improvement(at[None])[0], 1e-6)
+        assert worth == pytest.approx(process.log_expected_improvement(point[None])[0], rel=1e-5, abs=1e-4)
+        there = approx_fprime(point, lambda at: process.log_expected_improvement(at[None])[0], 1e-6)
         assert np.allclose(slope, there, rtol=2e-2, atol=2e-2)
 
 
@@ -67,13 +67,13 @@ def test_the_expected_improvement_is_exact_far_below_zero() -> None:
 def test_the_chance_of_a_value_below_a_limit() -> None:
     points, _ = told()
     failed = np.where(points[:, 0] > 0.7, 1.0, -1.0)
-    process = gp.fit(points, failed, gp.learn(points, failed))
-    sure, safe = process.log_chance_below(np.array([[0.9, 0.5, 0.5], [0.2, 0.5, 0.5]]), 0.0)
+    process = gp.condition(points, failed, gp.fit_hyperparameters(points, failed))
+    sure, safe = process.log_probability_below(np.array([[0.9, 0.5, 0.5], [0.2, 0.5, 0.5]]), 0.0)
     assert sure < math.log(0.2)
     assert safe > math.log(0.9)
 
 
 def test_values_that_are_all_alike_teach_nothing_and_break_nothing() -> None:
     points = np.full((4, 2), 0.5)
-    process = gp.fit(points, np.zeros(4), gp.learn(points, np.zeros(4)))
-    assert np.isfinite(process.log_improvement(np.array([[0.5, 0.5], [0.0, 1.0]]))).all()
+    process = gp.condition(points, np.zeros(4), gp.fit_hyperparameters(points, np.zeros(4)))
+    assert np.isfinite(process.log_expected_improvement(np.array([[0.5, 0.5], [0.0, 1.0]]))).all()

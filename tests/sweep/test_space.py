@@ -100,12 +100,12 @@ def test_rules_of_a_second_file(file: Any) -> None:
     rules = read_sweep(file(SEED), file(EXTRAS, "extras.yaml")).rules
     assert rules.resources == {"CPU": 2}
     given = {"dim": 256, "n_heads": 16, "use_moe": False, "optimizer": "lion"}
-    assert rules.complete(given) == {"dim": 256, "n_heads": 16, "use_moe": False, "head_size": 16}
-    assert rules.complete({**given, "use_moe": True})["optimizer"] == "lion"
+    assert rules.resolve(given) == {"dim": 256, "n_heads": 16, "use_moe": False, "head_size": 16}
+    assert rules.resolve({**given, "use_moe": True})["optimizer"] == "lion"
     with pytest.raises(InfeasibleError, match=re.escape("'dim % n_heads == 0' does not hold for dim 256, n_heads 12")):
-        rules.complete({**given, "n_heads": 12})
+        rules.resolve({**given, "n_heads": 12})
     with pytest.raises(InfeasibleError, match="head_size 4"):
-        rules.complete({**given, "n_heads": 64})
+        rules.resolve({**given, "n_heads": 64})
 
 
 def test_what_asks_for_a_parameter_that_is_left_out_is_left_out_with_it() -> None:
@@ -121,13 +121,13 @@ def test_what_asks_for_a_parameter_that_is_left_out_is_left_out_with_it() -> Non
         "constraints": ["top_k * 8 < 16 or use_moe", "expert_dim > 8"],
     }
     rules = sweep_of({"parameters": parameters}, extras).rules
-    assert rules.complete({"use_moe": False, "top_k": 2, "expert_dim": 8}) == {"use_moe": False, "size": 1, "width": 8}
-    whole = rules.complete({"use_moe": True, "top_k": 2, "expert_dim": 16})
+    assert rules.resolve({"use_moe": False, "top_k": 2, "expert_dim": 8}) == {"use_moe": False, "size": 1, "width": 8}
+    whole = rules.resolve({"use_moe": True, "top_k": 2, "expert_dim": 16})
     assert whole == {
         "use_moe": True, "top_k": 2, "expert_dim": 16, "size": 2, "width": 16, "active": 4, "both": 5,
     }  # fmt: skip
     with pytest.raises(InfeasibleError, match="expert_dim > 8"):
-        rules.complete({"use_moe": True, "top_k": 2, "expert_dim": 8})
+        rules.resolve({"use_moe": True, "top_k": 2, "expert_dim": 8})
 
 
 def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
@@ -136,7 +136,7 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
         {"when": {"use": "4 / heads > 1"}},
     ).rules
     with pytest.raises(InfeasibleError, match="cannot be worked out for heads 0"):
-        rules.complete({"heads": 0, "use": 1})
+        rules.resolve({"heads": 0, "use": 1})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.report.plots import axis, draw_ablations, middle
+from roxxel_dist.sweep.report.plots import draw_ablations, median_curve, plot_scale
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.distributions import distribution
@@ -53,7 +53,7 @@ def test_what_matters_is_found(study):
 
 
 def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
-    sizes = {"learn": 0, "fit": 0}
+    sizes = {"fit_hyperparameters": 0, "condition": 0}
 
     def counted(name, work):
         def call(points, *more):
@@ -62,8 +62,8 @@ def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
 
         monkeypatch.setattr(gp, name, call)
 
-    counted("learn", gp.learn)
-    counted("fit", gp.fit)
+    counted("fit_hyperparameters", gp.fit_hyperparameters)
+    counted("condition", gp.condition)
     sweep, trials = sweep_of(SWEEP), {}
     engine = make(sweep, seed=1)
     for _ in range(1500):
@@ -72,7 +72,7 @@ def test_what_matters_is_found_soon_in_a_large_study(tmp_path, monkeypatch):
         trials[number] = Trial(number=number, params=params, point=point, state="done", value=value)
     shares = importances(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)))
     assert min(shares, key=shares.__getitem__) == "optimizer"
-    assert sizes == {"learn": 60, "fit": 500}  # the cost of both grows with the cube
+    assert sizes == {"fit_hyperparameters": 80, "condition": 500}  # the cost of both grows with the cube
 
 
 def test_few_trials_show_no_importance(tmp_path):
@@ -204,17 +204,17 @@ def test_json_has_every_report(study):
     ],
 )
 def test_axes(values, names, is_log):
-    found = axis("x", values)
+    found = plot_scale("x", values)
     assert (found.names, found.is_log) == (names, is_log)
-    assert found.place(None) is None
-    assert all(found.place(value) is not None for value in values if value is not None)
+    assert found.position(None) is None
+    assert all(found.position(value) is not None for value in values if value is not None)
 
 
 def test_the_middle_of_lines_that_end_early():
-    line = middle([[(0, 4.0), (10, 2.0)], [(0, 4.0), (5, 3.0)], [(0, 4.0), (10, 2.0)]])
+    line = median_curve([[(0, 4.0), (10, 2.0)], [(0, 4.0), (5, 3.0)], [(0, 4.0), (10, 2.0)]])
     assert line[0] == (0, 4.0)
     assert line[-1] == (10, 2.0)
-    assert middle([[(0, 1.0), (4, 1.0)], [(2, 3.0), (4, 3.0)]])[0] == (2, 2.0)
+    assert median_curve([[(0, 1.0), (4, 1.0)], [(2, 3.0), (4, 3.0)]])[0] == (2, 2.0)
 
 
 def test_nested_parameters_have_points_between():
@@ -253,7 +253,7 @@ def test_the_live_table(study):
 
 def test_a_logarithmic_parameter_has_a_logarithmic_axis_however_few_trials_there_are():
     spec = {"distribution": "log_uniform_values", "min": 0.001, "max": 0.01}
-    found = axis("lr", [0.002, 0.001, 0.004], distribution(spec))
+    found = plot_scale("lr", [0.002, 0.001, 0.004], distribution(spec))
     assert (found.names, found.is_log) == (None, True)
-    assert axis("x", [1.0, 2.0], distribution({"min": 0.0, "max": 9.0})).is_log is False
-    assert axis("dim", [32, 64], distribution({"values": [32, 64]})).names == ("32", "64")
+    assert plot_scale("x", [1.0, 2.0], distribution({"min": 0.0, "max": 9.0})).is_log is False
+    assert plot_scale("dim", [32, 64], distribution({"values": [32, 64]})).names == ("32", "64")

@@ -19,7 +19,7 @@ from roxxel_dist.data.file_lock import take_lock
 from roxxel_dist.run_directory import is_held
 from roxxel_dist.sweep.execution import process as child_module
 from roxxel_dist.sweep.execution import trial as trial_module
-from roxxel_dist.sweep.execution.process import Child, environment
+from roxxel_dist.sweep.execution.process import TrialProcess, environment
 from roxxel_dist.sweep.execution.trial import run
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 
@@ -183,7 +183,7 @@ def test_a_full_disk_is_not_the_fault_of_its_parameters(study):
     full = "import sys; print('OSError: [Errno 28] No space left on device'); sys.exit('RuntimeError: loop is closed')"
     _, _, last = split(run(task(study, 61, program=program(full))))
     assert last == {
-        "broken": {"reason": "a trial could not write (No space left on device): make room, and start the sweep again"}
+        "fatal": {"reason": "a trial could not write (No space left on device): make room, and start the sweep again"}
     }
 
 
@@ -260,7 +260,7 @@ def test_a_program_is_waited_for_where_many_files_are_open(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        child = Child([sys.executable, "-c", "raise SystemExit(3)"], environment({}), tmp_path / "log", "title")
+        child = TrialProcess([sys.executable, "-c", "raise SystemExit(3)"], environment({}), tmp_path / "log", "title")
         while child.wait(1.0) is None:
             pass
         assert child.end() == 3
@@ -274,12 +274,12 @@ def test_a_program_hears_of_a_closed_terminal_where_its_worker_does_not(tmp_path
     asks = "import signal; raise SystemExit(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        child = Child([sys.executable, "-c", asks], environment({}), tmp_path / "log", "title")
+        child = TrialProcess([sys.executable, "-c", asks], environment({}), tmp_path / "log", "title")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     while child.wait(1.0) is None:
         pass
-    assert child.end() == 0, child.said()
+    assert child.end() == 0, child.output()
 
 
 @pytest.mark.long

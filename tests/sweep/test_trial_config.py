@@ -24,7 +24,7 @@ def test_every_trial_of_a_sweep_is_a_config(name, base):
     swept, found = {one.name for one in sweep.space.parameters}, 0
     for _ in range(200):
         try:
-            params = sweep.rules.complete(sweep.space.point([chosen.random() for _ in sweep.space.free]))
+            params = sweep.rules.resolve(sweep.space.point([chosen.random() for _ in sweep.space.free]))
         except ValueError:  # against a constraint
             continue
         if base is not DEFAULT and "kv_heads" not in params:

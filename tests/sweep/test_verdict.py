@@ -2,7 +2,7 @@
 
 import pytest
 
-from roxxel_dist.sweep.execution.outcome import failure, machines_fault
+from roxxel_dist.sweep.execution.outcome import classify_exit
 
 NAN = "roxxel-dist: step 2 went wrong: its loss is nan; see the log"
 CLIENT = """Exception in thread wandb-ServiceFinalizer:
@@ -24,7 +24,7 @@ RuntimeError: Event loop is closed"""
     ],
 )
 def test_the_kind_and_the_reason(said, kind, reason):
-    assert failure(1, said) == (kind, reason)
+    assert classify_exit(1, said, ours=True) == (kind, reason)
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_the_kind_and_the_reason(said, kind, reason):
     [(137, True, True), (143, False, True), (1, True, False), (42, True, True), (42, False, False), (2, True, False)],
 )
 def test_whose_fault_it_was(code, ours, lost):
-    assert (machines_fault(code, ours=ours) is not None) is lost
+    assert (classify_exit(code, "", ours=ours)[0] == "lost") is lost

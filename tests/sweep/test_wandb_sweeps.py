@@ -145,7 +145,7 @@ def test_a_trial_of_the_servers(tmp_path, server, env):
     assert [row["val_loss"] for row in server.runs[run_id].history] == [value for _, value in reports]
     # There is no second one, and what the first has left is kept.
     _, reports, last = split(agent_trial(agent_task(tmp_path, env, path, attempt=1)))
-    assert (reports, list(last)) == ([], ["over"])
+    assert (reports, list(last)) == ([], ["exhausted"])
     assert (tmp_path / "study" / "trials" / "0-lost-0" / "wandb").exists()
 
 

@@ -14,7 +14,7 @@ from roxxel_dist.lora import LoRALinear
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.optimizer import as_optimizer, first_state
+from roxxel_dist.train.optimizer import InitialState, as_optimizer
 from roxxel_dist.train.train_state import abstract_state, init_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
 
@@ -44,7 +44,7 @@ def place(leaf):
 
 def test_a_step_changes_the_adapters_alone():
     mesh = make_mesh(2)
-    parts, state, inputs = init_state(transformer, first_state(ADAM), mesh, fsdp=True)
+    parts, state, inputs = init_state(transformer, InitialState(ADAM), mesh, fsdp=True)
     assert all(".lora_" in name for name in state.params)
     assert len(state.params) == 4
     assert len(parts.frozen.names) == 8
@@ -68,8 +68,8 @@ def test_a_step_changes_the_adapters_alone():
 
 def test_shapes_are_those_of_the_state():
     mesh = make_mesh(2)
-    made = init_state(transformer, first_state(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
-    shapes = abstract_state(transformer, first_state(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
+    made = init_state(transformer, InitialState(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
+    shapes = abstract_state(transformer, InitialState(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
     assert jax.tree.structure(made) == jax.tree.structure(shapes)
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(shapes), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -84,7 +84,7 @@ def test_the_base_is_loaded_for_a_restored_state_too(restored):
         assert all(".lora_" not in name for name in like)
         return {name: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), leaf.sharding) for name, leaf in like.items()}
 
-    _, state, inputs = init_state(transformer, first_state(ADAM), make_mesh(1), restored=restored, load=load)
+    _, state, inputs = init_state(transformer, InitialState(ADAM), make_mesh(1), restored=restored, load=load)
     assert float(inputs["norm.scale"].sum()) == 64
     assert np.all(jax.device_get(inputs["blocks.attention.qkv.kernel"]) == 1)
     assert isinstance(state.params["blocks.attention.qkv.lora_a"], jax.ShapeDtypeStruct if restored else jax.Array)
@@ -92,7 +92,7 @@ def test_the_base_is_loaded_for_a_restored_state_too(restored):
 
 @pytest.mark.parametrize("model", [Mine, Mine()], ids=["function", "module"])
 def test_a_model_of_ones_own(model):
-    parts, state, inputs = init_state(model, first_state(ADAM), make_mesh(2))
+    parts, state, inputs = init_state(model, InitialState(ADAM), make_mesh(2))
     assert set(state.params) == {"head.lora_a", "head.lora_b"}
     assert {"embed.embedding", "head.kernel", "head.bias"} <= set(inputs)
     merged = parts.merge(state.params, state.rest, inputs, training=False)

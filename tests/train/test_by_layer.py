@@ -11,7 +11,7 @@ from flax import nnx
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import Matrix, NamedOptimizer, first_state
+from roxxel_dist.train.optimizer import InitialState, Matrix, NamedOptimizer
 from roxxel_dist.train.train_state import split_module
 
 LAYERS = 3
@@ -62,7 +62,7 @@ def test_layers_are_treated_apart(name):
     def train(convert, optimizer):
         numbers = optimizer.settings(10)
         params = convert(arrays(0))
-        state = jax.jit(first_state(optimizer))(params)
+        state = jax.jit(InitialState(optimizer))(params)
 
         @jax.jit
         def step(params, state, gradients, number):

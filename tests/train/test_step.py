@@ -12,7 +12,7 @@ from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, first_state
+from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, as_optimizer
 from roxxel_dist.train.train_state import init_state
 from roxxel_dist.train.train_step import fetch, make_eval_step, make_step, unpack_loss
 
@@ -24,7 +24,7 @@ def small(**fields):
 def prepare(model, optimizer, loss_fn=next_token_loss, dtype=None, **options):
     """(state, (state, batch) -> (state, metrics), batch, (state, batch) -> validation loss)."""
     mesh, optimizer = make_mesh(2), as_optimizer(optimizer)
-    parts, state, settings = init_state(model, first_state(optimizer), mesh, dtype=dtype)
+    parts, state, settings = init_state(model, InitialState(optimizer), mesh, dtype=dtype)
     settings |= scalars_on(mesh, optimizer.settings(100) | {"spike_factor": 0.0})
     sharding = NamedSharding(mesh, P("data", None))
     step = make_step(parts, loss_fn, optimizer, state, sharding, **options)

@@ -7,8 +7,8 @@ import pytest
 from runs import make, rows, saved, train
 
 from roxxel_dist import Roxxel
-from roxxel_dist.data.dataset import place_of
-from roxxel_dist.data.verify_on_read import DamagedData
+from roxxel_dist.data.dataset import locate_token
+from roxxel_dist.data.verify import DamagedData
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_damaged_block_with_valid_ids_ends_the_run_by_name(data, tmp_path):
         with pytest.raises(DamagedData) as caught:
             trainer.run()
         trainer.close()
-        place = place_of(dataset, token)
+        place = locate_token(dataset, token)
     text = str(caught.value)
     assert "data 'self'" in text
     assert f"{place.path}: block " in text
@@ -113,8 +113,8 @@ def test_an_id_that_the_model_does_not_have_is_named(tmp_path):
 def test_each_block_is_looked_at_once(data, tmp_path, monkeypatch):
     from roxxel_dist.data.shard import Shard
 
-    seen, damaged = [], Shard.damaged
-    monkeypatch.setattr(Shard, "damaged", lambda self, blocks: seen.extend(blocks) or damaged(self, blocks))
+    seen, damaged = [], Shard.damaged_blocks
+    monkeypatch.setattr(Shard, "damaged_blocks", lambda self, blocks: seen.extend(blocks) or damaged(self, blocks))
     with Roxxel(data / "a_00000.rox") as dataset:
         phases, seldom = [{"steps": 60, "batch_size": 16, "seq_len": 33}], {"eval_every": 50, "checkpoint_every": 50}
         train(dataset, tmp_path / "run", phases, log_every=50, **seldom)

@@ -1,28 +1,28 @@
 """Texts, or tokens of other systems, to a data set: one folder of shards that appears complete or not at all."""
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging, write_file
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, cores, encode_documents, train_on
 from roxxel_dist.data.verify import info
-from roxxel_dist.data.build.inputs import HALVES, PathLike, Source, check_settings, find_inputs, ready_tokenizer
+from roxxel_dist.data.build.inputs import SPLITS, PathLike, BuildInputs, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import check_local
-from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
-from roxxel_dist.data.build.writer import WriteOptions, write_shards
+from roxxel_dist.data.build.writer import write_shards
 
 __all__ = ["BUILD_FILE", "MAX_SHARD_BYTES", "build", "info"]
 
@@ -50,7 +50,7 @@ def build(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Roxxel:
-    """Build a data set from text, or from the tokens of another system, and return it, or its half to train on.
+    """Build a data set from text, or from the tokens of another system, and return it, or its split to train on.
 
     The result follows from the inputs and these settings alone; where `out` holds it already, it is returned at once. A
     build that was killed goes on, when started again, behind its last finished shard and with the tokenizer that it had
@@ -84,173 +84,140 @@ def build(
     """
     for path in (paths, out) if isinstance(paths, (str, os.PathLike)) else (*paths, out):
         check_local("a path of the data", path)
-    report, place = Report(progress), Path(out)
-    named = check_settings(paths, place, workers, val_fraction)
-    ready = ready_tokenizer(tokenizer, vocab_size, eos_token)
-    tokens, corpus = find_inputs(named, include, exclude, place, dtype, report)
-    source = Source(
+    log, out = Progress(progress), Path(out)
+    sources = check_settings(paths, out, workers, val_fraction)
+    ready = load_tokenizer(tokenizer, vocab_size, eos_token)
+    tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
+    inputs = BuildInputs(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    return _build(source, place, cores() if workers is None else workers, overwrite, report)
+    _build(inputs, out, cores() if workers is None else workers, overwrite, log)
+    return Roxxel(out / inputs.splits[0])
 
 
-def _build(source: Source, place: Path, workers: int, overwrite: bool, report: Report) -> Roxxel:
-    for folder in (place, *(place / half for half in HALVES)):
+def _build(inputs: BuildInputs, out: Path, workers: int, overwrite: bool, log: Progress) -> None:
+    for folder in (out, *(out / split for split in SPLITS)):
         if folder.is_dir():
             finish_interrupted(folder)
-    # A build that was killed between its halves has one of them there: it is kept, and the other is made.
-    missing = [half for half in source.halves if not _is_built(place / half, source)]
+    # A build that was killed between its splits has one of them there: it is kept, and the other is made.
+    missing = [split for split in inputs.splits if not _is_built(out / split, inputs)]
     if not missing:
-        report.line(f"{place} holds this very data set already: nothing to do")
-        return Roxxel(place / source.halves[0])
-    there = {half: _ours(place / half) for half in ("", *HALVES) if half in missing or half not in source.halves}
-    names = [f"{half}/{name}".lstrip("/") for half in there for name in there[half]]
+        log.line(f"{out} holds this very data set already: nothing to do")
+        return
+    replaced = {
+        split: _files_of(out / split) for split in ("", *SPLITS) if split in missing or split not in inputs.splits
+    }
+    names = [f"{split}/{name}".lstrip("/") for split in replaced for name in replaced[split]]
     if names and not overwrite:
         raise ValueError(
-            f"{place} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
+            f"{out} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
             "it with overwrite=True"
         )
-    with staging(place, "build") as staged:
-        parts = place / PARTS
+    with staging(out, "build") as staged:
+        parts = out / PARTS
         try:
             with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
-                _make(parts, missing, source, workers, report)
-                _publish(place, parts, missing, staged, source, there)
+                _make(parts, missing, inputs, workers, log)
+                # The split to validate with first: one to train on that is there is complete.
+                for split in sorted({*missing, *(split for split in replaced if replaced[split])}, reverse=True):
+                    with staging(out / split, "build") if split else nullcontext(staged) as target:
+                        if split in missing:
+                            _move(parts, split, target, inputs)
+                        publish(target, replaced[split])
         finally:
             shutil.rmtree(parts, ignore_errors=True)
-    return Roxxel(place / source.halves[0])
 
 
-def _make(parts: Path, halves: Sequence[str], source: Source, workers: int, report: Report) -> None:
+def _make(parts: Path, splits: Sequence[str], inputs: BuildInputs, workers: int, log: Progress) -> None:
     """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to."""
-    record = json.dumps(source.record(), indent=1, sort_keys=True).encode()
+    record, path = inputs.record(), parts / TOKENIZER_FILE
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir()
         write_file(parts / BUILD_FILE, record)
-    tokenizer = source.tokenizer
-    if tokenizer is None and source.corpus is not None:
-        if (parts / TOKENIZER_FILE).is_file():
-            tokenizer = Tokenizer.load(parts / TOKENIZER_FILE)
+    if inputs.size < PARALLEL_BYTES:
+        workers = 0
+    tokenizer = inputs.tokenizer
+    if tokenizer is None and inputs.corpus is not None:
+        if path.is_file():
+            tokenizer = Tokenizer.load(path)
         else:
-            report.line(f"training a {source.kind} tokenizer")
-            kind = next(kind for kind in get_args(Kind) if kind == source.kind)
-            texts = (piece for text, _ in source.texts(source.halves[0]) for piece in pieces(text))
-            threads = workers if source.size >= PARALLEL_BYTES else 1
-            tokenizer = train_on(kind, texts, source.vocab_size, threads, progress=report.enabled)
-            if tokenizer.vocab_size < (source.vocab_size or 0):
-                report.line(f"vocab_size={source.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
-    if tokenizer is not None and not (parts / TOKENIZER_FILE).is_file():
-        tokenizer.save(parts / TOKENIZER_FILE)
-    for half in halves:
-        (parts / half).mkdir(exist_ok=True)
-        last = _finished(parts / half)
+            log.line(f"training a {inputs.kind} tokenizer")
+            kind = next(kind for kind in get_args(Kind) if kind == inputs.kind)
+            texts = (piece for text, _ in inputs.texts(inputs.splits[0]) for piece in pieces(text))
+            tokenizer = train_on(kind, texts, inputs.vocab_size, workers, progress=log.enabled)
+            if tokenizer.vocab_size < (inputs.vocab_size or 0):
+                log.line(f"vocab_size={inputs.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
+    if tokenizer is not None and not path.is_file():
+        tokenizer.save(path)
+    for split in splits:
+        (parts / split).mkdir(exist_ok=True)
+        last = _finished(parts / split)
         if last is not None:
-            report.line(f"going on behind {last.index + 1} finished shards of a build that was ended")
-        _write_half(parts, half, source, tokenizer, last, workers, report)
-
-
-def _write_half(
-    parts: Path,
-    half: str,
-    source: Source,
-    tokenizer: Tokenizer | None,
-    last: Metadata | None,
-    workers: int,
-    report: Report,
-) -> None:
-    skipped = last.first_document + last.documents if last else 0
-    name = f" for {half}" if half else ""
-    if source.corpus is not None:
-        assert tokenizer is not None
-        options = _options(source, tokenizer, tokenizer.eos_id if source.eos else None)
-        with report.bar(f"encoding{name} with {tokenizer.vocab_size} ids", source.size) as advance:
-            processes = workers if source.size >= PARALLEL_BYTES else 1
-            texts = source.texts(half, skipped)
-            items = encode_documents(texts, tokenizer, parts / TOKENIZER_FILE, processes, advance)
-            written = write_shards(parts / half, SHARD_NAME, items, options, after=last)
-    else:
-        assert source.tokens is not None
-        options = _options(source, tokenizer, source.tokens.shards[0].metadata.separator)
-        with report.bar(f"copying{name}", source.size) as advance:
-
-            def arrays() -> Iterator[np.ndarray]:
-                for document in source.arrays(half, skipped):
-                    yield document
-                    advance(document.nbytes)
-
-            written = write_shards(parts / half, SHARD_NAME, arrays(), options, after=last)
-    if not written and last is None:
-        if half:
-            raise ValueError(f"val_fraction={source.val_fraction}: no document is left for {half}; use another share")
-        raise ValueError("nothing to build from: every document is empty")
-
-
-def _options(source: Source, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
-    known = source.tokens
-    return WriteOptions(
-        separator=separator,
-        max_shard_bytes=source.max_shard_bytes,
-        vocab_size=tokenizer.vocab_size if tokenizer else source.vocab_size or (known.vocab_size if known else None),
-        tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else known.tokenizer_fingerprint if known else None,
-    )
+            log.line(f"going on behind {last.index + 1} finished shards of a build that was ended")
+        skipped, name = last.first_document + last.documents if last else 0, f" for {split}" if split else ""
+        if tokenizer is not None and inputs.corpus is not None:
+            with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
+                items = encode_documents(inputs.texts(split, skipped), tokenizer, path, workers, advance)
+                options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
+                written = write_shards(parts / split, SHARD_NAME, items, options, after=last)
+        else:
+            with log.bar(f"copying{name}", inputs.size) as advance:
+                items = inputs.arrays(split, skipped, advance)
+                options = inputs.options(tokenizer, inputs.source.shards[0].metadata.separator)
+                written = write_shards(parts / split, SHARD_NAME, items, options, after=last)
+        if not written and last is None:
+            if split:
+                share = f"val_fraction={inputs.val_fraction}"
+                raise ValueError(f"{share}: no document is left for {split}; use another share")
+            raise ValueError("nothing to build from: every document is empty")
 
 
 def _finished(folder: Path) -> Metadata | None:
     """The last of the shards that a build which was killed had finished; what is behind it is removed."""
     last: Shard | None = None
-    index = 0
-    while (path := folder / SHARD_NAME(index)).exists():
-        try:
-            shard = Shard.open(path)
+    with suppress(ValueError, FileNotFoundError):
+        for index in itertools.count():
+            shard = Shard.open(folder / SHARD_NAME(index))
             if not shard.follows(last):
                 break
-        except ValueError:
-            break
-        last, index = shard, index + 1
+            last = shard
     for path in folder.glob("*.rox"):
         if last is None or path.name > last.path.name:
             path.unlink()
     return last.metadata if last else None
 
 
-def _publish(
-    place: Path, parts: Path, halves: Sequence[str], staged: Path, source: Source, there: dict[str, list[str]]
-) -> None:
-    """Bring the finished files to their place, the half to validate with first, and remove what they replace."""
-    beside = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if (parts / name).exists()]
-    for half in sorted({*halves, *(half for half in there if there[half])}, reverse=True):
-        with ExitStack() as stack:
-            target = stack.enter_context(staging(place / half, "build")) if half else staged
-            if half in halves:
-                for name in beside:
-                    write_file(target / name, (parts / name).read_bytes())
-                for path in (parts / half).glob("*.rox"):
-                    path.rename(target / path.name)
-                with Roxxel(target) as written:
-                    record = source.record() | {"fingerprint": written.fingerprint}
-                write_file(target / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
-            publish(target, there[half])
+def _move(parts: Path, split: str, target: Path, inputs: BuildInputs) -> None:
+    """Bring the finished files of a split to the folder that is published."""
+    for path in (parts / TOKENIZER_FILE, parts / CONFIG_FILE):
+        if path.exists():
+            write_file(target / path.name, path.read_bytes())
+    for path in (parts / split).glob("*.rox"):
+        path.rename(target / path.name)
+    with Roxxel(target) as dataset:
+        write_file(target / BUILD_FILE, inputs.record(fingerprint=dataset.fingerprint))
 
 
-def _ours(place: Path) -> list[str]:
-    """The files in `out` that are a data set's."""
-    if place.exists() and not place.is_dir():
-        raise ValueError(f"{place} is a file: name a folder for the shards")
-    names = sorted(path.name for path in place.glob("*")) if place.is_dir() else []
-    beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
-    found = [name for name in names if name.endswith(".rox") or name in beside]
+def _files_of(folder: Path) -> list[str]:
+    """The names of a data set's files in a folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder for the shards")
+    shards = [path.name for path in folder.glob("*.rox")]
     # A folder `train` of somebody else's, with a tokenizer and no data, is nothing of ours.
-    return found if place.name not in HALVES or any(name.endswith(".rox") for name in found) else []
+    if folder.name in SPLITS and not shards:
+        return []
+    beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
+    return sorted(shards + [name for name in beside if (folder / name).exists()])
 
 
-def _is_built(folder: Path, source: Source) -> bool:
+def _is_built(folder: Path, inputs: BuildInputs) -> bool:
     """Whether the data set in a folder came from this very build, by its `build.json`, and was not changed since."""
     try:
-        there = json.loads((folder / BUILD_FILE).read_bytes())
-        with Roxxel(folder) as found:
-            expected = json.loads(json.dumps(source.record() | {"fingerprint": found.fingerprint}))
-            return there == expected and (source.corpus is None or found.tokenizer is not None)
+        record = json.loads((folder / BUILD_FILE).read_bytes())
+        with Roxxel(folder) as dataset:
+            same = record == json.loads(inputs.record(fingerprint=dataset.fingerprint))
+            return same and (inputs.corpus is None or dataset.tokenizer is not None)
     except (OSError, ValueError):
         return False

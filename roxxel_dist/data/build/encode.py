@@ -1,52 +1,31 @@
-"""From texts to token ids, in order, on as many processes as are wanted.
+"""From texts to token ids, in order, on several processes.
 
-A helper process (`data.helper`) encodes with one thread. That costs less CPU time than `encode_batch` on the threads of
-the `tokenizers` library (`benchmarks/data_build.py`), their number can be chosen anew for every build, and ids become
-arrays in parallel too. Texts and ids go through pipes in batches; a few batches a process are in memory at a time.
-
-What `data.encode` and its helper processes say to each other through pipes: lists of byte strings, and no pickle.
+A worker process (this module as a program) encodes with one thread. That costs less CPU time than `encode_batch` on the
+threads of the `tokenizers` library (`benchmarks/data_build.py`), and ids become arrays in parallel too. Its messages
+are pickles through its stdin and stdout; a few batches a worker are in memory at a time. It is no pool of
+`concurrent.futures`, whose processes run the caller's main program again and outlive a caller that is killed
+(decisions.md: workers of a build).
 """
 
-import struct
-from collections.abc import Sequence
-from typing import IO
 import os
+import pickle
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import IO, Any
+
 import numpy as np
+
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.data.token_types import smallest_dtype
 from roxxel_dist.data.build.documents import pieces
 from roxxel_dist.data.build.tokenizer import Kind, Tokenizer, train_tokenizer
-
-HEAD = struct.Struct("<I")
-
-
-def write_frame(stream: IO[bytes], parts: Sequence[bytes]) -> None:
-    """Send some byte strings as one frame."""
-    lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
-    stream.write(b"".join([HEAD.pack(len(parts)), lengths, *parts]))
-    stream.flush()
-
-
-def read_frame(stream: IO[bytes]) -> list[bytes] | None:
-    """The byte strings of the next frame; None where the other side has ended."""
-    head = stream.read(HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    (count,) = HEAD.unpack(head)
-    table = stream.read(8 * count)
-    if len(table) < 8 * count:
-        return None
-    parts = [stream.read(length) for length in struct.unpack(f"<{count}Q", table)]
-    return parts if sum(map(len, parts)) == sum(struct.unpack(f"<{count}Q", table)) else None
-
+from roxxel_dist.data.token_types import smallest_dtype
 
 BATCH_CHARACTERS = 1 << 20
 PARALLEL_BYTES = 8 << 20
@@ -73,34 +52,34 @@ def encode_documents(
     Args:
         documents: (text, bytes that it took to read).
         tokenizer: what makes the ids.
-        path: where it is saved, for the helper processes.
+        path: where it is saved, for the workers.
         workers: processes; with 1 the work is done in this one, by one thread.
-        advance: told the bytes of every document that is done.
+        advance: called with the bytes of every document that is done.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     parts: list[np.ndarray] = []
-    with ExitStack() as stack:
-        batches = _batches(documents, whole=not tokenizer.cuttable)
-        if workers > 1:
-            found = stack.enter_context(closing(_by_helpers(batches, path, dtype, workers)))
-        else:
-            found = ((batch, _encode_here(tokenizer, batch, dtype)) for batch in batches)
-        for batch, encoded in found:
+    batches = _batches(documents, whole=not tokenizer.cuttable)
+    encode = _encode_in_workers(batches, path, workers) if workers > 1 else _encode_here(batches, tokenizer)
+    with closing(encode):
+        for batch, encoded in encode:
             for ids, (_, is_last, size) in zip(encoded, batch, strict=True):
-                parts.append(ids)
+                parts.append(np.frombuffer(ids, dtype))
                 if is_last:
                     yield parts[0] if len(parts) == 1 else np.concatenate(parts)
                     parts = []
                     advance(size)
 
 
-def _encode(tokenizer: Tokenizer, batch: Batch, dtype: np.dtype) -> list[np.ndarray]:
-    return [np.array(ids, dtype) for ids in tokenizer.encode_batch([text for text, _, _ in batch])]
-
-
-def _encode_here(tokenizer: Tokenizer, batch: Batch, dtype: np.dtype) -> list[np.ndarray]:
-    with _one_thread():  # around each batch: the caller may do anything between two
-        return _encode(tokenizer, batch, dtype)
+def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, threads: int, *, progress: bool) -> Tokenizer:
+    """`train_tokenizer` on a number of threads, in a worker; in this process, without a bar, if it is 0."""
+    if kind != "bpe" or not threads:
+        with _one_thread():
+            return train_tokenizer(kind, texts, vocab_size)
+    with _worker(threads, "train", str(vocab_size or ""), *["bar"] * progress) as worker:
+        with suppress(BrokenPipeError):  # it has ended, which its answer tells
+            for batch in _batches(((text, 0) for text in texts), whole=True):
+                _send(worker.stdin, [text for text, _, _ in batch])
+        return Tokenizer.of_json(_answer(worker, []))
 
 
 def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[Batch]:
@@ -119,61 +98,51 @@ def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[B
         yield batch
 
 
-def _by_helpers(
-    batches: Iterator[Batch], path: Path, dtype: np.dtype, workers: int
-) -> Generator[tuple[Batch, list[np.ndarray]], None, None]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[bytes]:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    return [np.array(ids, dtype).tobytes() for ids in tokenizer.encode_batch(texts)]
+
+
+def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tuple[Batch, list[bytes]], None, None]:
+    for batch in batches:
+        with _one_thread():  # around each batch: the caller may do anything between two
+            encoded = _encode(tokenizer, [text for text, _, _ in batch])
+        yield batch, encoded
+
+
+def _encode_in_workers(
+    batches: Iterator[Batch], path: Path, workers: int
+) -> Generator[tuple[Batch, list[bytes]], None, None]:
     with ExitStack() as stack:
         idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for _ in range(workers):
-            words = ["encode", str(path), dtype.str]
-            idle.put(stack.enter_context(_helper(words, {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"})))
-        # One thread a helper, so that no pipe fills up while its other end waits.
+            idle.put(stack.enter_context(_worker(1, "encode", str(path))))
+        # One thread a worker, so that no pipe fills up while its other end waits.
         threads = stack.enter_context(ThreadPoolExecutor(workers))
-        running: deque[tuple[Batch, Future[list[bytes]]]] = deque()
+        stack.callback(threads.shutdown, cancel_futures=True)
+        running: deque[Future[tuple[Batch, list[bytes]]]] = deque()
 
-        def ask(batch: Batch) -> list[bytes]:
-            helper = idle.get()
+        def encode(batch: Batch) -> tuple[Batch, list[bytes]]:
+            worker = idle.get()
             try:
-                return _answer(helper, [text.encode() for text, _, _ in batch])
+                return batch, _answer(worker, [text for text, _, _ in batch])
             finally:
-                idle.put(helper)
+                idle.put(worker)
 
-        def oldest() -> tuple[Batch, list[np.ndarray]]:
-            batch, future = running.popleft()
-            return batch, [np.frombuffer(ids, dtype) for ids in future.result()]
-
-        try:
-            for batch in batches:
-                running.append((batch, threads.submit(ask, batch)))
-                if len(running) > 2 * workers:
-                    yield oldest()
-            while running:
-                yield oldest()
-        finally:
-            for _, future in running:
-                future.cancel()
-
-
-def _answer(helper: "subprocess.Popen[bytes]", parts: Sequence[bytes]) -> list[bytes]:
-    assert helper.stdin is not None
-    assert helper.stdout is not None
-    try:
-        write_frame(helper.stdin, parts)
-        answer = read_frame(helper.stdout)
-    except BrokenPipeError:
-        answer = None
-    if answer is None:
-        raise RuntimeError(f"helper process {helper.pid} of the build ended (exit code {helper.wait()}); build again")
-    if answer[0] != b"ok":
-        raise ValueError(answer[1].decode())
-    return answer[1:]
+        for batch in batches:
+            running.append(threads.submit(encode, batch))
+            if len(running) > 2 * workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
 
 @contextmanager
-def _helper(words: Sequence[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "roxxel_dist.data.build.encode_worker", *words]
+def _worker(threads: int, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [sys.executable, "-m", "roxxel_dist.data.build.encode", *words]
+    variables = {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | variables
     ) as process:
         try:
             with interrupt.cleanup(process.kill):
@@ -182,12 +151,34 @@ def _helper(words: Sequence[str], environment: dict[str, str]) -> Iterator["subp
             process.kill()  # it may train for minutes before it looks at its stdin again
             raise
         finally:
-            assert process.stdin is not None
             try:
+                assert process.stdin
                 process.stdin.close()
                 process.wait(END_LIMIT_S)
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 process.kill()
+
+
+def _send(stream: IO[bytes] | None, message: object) -> None:
+    assert stream
+    pickle.dump(message, stream)
+    stream.flush()
+
+
+def _answer(worker: "subprocess.Popen[bytes]", texts: list[str]) -> Any:
+    """What a worker makes of some texts. Raises ValueError as it does, and RuntimeError where it has ended."""
+    assert worker.stdout
+    try:
+        with suppress(BrokenPipeError):  # it has ended, which its answer tells
+            _send(worker.stdin, texts)
+        result, error = pickle.load(worker.stdout)
+    except (EOFError, pickle.UnpicklingError) as ended:
+        raise RuntimeError(
+            f"helper process {worker.pid} of the build ended (exit code {worker.wait()}); build again"
+        ) from ended
+    if error is not None:
+        raise ValueError(error)
+    return result
 
 
 @contextmanager
@@ -203,17 +194,31 @@ def _one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, workers: int, *, progress: bool) -> Tokenizer:
-    """`train_tokenizer` on so many threads: a helper process has as many as are wanted, this one what it began with."""
-    if kind != "bpe" or workers == 1 or (vocab_size or 1 << 20) <= 256:
-        with _one_thread():
-            return train_tokenizer(kind, texts, vocab_size, progress=progress)
-    environment = {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-    with _helper(["train", str(vocab_size or ""), *["bar"] * progress], environment) as helper:
-        assert helper.stdin is not None
-        try:
-            for batch in _batches(((text, 0) for text in texts), whole=True):
-                write_frame(helper.stdin, [text.encode() for text, _, _ in batch])
-        except BrokenPipeError:
-            pass  # it has ended, which the answer tells
-        return Tokenizer.of_json(_answer(helper, [])[0])
+def main(words: list[str]) -> None:
+    """A worker: `encode TOKENIZER_FILE`, or `train VOCAB_SIZE [bar]` on lists of texts up to an empty one.
+
+    Reads lists of texts from stdin and answers each, or the training, with (result, None); or with (None, message of a
+    ValueError), and ends.
+    """
+    # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # the bars of the `tokenizers` library write newlines to stdout
+    messages = iter(lambda: pickle.load(sys.stdin.buffer), [])
+    try:
+        if words[0] == "train":
+            texts = (text for message in messages for text in message)
+            vocab_size = int(words[1]) if words[1] else None
+            _send(answers, (train_tokenizer("bpe", texts, vocab_size, progress="bar" in words).to_json(), None))
+        else:
+            tokenizer = Tokenizer.load(words[1])
+            for message in messages:
+                _send(answers, (_encode(tokenizer, message), None))
+    except ValueError as error:
+        _send(answers, (None, str(error)))
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+        pass  # the caller has ended
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,7 +1,8 @@
 """What a build is made from: the inputs found, the settings checked, and the documents in their order."""
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -11,17 +12,17 @@ import xxhash
 
 from roxxel_dist.data.build.documents import Corpus, find_corpus
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import is_tokens_only
-from roxxel_dist.data.build.progress import Report
+from roxxel_dist.data.discovery import has_text, is_tokens
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
+from roxxel_dist.data.build.writer import WriteOptions
 
-HALVES = ("train", "val")
-SHOWN_ENDINGS = 4
+SPLITS = ("train", "val")
 PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class BuildInputs:
     """What a build is made from, and the settings that decide its result."""
 
     corpus: Corpus | None
@@ -36,23 +37,24 @@ class Source:
     max_shard_bytes: int
 
     @property
-    def halves(self) -> tuple[str, ...]:
+    def splits(self) -> tuple[str, ...]:
         """The folders in `out` to fill; "" is `out` itself."""
-        return HALVES if self.val_fraction else ("",)
+        return SPLITS if self.val_fraction else ("",)
+
+    @property
+    def source(self) -> Roxxel:
+        """The tokens, where it is not a corpus."""
+        assert self.tokens is not None
+        return self.tokens
 
     @property
     def size(self) -> int:
         """Bytes to read."""
-        return self.corpus.size if self.corpus else sum(shard.tokens.nbytes for shard in self._open.shards)
+        return self.corpus.size if self.corpus else sum(shard.tokens.nbytes for shard in self.source.shards)
 
-    @property
-    def _open(self) -> Roxxel:
-        assert self.tokens is not None
-        return self.tokens
-
-    def record(self) -> dict[str, Any]:
-        """What decides the result; kept beside it to know it again."""
-        inputs = {"fingerprint": self._open.fingerprint} if self.corpus is None else {
+    def record(self, **more: str) -> bytes:
+        """What decides the result, as JSON; kept beside it to know it again."""
+        inputs = {"fingerprint": self.source.fingerprint} if self.corpus is None else {
             "bytes": self.corpus.size, "digest": self.corpus.digest, "files": len(self.corpus.files)
         }  # fmt: skip
         ready = self.tokenizer.fingerprint if self.tokenizer else self.kind
@@ -60,103 +62,103 @@ class Source:
         ending = self.tokenizer.eos_id if self.tokenizer and self.eos and self.corpus else self.eos
         names = ("max_shard_bytes", "text_key", "val_fraction", "vocab_size")
         settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
-        return {"inputs": inputs, "settings": settings}
+        return json.dumps({"inputs": inputs, "settings": settings} | more, indent=1, sort_keys=True).encode()
 
-    def is_in(self, half: str, number: int) -> bool:
-        """Whether document `number` belongs to a half: decided by its number alone."""
+    def options(self, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
+        """How the shards are written: with the vocabulary of the tokenizer, or else of the tokens that are copied."""
+        known = tokenizer or self.source
+        return WriteOptions(
+            separator=separator,
+            max_shard_bytes=self.max_shard_bytes,
+            vocab_size=known.vocab_size if tokenizer else self.vocab_size or known.vocab_size,
+            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else self.source.tokenizer_fingerprint,
+        )
+
+    def in_split(self, split: str, number: int) -> bool:
+        """Whether document `number` belongs to a split: decided by its number alone."""
         if not self.val_fraction:
             return True
         drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
-        return (drawn < self.val_fraction) == (half == "val")
+        return (drawn < self.val_fraction) == (split == "val")
 
-    def texts(self, half: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
-        """The texts of a half without the first `skipped`, with the bytes read since the one before."""
+    def texts(self, split: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
+        """The texts of a split without the first `skipped`, with the bytes read since the one before."""
         assert self.corpus is not None
         read, number = 0, -1
         for file in self.corpus.files:
             for text, size in file.documents(self.text_key):
                 read, number = read + size, number + 1
-                if self.is_in(half, number):
+                if self.in_split(split, number):
                     skipped -= 1
                     if skipped < 0:
                         yield text, read
                         read = 0
 
-    def arrays(self, half: str, skipped: int = 0) -> Iterator[np.ndarray]:
-        """The same for tokens."""
-        for number, document in enumerate(self._open.read_documents()):
-            if self.is_in(half, number):
+    def arrays(self, split: str, skipped: int, advance: Callable[[int], None]) -> Iterator[np.ndarray]:
+        """The same for tokens; `advance` is called with the bytes of every document that is done."""
+        for number, document in enumerate(self.source.read_documents()):
+            if self.in_split(split, number):
                 skipped -= 1
                 if skipped < 0:
                     yield document
+                    advance(document.nbytes)
 
 
 def check_settings(
-    paths: PathLike | Sequence[PathLike], place: Path, workers: int | None, val_fraction: float
+    paths: PathLike | Sequence[PathLike], out: Path, workers: int | None, val_fraction: float
 ) -> list[Path]:
     """The paths to read as a list. Raises ValueError where a setting cannot be used, or a folder is read and filled."""
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: processes, at least 1, or None for all cores")
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
-    named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    filled = [place, *(place / half for half in HALVES if val_fraction)]
-    for path in named:
+    sources = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    filled = [out, *(out / split for split in SPLITS if val_fraction)]
+    for path in sources:
         if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:
             raise ValueError(
                 f"{path} would be read and filled by one build, and the next would take its files for text; choose "
                 f"another folder for the shards, one in it if you like, such as {path / 'tokens'}"
             )
-    return named
+    return sources
 
 
 def find_inputs(
-    named: list[Path], include: Sequence[str], exclude: Sequence[str], place: Path, dtype: Any, report: Report
+    sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: Progress
 ) -> tuple[Roxxel | None, Corpus | None]:
-    """The tokens or the texts that the paths name, for a build into the folder `place`; one of the two is None.
+    """The tokens or the texts that the paths name, for a build into the folder `out`; one of the two is None.
 
     Raises:
         FileNotFoundError: one does not exist.
         ValueError: there is nothing in them, they are damaged, or some are tokens and some text.
     """
-    kinds = [is_tokens_only(path) for path in named]
-    if all(kinds) and named:
-        tokens = Roxxel([str(path) for path in named] if len(named) > 1 else named[0], dtype=dtype)
-        report.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
+    kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]
+    if all(kinds) and sources:
+        tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
+        progress.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
         return tokens, None
     if any(kinds):
-        text, token = named[kinds.index(False)], named[kinds.index(True)]
+        text, token = sources[kinds.index(False)], sources[kinds.index(True)]
         raise ValueError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
-    corpus = find_corpus(named, include, exclude, place)
-    report.line(_found(corpus))
+    corpus = find_corpus(sources, include, exclude, out)
+    progress.line(str(corpus))
     return None, corpus
 
 
-def ready_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
-    """The tokenizer that a path names, or None where a kind to train is named."""
+def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
+    """The tokenizer that a path names, or None where a kind to train is sources."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
             raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
         return None
     path = Path(tokenizer)
     try:
-        found = Tokenizer.load(path, eos_token)
+        loaded = Tokenizer.load(path, eos_token)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
             "of a folder with one, or of a SentencePiece .model"
         ) from error
-    if vocab_size is not None and vocab_size != found.vocab_size:
-        raise ValueError(f"vocab_size={vocab_size}: {path} has {found.vocab_size} ids; leave vocab_size out")
-    return found
-
-
-def _found(corpus: Corpus) -> str:
-    skipped = [f"{count} {what}" for count, what in ((corpus.empty, "empty"), (corpus.not_utf8, "not UTF-8")) if count]
-    if others := sum(corpus.other_endings.values()):
-        commonest = sorted(corpus.other_endings, key=lambda ending: (-corpus.other_endings[ending], ending))
-        shown = ", ".join(commonest[:SHOWN_ENDINGS]) + (", ..." if len(commonest) > SHOWN_ENDINGS else "")
-        skipped.append(f"{others} that no pattern takes: {shown}")
-    left_out = f" (left out: {', '.join(skipped)})" if skipped else ""
-    files = "1 text file" if len(corpus.files) == 1 else f"{len(corpus.files)} text files"
-    return f"{files}, {corpus.size / 1e6:.1f} MB{left_out}"
+    if vocab_size is not None and vocab_size != loaded.vocab_size:
+        raise ValueError(f"vocab_size={vocab_size}: {path} has {loaded.vocab_size} ids; leave vocab_size out")
+    return loaded

@@ -1,24 +1,21 @@
-"""What a long piece of work says on stderr while it runs: a bar on a terminal, a few plain lines elsewhere."""
+"""Progress of a long piece of work on stderr: a bar on a terminal, a few plain lines elsewhere."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
 PLAIN_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Report:
-    """Says things, or nothing if it is not enabled."""
+class Progress:
+    """Prints lines and bars, or nothing if it is not enabled."""
 
     enabled: bool
 
     def line(self, text: str) -> None:
-        """Say one thing."""
+        """Print one line."""
         if self.enabled:
             print(text, file=sys.stderr, flush=True)
 
@@ -26,18 +23,19 @@ class Report:
     def bar(self, text: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show how much of `total` is done; the function given takes how much more has been done."""
         if self.enabled and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=Console(stderr=True)) as shown:
+            from rich import console, progress
+
+            with progress.Progress(console=console.Console(stderr=True)) as shown:
                 task = shown.add_task(text, total=total)
                 yield lambda more: shown.advance(task, more)
             return
-        done = said = 0
+        done = quarters = 0
 
         def advance(more: int) -> None:
-            nonlocal done, said
+            nonlocal done, quarters
             done += more
-            if done * PLAIN_STEPS // total > said:
-                said = done * PLAIN_STEPS // total
-                self.line(f"{text}: {100 * said // PLAIN_STEPS} %")
+            if done * PLAIN_STEPS // total > quarters:
+                quarters = done * PLAIN_STEPS // total
+                self.line(f"{text}: {100 * quarters // PLAIN_STEPS} %")
 
         yield advance

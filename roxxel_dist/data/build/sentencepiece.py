@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.build.tokenizer import NAME_THE_END, Tokenizer
 
 KEY = "sentencepiece"

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.data.atomic_dir import publish, staging
-from roxxel_dist.data.token_types import as_array, fit, separator_value, smallest_dtype, storage_dtype
+from roxxel_dist.data.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import Target
-from roxxel_dist.data.slices import TokenFile, open_parts
+from roxxel_dist.data.slices import TokenFile, open_slices
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 
 
@@ -90,7 +90,7 @@ def write_shards(
     writer: ShardWriter | None = None
     try:
         for number, raw in documents:
-            document = fit(raw, settings.dtype, options.vocab_size, number)
+            document = cast_lossless(raw, settings.dtype, options.vocab_size, number)
             size = (len(document) + per_document) * settings.dtype.itemsize
             if writer is not None and limit is not None and writer.token_bytes + size > limit:
                 after = writer.finish()
@@ -142,12 +142,12 @@ def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, 
     Raises:
         ValueError: see `Roxxel.write`. What was there before is still there.
     """
-    with staging(target.folder, target.label) as staged:
+    with staging(target.folder, target.name(0)) as staged:
         there = target.shards()
         after = None
         if append and there:
-            last = open_parts(there, alone=not target.numbered)[-1].shard
+            last = open_slices(there, alone=not target.numbered)[-1].shard
             options, after = options.continuing(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
-            raise ValueError(f"{target.folder / target.label}: there were no items to write; nothing was changed")
+            raise ValueError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
         publish(staged, () if append else [path.name for path in there])

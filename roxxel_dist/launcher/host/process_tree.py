@@ -4,12 +4,13 @@ A process with PR_SET_CHILD_SUBREAPER is given every process below it whose own 
 fork, whatever they do to their environment. So who kills its children until it has none leaves nothing. Two processes
 do that on a host. The guard is the parent of the agent; it kills what an agent that died has left. A keeper is the
 parent of one rank; it kills that rank's tree when the agent says so, or is gone. They wait for what they have killed
-so that the agent never does: a process that waits for a disk holds up nobody but its keeper.
+so that the agent never does: a process that waits for a disk holds up nobody but its keeper. A worker of Ray, which has
+threads and cannot fork, starts its keepers as programs: a trial of a sweep is such a tree.
 
 A process may only be signalled while its number is its own: children that were not reaped, or by pidfd.
 
-As a program, `process_tree.py CHILD LIMIT FOLDER`, this file is the guard. It imports no other file of the package: it
-must start within milliseconds, without site-packages.
+As a program, `process_tree.py CHILD LIMIT FOLDER`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
+keeper. It imports no other file of the package: it must start within milliseconds, without site-packages.
 """
 
 import ctypes
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, not after a fork, where a lock may be held for ever
 PF_EXITING = 0x4
-STATE, PARENT, SESSION, FLAGS, STARTED = 0, 1, 3, 6, 19
+STATE, PARENT, GROUP, SESSION, FLAGS, STARTED = 0, 1, 2, 3, 6, 19
 """Fields of `stat`."""
 KILL_S = 8.0
 """How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
 HEARTBEAT_TIMEOUT_S = 10.0
 """For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
-STOP, KILL = b"stop", b"kill"
+STOP, STOP_GROUP, KILL = b"stop", b"stop group", b"kill"
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -138,14 +139,14 @@ class Subreaper:
                     self._on_exit(self.code)
         return False
 
-    def ask_to_stop(self) -> None:
-        """SIGTERM, once, to every process of the session that the child leads.
+    def ask_to_stop(self, field: int = SESSION) -> None:
+        """SIGTERM, once, to every process of the session, or of the process group (GROUP), that the child leads.
 
         Not to what has left it: libraries start helpers so that they outlive a Ctrl-C until they are told to end.
         """
         if self.code is None:
             for pid, fields in list(processes()):  # before the first one is asked: who is started by a handler is not
-                if int(fields[SESSION]) == self.child:
+                if int(fields[field]) == self.child:
                     send(pid, fields[STARTED], signal.SIGTERM)
 
     def kill(self, limit_s: float) -> bool:
@@ -178,12 +179,17 @@ class Tree:
     """
 
     def __init__(self, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...] = ()) -> None:
-        self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stderr.flush()
-        self.keeper: int = os.fork()
-        if self.keeper == 0:
+        keeper = os.fork()
+        if keeper == 0:
             _run_keeper(far, start, holds)
         far.close()
+        self._meet(near, keeper)
+
+    def _meet(self, control: socket.socket, keeper: int) -> None:
+        self._control = control
+        self.keeper: int = keeper
         said, pidfds, _, _ = socket.recv_fds(self._control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
         if not pidfds:
             raise ChildProcessError(said.decode(errors="replace") or "its keeper was killed")
@@ -213,9 +219,9 @@ class Tree:
             if self.code is None:  # the keeper was killed, and the kernel has killed the program with it
                 self.code = -signal.SIGKILL
 
-    def ask_to_stop(self) -> None:
-        """SIGTERM to every process of the program's session."""
-        self._order(STOP)
+    def ask_to_stop(self, *, group: bool = False) -> None:
+        """SIGTERM to every process of the program's session, or, where it forwards signals, of its group alone."""
+        self._order(STOP_GROUP if group else STOP)
 
     def kill(self) -> None:
         """Kill whatever there is of it; `gone` tells when that is done."""
@@ -230,25 +236,98 @@ class Tree:
         self._control.close()
 
 
+class SpawnedTree(Tree):
+    """A program under a keeper that is started, not forked: for a process with threads.
+
+    What the program has left `linger_s` after its end is killed, as is all of it when this process ends.
+
+    Args:
+        command: the words of the program, which becomes the leader of a session.
+        env: all of its variables.
+        output: the descriptor for what it writes.
+        directory: where it runs; None: where this process does.
+        linger_s: how long what it leaves may go on.
+
+    Raises:
+        ChildProcessError: the program could not be started.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], output: int, directory: str | None, linger_s: float
+    ) -> None:
+        import subprocess
+
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), *command],
+                stdin=far.fileno(),
+                stdout=output,
+                stderr=output,
+                env=env,
+                cwd=directory,
+                start_new_session=True,
+            )
+        self._meet(near, self._process.pid)
+        self._poll = select.poll()  # select() knows no descriptor above 1,023
+        self._poll.register(self.fd, select.POLLIN)
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether nothing is left of it, waited for so long."""
+        end = time.monotonic() + limit_s
+        while not self.gone and self._poll.poll(1000 * max(0.0, end - time.monotonic())):
+            self.hear()
+            if self.gone:
+                self._process.wait()
+                self.close()
+                os.close(self.pidfd)
+        return self.gone
+
+    def end(self, stop_s: float) -> None:
+        """Ask its process group to stop, and kill what is left of it after `stop_s` seconds, or when interrupted."""
+        try:
+            if not self.wait(0):
+                self.ask_to_stop(group=True)
+                self.wait(stop_s)
+        finally:
+            self.kill()
+            while not self.wait(2 * KILL_S):  # its keeper was stopped
+                self._process.kill()
+
+
+def _run_spawned_keeper(linger_s: float, command: Sequence[str]) -> NoReturn:
+    import subprocess
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; this process has one thread
+        )
+
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a worker of Ray has signals blocked, which a program inherits
+    _run_keeper(socket.socket(fileno=0), start, None, linger_s)
+
+
 def _run_keeper(
-    control: socket.socket, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...]
+    control: socket.socket,
+    start: Callable[[], "subprocess.Popen[bytes]"],
+    holds: tuple[int, ...] | None,
+    linger_s: float = math.inf,
 ) -> NoReturn:
+    """Start a program and keep it; in a fork (`holds`) with no other files of the agent."""
     try:
-        for name in os.listdir("/proc/self/fd"):  # the ends of other keepers' sockets among them
-            if int(name) > 2 and int(name) not in (control.fileno(), *holds):
-                with suppress(OSError):
-                    os.close(int(name))
-        with open(os.devnull, "r+b") as null:
-            os.dup2(null.fileno(), 0)
-            os.dup2(null.fileno(), 1)
+        if holds is not None:
+            _close_all_but((control.fileno(), *holds))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         program = start()  # kept: its destructor would reap it
-        for fd in holds:
+        for fd in holds or ():
             os.close(fd)
         socket.send_fds(control, [b"%d" % program.pid], [os.pidfd_open(program.pid)])
-        _keep(control, program.pid)
+        _keep(control, program.pid, linger_s)
     except OSError as error:
         with suppress(OSError):
             control.send(str(error).encode()[:1024])
@@ -256,10 +335,23 @@ def _run_keeper(
         os._exit(0)
 
 
-def _keep(control: socket.socket, child: int) -> None:
-    """Tell how the child ends, and kill what is left when told to, or when nobody is there to tell."""
+def _close_all_but(kept: Sequence[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):  # the ends of other keepers' sockets among them
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):
+                os.close(int(name))
+    with open(os.devnull, "r+b") as null:
+        os.dup2(null.fileno(), 0)
+        os.dup2(null.fileno(), 1)
+
+
+def _keep(control: socket.socket, child: int, linger_s: float) -> None:
+    """Tell how the child ends, and kill what is left `linger_s` later, or when told to, or when nobody can tell."""
+    end = math.inf
 
     def tell(code: int) -> None:
+        nonlocal end
+        end = time.monotonic() + linger_s
         with suppress(OSError):
             control.send(b"%d" % code)
 
@@ -269,16 +361,15 @@ def _keep(control: socket.socket, child: int) -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    order = b""
-    while tree.reap():
-        ready = select.select([wakes, control], [], [])[0]
+    while tree.reap() and (now := time.monotonic()) < end:
+        ready = select.select([wakes, control], [], [], None if end == math.inf else end - now)[0]
         if wakes in ready:
             os.read(wakes, 1024)
         if control in ready:
             order = control.recv(16)
-            if order != STOP:
+            if order not in (STOP, STOP_GROUP):
                 break
-            tree.ask_to_stop()
+            tree.ask_to_stop(SESSION if order == STOP else GROUP)
     while not tree.kill(KILL_S) and tree.code is None:  # else what is left is the guard's
         continue
 
@@ -336,4 +427,6 @@ def _guard(child: int, limit_s: float, folder: str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "keep":
+        _run_spawned_keeper(float(sys.argv[2]), sys.argv[3:])
     _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

@@ -185,7 +185,7 @@ def knows(run_id: str) -> bool:
 def write(record: JobRecord, *, new_only: bool = False) -> None:
     """Write a record in one move; with `new_only` not over one that is there. Raises OSError."""
     record.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = record.path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = record.path.with_suffix(f".{os.urandom(4).hex()}.tmp")  # containers may share home and pid
     try:
         temporary.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
         if new_only:

@@ -1,6 +1,5 @@
 """The corpus of a study: text is made into shards once a tokenizer, and all trials read them."""
 
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -8,10 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.config import Config, UsageError
+from roxxel_dist.config import Config
 from roxxel_dist.data.discovery import is_tokens
-from roxxel_dist.data.file_lock import wait_for_lock
-from roxxel_dist.sweep.execution.process import POLL_S, Child, environment
+from roxxel_dist.data.file_lock import release_lock, wait_for_lock
+from roxxel_dist.sweep.execution.outcome import last_words
+from roxxel_dist.sweep.execution.process import POLL_S, TrialProcess, environment
 
 SILENT_S = 2.0
 LIMIT_S = 3600.0
@@ -19,13 +19,7 @@ LIMIT_S = 3600.0
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
-    """Where the shards are, or will be, that a trial of this config reads; None where its own run makes them.
-
-    Args:
-        config: of the trial.
-        data_path: what the study was given.
-        folder: where the shards of a study that was given text lie.
-    """
+    """Where the shards of a trial are, or will be (in `folder`, for text); None where its own run makes them."""
     path = config.primary_path(data_path)
     if path is None or is_tokens(path):
         return None if path is None else Path(path)
@@ -61,7 +55,7 @@ def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
         if not is_tokens(into):
             build([path], into, tokenizer=config.tokenizer_type, vocab_size=config.vocab_size).close()
     finally:
-        os.close(lock)
+        release_lock(lock)
     return str(into)
 
 
@@ -75,14 +69,8 @@ def _size(folder: Path) -> int:
 
 
 def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
-    """Have the shards that a trial reads made, in a process that ends with this one; why that failed, if it did.
-
-    Args:
-        task: of the trial; its "corpus" says of which text, and where.
-        config: the file of its Config.
-    """
-    corpus = task.get("corpus")
-    if not corpus or is_tokens(task["data_path"]):
+    """Have the shards that a trial reads made, in a process that ends with this one; why that failed, if it did."""
+    if is_tokens(task["data_path"]):
         return None
     words = [
         sys.executable,
@@ -90,23 +78,23 @@ def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
         "-m",
         "roxxel_dist.sweep.execution.corpus",
         str(config),
-        corpus["text"] or "",
-        corpus["folder"],
+        task["corpus"]["text"] or "",
+        task["corpus"]["folder"],
     ]
-    child = Child(words, environment({}), Path(task["log"]), "shards of the text", task.get("directory"))
+    process = TrialProcess(words, environment({}), Path(task["log"]), "shards of the text", task.get("directory"))
     try:
-        while child.wait(POLL_S) is None:
+        while process.wait(POLL_S) is None:
             pass
     finally:
-        code = child.end()
-    return None if code == 0 else (child.said().strip().splitlines() or [f"exit code {code}"])[-1]
+        code = process.end()
+    return None if code == 0 else last_words(process.output()) or f"exit code {code}"
 
 
 def main(config: str, data_path: str, folder: str) -> int:
     """`python -m roxxel_dist.sweep.execution.corpus CONFIG DATA FOLDER`: it may take much memory."""
     try:
         make_shards(Config.from_yaml(config), data_path or None, Path(folder))
-    except (UsageError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"roxxel-dist: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

@@ -47,44 +47,56 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
     if find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
     sweep_leftovers()
-    folder, lock = _make()
     handler = signal.getsignal(signal.SIGTERM)
-    try:
-        token = folder / "token"
-        token.touch(mode=0o600)
-        token.write_text(TOKEN)
-        with ray_variables({**ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token)}):
-            os.environ.pop("RAY_AUTH_TOKEN", None)
-            import ray
+    with _held_folder() as folder, ray_variables({**ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(folder / "token")}):
+        (folder / "token").touch(mode=0o600)
+        (folder / "token").write_text(TOKEN)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        import ray
 
-            if ray.is_initialized():
-                raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
-            # Its processes inherit what is blocked. A terminal that is closed tells all of its processes, and those of
-            # Ray would end before their driver has told its trials to save.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-            try:
-                try:
-                    ray.init(
-                        address="local",  # also where RAY_ADDRESS names a cluster
-                        num_cpus=max(1, math.ceil(workers * cpus)),
-                        object_store_memory=STORE_BYTES,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        configure_logging=False,
-                        logging_level=logging.ERROR,
-                        _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
-                        _node_ip_address="127.0.0.1",
-                    )
-                except Exception as error:  # a bare one, where its processes took too long
-                    raise ClusterError(f"Ray does not start on this machine: {error}") from error
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                yield ray
-            finally:
-                ray.shutdown()
+        if ray.is_initialized():
+            raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
+        try:
+            _start(ray, folder, max(1, math.ceil(workers * cpus)))
+            yield ray
+        finally:
+            ray.shutdown()
+            with suppress(ValueError):  # not in the main thread: Ray has left it alone
+                signal.signal(signal.SIGTERM, handler)
+
+
+def _start(ray: Any, folder: Path, cpus: int) -> None:
+    # Its processes inherit what is blocked. A terminal that is closed tells all of its processes, and those of Ray
+    # would end before their driver has told its trials to save.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        ray.init(
+            address="local",  # also where RAY_ADDRESS names a cluster
+            num_cpus=cpus,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # a bare one, where its processes took too long
+        raise ClusterError(f"Ray does not start on this machine: {error}") from error
     finally:
-        with suppress(ValueError):  # not in the main thread: Ray has left it alone
-            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _held_folder() -> Iterator[Path]:
+    """A new directory, which is held as long as this process lives, and taken away at the end."""
+    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_parent()))
+    lock = os.open(hidden / HELD, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = hidden.rename(hidden.with_name(hidden.name[1:]))  # seen by others only now that it is held
+    try:
+        yield folder
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -104,14 +116,5 @@ def sweep_leftovers() -> None:
 
 
 def _parent() -> Path:
-    """Where to make it."""
     usual = Path(tempfile.gettempdir())
     return usual if len(str(usual)) + len(PREFIX) + 8 <= LONGEST else Path("/tmp")
-
-
-def _make() -> tuple[Path, int]:
-    """A new directory, and a descriptor that holds it as long as this process lives."""
-    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_parent()))
-    lock = os.open(made / HELD, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return made.rename(made.with_name(made.name[1:])), lock  # seen by others only now that it is held

@@ -1,4 +1,4 @@
-"""What a trial reports, read while it trains: from the metrics of its run directory."""
+"""What a trial reports, read while it runs: from the metrics of its run directory."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from roxxel_dist.run_directory import METRICS, SUMMARY
 from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
 
 Report = tuple[int, float]
-CHOSEN = {
+SUMMARIZED = {
     "train_loss": operator.itemgetter(-1),
     "tokens": operator.itemgetter(-1),
     "vram_gb": max,
@@ -23,7 +23,7 @@ CHOSEN = {
 """Metrics that are kept with a result, and which of their values."""
 
 
-class RunReader:
+class MetricsTail:
     """Follows `metrics.jsonl` of a run.
 
     Args:
@@ -36,8 +36,8 @@ class RunReader:
 
     def __init__(self, run: Path, metric: str) -> None:
         self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
-        self._rows: dict[int, Mapping[str, Any]] = {}
-        self._told = -1
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._reported = -1
         self.names: set[str] = set()
 
     def read(self, *, last: bool = False) -> list[Report]:
@@ -46,42 +46,35 @@ class RunReader:
         Args:
             last: the run has ended, this is the last call.
         """
-        found = []
         if self._log.replaced():  # a run that goes on cuts its log to its checkpoint
             self._log.restart()
+        reports: list[Report] = []
         for row in self._log.objects():
-            step = int(row["step"] or 0)
-            self._rows[step] = row
-            self.names |= row.keys() - {"step"}
-            # A run that goes back to its checkpoint writes rows again that were reported.
-            if self._metric in row and step > self._told:
-                self._told = step
-                value = row[self._metric]
-                found.append((step, math.nan if value is None else float(value)))
-        return found
+            step, value = int(row.pop("step") or 0), row.get(self._metric)
+            reports += self._add(step, row, math.nan if value is None and self._metric in row else value)
+        return reports
 
-    def more(self) -> dict[str, Any]:
-        """What else is worth knowing of a trial: all of it where the run has it."""
-        return more_of(self._rows) | self._parameters()
+    def _add(self, step: int, row: Mapping[str, Any], value: float | None) -> list[Report]:
+        """Keep a row; the report in it, unless its step was reported: a run goes back to its checkpoint."""
+        self._rows.setdefault(step, {}).update(row)
+        self.names |= {name for name in row if not name.startswith("_")}
+        if value is None or step <= self._reported:
+            return []
+        self._reported = step
+        return [(step, value)]
 
-    def _parameters(self) -> dict[str, int]:
+    def summarize(self) -> dict[str, Any]:
+        """How far the run came, its last losses, most memory, usual speed and size, where it has them."""
+        summary: dict[str, Any] = {"steps": max(self._rows)} if self._rows else {}
+        for name, choose in SUMMARIZED.items():
+            values = [row[name] for _, row in sorted(self._rows.items()) if isinstance(row.get(name), int | float)]
+            summary |= {name: choose(values)} if values else {}
         try:
-            summary = json.loads((self._run / SUMMARY).read_text(encoding="utf-8"))
+            written = json.loads((self._run / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return {}
-        return {name: summary[name] for name in ("parameters", "trainable_parameters") if name in summary}
+            return summary
+        return summary | {name: written[name] for name in ("parameters", "trainable_parameters") if name in written}
 
     def close(self) -> None:
         """Close the file."""
         self._log.close()
-
-
-def more_of(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """How far a run came, its last losses, most memory and usual speed, where its rows have them; rows by step."""
-    if not rows:
-        return {}
-    found: dict[str, Any] = {"steps": max(rows)}
-    for name, choose in CHOSEN.items():
-        known = [rows[step][name] for step in sorted(rows) if isinstance(rows[step].get(name), int | float)]
-        found |= {name: choose(known)} if known else {}
-    return found

@@ -1,4 +1,4 @@
-"""How a trial's program ended: whose fault it was, and the line that says why."""
+"""The outcome of a trial's program: whose fault its end was, and the line that says why."""
 
 import re
 from collections.abc import Collection
@@ -10,7 +10,9 @@ OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 SHAPE = re.compile(r"^(TypeError|ValueError)\b.*(shape|dot_general|broadcast|dimension|incompatible)", re.IGNORECASE)
 END_LINES = 40
-BEGIN = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
+OURS = "roxxel-dist: "
+"""Begins what this package says."""
 MACHINES_FAULT = {
     EXIT_DRAINED: "it was asked to stop by somebody else; its checkpoint is saved",
     EXIT_PREFLIGHT: "the checks before its start failed",
@@ -20,51 +22,54 @@ MACHINES_FAULT = {
 KILLED = {128 + 9: "SIGKILL", 128 + 15: "SIGTERM"}
 
 
-def machines_fault(code: int, *, ours: bool) -> str | None:
-    """Why a trial was lost that would have gone on elsewhere; None where it failed by itself, or did not fail.
+def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
+    """(kind, reason) of a program that failed.
+
+    The kind is "lost" where a machine did it, and the trial goes on elsewhere; "fatal" where no trial can go on (a full
+    disk says nothing of its parameters); or else what the trial did wrong: nan, oom, shape or error.
 
     Args:
         code: its exit code, 128 + N for signal N.
+        output: what it wrote.
         ours: the program is one of this package, whose exit codes mean what they say.
     """
     if code in KILLED:
-        return f"its process was killed by {KILLED[code]}"
-    return MACHINES_FAULT.get(code) if ours else None
-
-
-def disk_full(said: str) -> str | None:
-    """Why no trial can go on where this one wrote that; None where it did not. It says nothing of its parameters."""
-    found = DISK_FULL.search(said)
-    return f"a trial could not write ({found[0]}): make room, and start the sweep again" if found else None
-
-
-def failure(code: int, said: str) -> tuple[str, str]:
-    """(kind, reason) of a program that ended with such a code, having written this."""
+        return "lost", f"its process was killed by {KILLED[code]}"
+    if ours and code in MACHINES_FAULT:
+        return "lost", MACHINES_FAULT[code]
+    if full := disk_full(output):
+        return "fatal", full
     # Said last but for what others say while the process ends: W&B's client, its threads.
-    bad = next((line for line in reversed(said.splitlines()[-END_LINES:]) if NAN.search(line)), None)
+    bad = next((line for line in reversed(output.splitlines()[-END_LINES:]) if NAN.search(line)), None)
     if bad is not None:
-        return "nan", bad.rpartition("roxxel-dist: ")[2].strip()
-    reason = last_words(said) or f"it ended with exit code {code} and wrote nothing"
-    if OUT_OF_MEMORY.search(reason) or (code > 128 and OUT_OF_MEMORY.search(said)):
+        return "nan", bad.rpartition(OURS)[2].strip()
+    reason = last_words(output) or f"it ended with exit code {code} and wrote nothing"
+    if OUT_OF_MEMORY.search(reason) or (code > 128 and OUT_OF_MEMORY.search(output)):
         return "oom", reason
     return "shape" if SHAPE.search(reason) else "error", reason
 
 
-def last_words(said: str) -> str:
+def disk_full(text: str) -> str | None:
+    """Why no trial can go on where this was said; None where it does not mean that."""
+    match = DISK_FULL.search(text)
+    return f"a trial could not write ({match[0]}): make room, and start the sweep again" if match else None
+
+
+def last_words(output: str) -> str:
     """The line of the last exception, or else the last line."""
-    lines = [line.rstrip() for line in said.splitlines()]
-    begins = [i for i, line in enumerate(lines) if line.endswith(BEGIN)]
+    lines = [line.rstrip() for line in output.splitlines()]
+    begins = [i for i, line in enumerate(lines) if line.endswith(TRACEBACK)]
     if begins:
-        prefix = lines[begins[-1]].removesuffix(BEGIN)
+        prefix = lines[begins[-1]].removesuffix(TRACEBACK)
         after = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :] if line.startswith(prefix)]
-        told = [line for line in after if line and not line[0].isspace()]
-        if told:
-            return told[0]
-    told = [line for line in lines if line.strip()]
-    return told[-1].removeprefix("roxxel-dist: ") if told else ""
+        if error := next((line for line in after if line and not line[0].isspace()), ""):
+            return error
+    return next((line.removeprefix(OURS) for line in reversed(lines) if line.strip()), "")
 
 
 def unreported(metric: str, names: Collection[str]) -> str:
     """The reason of a trial that ended well and never logged the metric."""
-    told = f"it logged {', '.join(sorted(names))}" if names else "it logged nothing"
-    return f"the trial ended and never reported {metric!r}: {told}; name one of those under `metric`, or log {metric!r}"
+    logged = f"it logged {', '.join(sorted(names))}" if names else "it logged nothing"
+    return (
+        f"the trial ended and never reported {metric!r}: {logged}; name one of those under `metric`, or log {metric!r}"
+    )

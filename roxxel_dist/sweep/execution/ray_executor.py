@@ -1,6 +1,6 @@
-"""The trials that run as Ray tasks: submitted, heard, cancelled, and made to end.
+"""Trials as Ray tasks: submitted, heard, cancelled, and made to end; and what a task does inside its worker.
 
-A trial inside a Ray worker: runs the trial's generator, hears Ray's cancel at once, and dies with the driver.
+A task runs the generator of its trial, hears Ray's cancel at once, and dies with the driver.
 """
 
 import math
@@ -15,18 +15,26 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal
 
+from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
 from roxxel_dist.launcher.jobs.record import Process, is_alive, this_process
 from roxxel_dist.sweep.execution.outcome import disk_full
 
 Item = dict[str, Any]
 END_S = 20.0
 """How long a trial has that was told to end; then it is killed."""
+GIVE_UP_S = END_S + 10.0
+"""After so long a trial should have ended, or its worker have killed it."""
+GET_S = 0.5
+"""So long a value may take to come here; then signals are looked at, and it is waited for again."""
+ASK_S, LOST_S = 2.0, 30.0
+"""How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
+CancelReason = Literal["stop", "drain", "ended"]
 
 
-def name_of(run: Callable[[Item], Iterator[Item]]) -> str:
+def function_name(run: Callable[[Item], Iterator[Item]]) -> str:
     """A function of a module as `module:name`. Raises ValueError for one that a worker could not import."""
     name = getattr(run, "__qualname__", "<")
     if "<" in name or run.__module__ == "__main__":
@@ -34,90 +42,53 @@ def name_of(run: Callable[[Item], Iterator[Item]]) -> str:
     return f"{run.__module__}:{name}"
 
 
-def driver() -> dict[str, Any]:
-    """The process that calls, as its workers know it."""
-    return {
-        "process": asdict(this_process()),
-        "namespace": _namespace(),
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-    }
-
-
 def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
-    """Run a trial. Yields what `run` yields.
+    """Run a trial: the generator function `run`, as `module:name`. Yields what it yields.
 
-    Besides, {"start"} gets the address of this node, an error of `run` becomes a {"fail"}, and {"broken": {"reason"}}
-    tells that no trial can run here.
-
-    Args:
-        run: a generator function, as `module:name`.
-        task: what it is called with.
-        driver: whom to die with, where that can be seen from here, and whose OMP_NUM_THREADS to have: Ray sets its own.
+    Besides, {"start"} gets the address of this node, an error becomes a {"fail"}, and {"fatal": {"reason"}} tells that
+    no trial can run here. This process dies with the driver, where that can be seen from here.
     """
-    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets its own
     if driver["threads"] is not None:
         os.environ["OMP_NUM_THREADS"] = driver["threads"]
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGINT}
-    )  # Ray blocks it, and what the trial starts inherits that
-    signal.signal(signal.SIGURG, _noted)
-    reads, writes = os.pipe()
+    signal.signal(signal.SIGURG, lambda *_: None)  # only the return from a system call is wanted
+    wakes, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     over = threading.Event()
-    threading.Thread(target=_watch, args=(reads, driver, over), daemon=True).start()
+    threading.Thread(target=_watch, args=(wakes, driver, over), daemon=True).start()
     try:
-        yield from _told(run, task)
+        yield from _events(run, task)
     finally:
         over.set()
 
 
-def _told(run: str, task: Item) -> Iterator[Item]:
+def _events(run: str, task: Item) -> Iterator[Item]:
+    import ray
+
+    node = ray.util.get_node_ip_address()
     try:
         function = resolve_name(run)
     except (ImportError, AttributeError) as error:
-        yield {
-            "broken": {"reason": f"{_node()} cannot import {run} ({error}): install the same packages there as here"}
-        }
+        reason = f"{node} cannot import {run} ({error}): install the same packages there as here"
+        yield {"fatal": {"reason": reason}}
         return
     if task.get("ray_address"):  # `auto` may mean another cluster, to a process that the trial starts here
-        import ray
-
         task = task | {"ray_address": ray.get_runtime_context().gcs_address}
     try:
         for item in function(task):
-            if "start" in item:
-                yield {"start": {**item["start"], "node": _node()}}
-            else:
-                yield item
+            yield {"start": {**item["start"], "node": node}} if "start" in item else item
     except Exception as error:
         if full := disk_full(str(error)):
-            yield {"broken": {"reason": f"{_node()}: {full}"}}
+            yield {"fatal": {"reason": f"{node}: {full}"}}
             return
-        reason = f"{type(error).__name__}: {error}"
+        if log := task.get("log"):
+            with suppress(OSError):  # the reason is told all the same
+                Path(log).parent.mkdir(parents=True, exist_ok=True)
+                with Path(log).open("a", encoding="utf-8") as file:
+                    file.write(traceback.format_exc())
         kind = "oom" if isinstance(error, MemoryError) else "error"
-        _keep(traceback.format_exc(), task.get("log"))
-        yield {"fail": {"kind": kind, "reason": reason, "log": task.get("log")}}
-
-
-def _keep(text: str, log: str | None) -> None:
-    """Add a traceback to the trial's log."""
-    if log is not None:
-        with suppress(OSError):  # the reason is told all the same
-            Path(log).parent.mkdir(parents=True, exist_ok=True)
-            with Path(log).open("a", encoding="utf-8") as file:
-                file.write(text)
-
-
-def _node() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address()
-
-
-def _namespace() -> str:
-    """Which numbers of processes are seen here."""
-    return os.readlink("/proc/self/ns/pid")
+        yield {"fail": {"kind": kind, "reason": f"{type(error).__name__}: {error}", "log": log}}
 
 
 def _watch(wakes: int, driver: Mapping[str, Any], over: threading.Event) -> None:
@@ -147,78 +118,61 @@ def _watch(wakes: int, driver: Mapping[str, Any], over: threading.Event) -> None
 
 
 def _pidfd(process: Process) -> int:
-    """A descriptor that is ready when the driver has died."""
-    try:
+    """A descriptor that is ready when the driver has died; where it has died already, so does this process."""
+    with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        pidfd = None
-    if pidfd is None or not is_alive(process):  # asked after: the number cannot be another process's now
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise SystemExit
-    return pidfd
+        if is_alive(process):  # asked after: the number cannot be another process's now
+            return pidfd
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """Only the return from a system call was wanted."""
-
-
-GIVE_UP_S = END_S + 10.0
-"""After so long a trial should have ended, or its worker have killed it."""
-LISTED = 8
-"""Nodes that a message names."""
-GET_S = 0.5
-"""So long a value may take to come here; then signals are looked at, and it is waited for again."""
-ASK_S, LOST_S = 2.0, 30.0
-"""How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
-Verdict = Literal["stop", "drain", "ended"]
+def _namespace() -> str:
+    """Which numbers of processes are seen here."""
+    return os.readlink("/proc/self/ns/pid")
 
 
 @dataclass(kw_only=True, eq=False)
-class Running:
-    """One try of a trial."""
+class Attempt:
+    """One attempt at a trial."""
 
     trial: int
     attempt: int
     losses: int
-    """Tries of it that were lost before this one, since the driver started."""
+    """Attempts that were lost before this one, since the driver started."""
     stream: Any
     since: float = field(default_factory=time.monotonic)
     """When it was submitted or, from `heard` on, when it began."""
     heard: bool = False
-    verdict: Verdict | None = None
+    cancel_reason: CancelReason | None = None
     """What was decided about it: stopped early, to be run again by the next start, or told its end already."""
     end: float | None = None
     """When its process must be gone."""
     cancelled: bool = False
-    told: bool = False
+    announced: bool = False
     """That it waits for room."""
     value: Any = None
     """The reference of a value that has not come yet."""
 
 
-class Pool:
-    """Trials as streaming Ray tasks, one process each, that Ray never runs again on its own.
-
-    Args:
-        ray: the module, connected.
-        run: the body of a trial.
-        resources: of each, as Ray counts them.
-    """
+class RayExecutor:
+    """Trials as streaming Ray tasks, one process each, that Ray never runs again on its own."""
 
     def __init__(self, ray: Any, run: Callable[[Item], Iterator[Item]], resources: Mapping[str, float]) -> None:
         self._ray = ray
-        self._run = name_of(run)
-        self._driver = driver()
+        self._run = function_name(run)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        self._driver = {"process": asdict(this_process()), "namespace": _namespace(), "threads": threads}
         self._resources = resources
         self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(body)
-        self.running: list[Running] = []
+        self.running: list[Attempt] = []
         self._free: Mapping[str, float] = {}
         self._answered, self._died = time.monotonic(), False
         self._closed = threading.Event()
         # In a thread of its own: with a cluster that is gone the call lasts ten minutes, in which no signal is heard.
         self._asks = threading.Thread(target=self._ask, name="ray-health", daemon=True)
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> "RayExecutor":
         self._asks.start()
         return self
 
@@ -240,81 +194,78 @@ class Pool:
         return self._died or time.monotonic() - self._answered >= LOST_S
 
     def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
-        """Start a try; it waits in Ray for room."""
+        """Start an attempt; it waits in Ray for room."""
         stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
-        self.running.append(Running(trial=trial, attempt=attempt, losses=losses, stream=stream))
+        self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=stream))
 
-    def wait(self, seconds: float) -> list[tuple[Running, Item]]:
+    def wait(self, seconds: float) -> list[tuple[Attempt, Item]]:
         """What trials say, as soon as one does, or nothing after so long.
 
-        Besides what the body yields: {"lost": {"reason"}}, {"broken": {"reason"}}, and {"gone": {}} for a task that
+        Besides what the body yields: {"lost": {"reason"}}, {"fatal": {"reason"}}, and {"exited": {}} for a task that
         has ended, the last of it.
         """
-        waited = [one.stream if one.value is None else one.value for one in self.running]
-        ready, _ = self._ray.wait(waited, num_returns=1, timeout=seconds)
-        heard = [one for one, handle in zip(self.running, waited, strict=True) if any(handle is item for item in ready)]
-        return [(one, item) for one in heard for item in self._next(one)]
+        handles = [attempt.stream if attempt.value is None else attempt.value for attempt in self.running]
+        ready, _ = self._ray.wait(handles, num_returns=1, timeout=seconds)
+        heard = [attempt for attempt, handle in zip(self.running, handles, strict=True) if _is_in(handle, ready)]
+        return [(attempt, item) for attempt in heard for item in self._read(attempt)]
 
-    def _next(self, one: Running) -> list[Item]:
-        from ray.exceptions import (
-            GetTimeoutError,
-            LocalRayletDiedError,
-            RayError,
-            RayTaskError,
-            RuntimeEnvSetupError,
-            TaskCancelledError,
-        )
+    def _read(self, attempt: Attempt) -> list[Item]:
+        from ray import exceptions
 
         try:
-            one.value = next(one.stream) if one.value is None else one.value
-            item = self._ray.get(one.value, timeout=GET_S)
-            one.value = None
-        except GetTimeoutError:
+            attempt.value = next(attempt.stream) if attempt.value is None else attempt.value
+            item = self._ray.get(attempt.value, timeout=GET_S)
+            attempt.value = None
+        except exceptions.GetTimeoutError:
             return []  # its node may be gone: it is waited for again, between looks at signals and cluster
-        except LocalRayletDiedError:
+        except exceptions.LocalRayletDiedError:
             self._died = True  # nothing more can be run from here, and no trial is to blame
             return []
-        except (StopIteration, TaskCancelledError):
-            return [{"gone": {}}]
-        except (RayTaskError, RuntimeEnvSetupError) as error:
+        except (StopIteration, exceptions.TaskCancelledError):
+            return [{"exited": {}}]
+        except (exceptions.RayTaskError, exceptions.RuntimeEnvSetupError) as error:
             why = f"a Ray worker cannot run a trial ({str(error).strip().splitlines()[-1]})"
-            return [{"broken": {"reason": f"{why}: is roxxel-dist installed on its node?"}}, {"gone": {}}]
-        except RayError as error:
+            return [{"fatal": {"reason": f"{why}: is roxxel-dist installed on its node?"}}, {"exited": {}}]
+        except exceptions.RayError as error:
             why = " ".join(str(error).split()).partition(". ")[0]
-            return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"gone": {}}]
+            return [{"lost": {"reason": f"{type(error).__name__}: {why}"}}, {"exited": {}}]
         return [item]
 
-    def cancel(self, one: Running, verdict: Verdict) -> None:
-        """Tell a try to end: its body sees KeyboardInterrupt, and is killed where that does not help."""
-        one.verdict, one.end, one.cancelled = verdict, time.monotonic() + GIVE_UP_S, True
-        self._ray.cancel(one.stream)
+    def cancel(self, attempt: Attempt, reason: CancelReason) -> None:
+        """Tell an attempt to end: its body sees KeyboardInterrupt, and is killed where that does not help."""
+        attempt.cancel_reason, attempt.end, attempt.cancelled = reason, time.monotonic() + GIVE_UP_S, True
+        self._ray.cancel(attempt.stream)
 
-    def leave(self, one: Running) -> None:
-        """A try has told its last: it ends by itself."""
-        one.verdict, one.end = "ended", time.monotonic() + END_S
+    def await_exit(self, attempt: Attempt) -> None:
+        """An attempt has told its last: it ends by itself."""
+        attempt.cancel_reason, attempt.end = "ended", time.monotonic() + END_S
 
-    def overdue(self) -> list[Running]:
-        """Those that did not end by any means; those that did not end by themselves are told to."""
+    def expire(self) -> list[Attempt]:
+        """Attempts that did not end by any means; those that did not end by themselves are told to."""
         late = [one for one in self.running if one.end is not None and time.monotonic() >= one.end]
-        lost = [one for one in late if one.cancelled]
-        for one in late:
-            if not one.cancelled:
-                self.cancel(one, "ended")
+        lost = [attempt for attempt in late if attempt.cancelled]
+        for attempt in late:
+            if not attempt.cancelled:
+                self.cancel(attempt, "ended")
         return lost
 
     def waiting(self, seconds: float) -> str | None:
         """What to tell a person about trials that found no room for so long; each is told of once."""
-        late = time.monotonic() - seconds
-        new = [one for one in self.running if not (one.heard or one.told or one.end) and one.since < late]
+        before = time.monotonic() - seconds
+        new = [one for one in self.running if not (one.heard or one.announced or one.end) and one.since < before]
         if not new:
             return None
-        for one in new:
-            one.told = True
-        wanted, free = self._resources, self._free
+        for attempt in new:
+            attempt.announced = True
+        needed, free = self._resources, self._free
         return (
-            f"trial {', '.join(str(one.trial) for one in new)} waits for room in Ray: needed {amounts(wanted, wanted)} "
-            f"on one node; free now, together: {amounts(free, wanted)}"
+            f"trial {', '.join(str(attempt.trial) for attempt in new)} waits for room in Ray: needed "
+            f"{amounts(needed, needed)} on one node; free now, together: {amounts(free, needed)}"
         )
+
+
+def _is_in(handle: Any, ready: Sequence[Any]) -> bool:
+    return any(handle is item for item in ready)
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
@@ -326,18 +277,9 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> None:
     """Raises ValueError where no node could ever run a trial, with what there is."""
-    alive = [node for node in nodes if node["Alive"]]
-    if any(all(node["Resources"].get(name, 0) >= wanted for name, wanted in resources.items()) for node in alive):
-        return
-    names = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'], resources)})" for node in alive]
-    told = ", ".join(names[:LISTED])
-    more = f" and {len(alive) - LISTED} more" if len(alive) > LISTED else ""
-    raise ValueError(
-        f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus_per_trial), and no node has "
-        f"that: {told}{more}. Ask for less, or start larger nodes"
-    )
-
-
-def amounts(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
-    """How much there is of each name, for people."""
-    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names) or "nothing"
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    if not any(all(node.get(name, 0) >= amount for name, amount in resources.items()) for node in alive):
+        raise ValueError(
+            f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus_per_trial), and no node "
+            f"has that: {capacities(nodes, resources)}. Ask for less, or start larger nodes"
+        )

@@ -1,44 +1,43 @@
-"""How much each parameter matters."""
+"""Importance: the share of each parameter in the spread of the metric."""
 
 from roxxel_dist.sweep.study import Study
 
 FEWEST = 8
 """Trials with a value below which shares would be made of chance."""
 SAMPLES = 2048
-MOST = 500
-"""Trials that the process is fitted to: its cost grows with their cube."""
+CONDITIONED_ON = 500
+"""Trials that the process is given: its cost grows with their cube."""
 
 
 def importances(study: Study) -> dict[str, float]:
     """The share that each searched parameter has in the spread of the metric over the space; they sum to 1.
 
-    The Gaussian process of `bayes` is fitted to the trials, and tells what it believes of points all over the space: a
-    share is the parameter's total Sobol' index (Jansen 1999, doi 10.1016/S0010-4655(98)00154-4), what it does together
-    with others included. Empty where there are too few trials, or nothing to tell apart.
+    The Gaussian process of `bayes` is fitted to the trials, and predicts points all over the space: a share is the
+    parameter's total Sobol' index (Jansen 1999, doi 10.1016/S0010-4655(98)00154-4), what it does together with others
+    included. Empty where there are too few trials, or nothing to tell apart.
     """
     import numpy as np
+    from threadpoolctl import threadpool_limits
 
-    from roxxel_dist.sweep.samplers.bayes import LEARN_FROM, Coding, informative, one_thread, usual_values
-    from roxxel_dist.sweep.samplers.gp import fit, learn
+    from roxxel_dist.sweep.samplers import gp
+    from roxxel_dist.sweep.samplers.bayes import FIT_TO, SpaceTransform, standardize, training_subset
 
     free = study.sweep.space.free
-    trials = [one for one in study.done if len(one.point) == len(free)]
-    if len(trials) < FEWEST or len({one.value for one in trials}) < 2 or not free:
+    trials = [trial for trial in study.done if len(trial.point) == len(free)]
+    if len(trials) < FEWEST or len({trial.value for trial in trials}) < 2 or not free:
         return {}
-    coding, chance = Coding(study.sweep.space, study.sweep.rules), np.random.default_rng(0)
-    points = coding.encode(coding.rows([tuple(one.point) for one in trials]))
-    values = usual_values([study.sweep.sign * float(one.value or 0.0) for one in trials])
-    cubes = [coding.from_cube(chance.random((SAMPLES, coding.dims))) for _ in range(2)]
-    with one_thread():
-        few = informative(values, LEARN_FROM)
-        theta = learn(points[few], values[few])
-        some = informative(values, MOST)
-        process = fit(points[some], values[some], theta)
-        believed = process.believe(coding.encode(cubes[0]))[0]
-        found = []
-        for dim in range(coding.dims):
-            changed = cubes[0].copy()
-            changed[:, dim] = cubes[1][:, dim]
-            found.append(float(np.mean((believed - process.believe(coding.encode(changed))[0]) ** 2)))
-    whole = sum(found)
-    return {one.name: share / whole for one, share in zip(free, found, strict=True)} if whole > 0 else {}
+    transform, rng = SpaceTransform(study.sweep), np.random.default_rng(0)
+    features = transform.encode(transform.rows([tuple(trial.point) for trial in trials]))
+    values = standardize([study.sweep.sign * float(trial.value or 0.0) for trial in trials])
+    rows, others = (transform.from_cube(rng.random((SAMPLES, transform.dims))) for _ in range(2))
+    with threadpool_limits(1, user_api="blas"):
+        subset, given = training_subset(values, FIT_TO), training_subset(values, CONDITIONED_ON)
+        theta = gp.fit_hyperparameters(features[subset], values[subset])
+        process = gp.condition(features[given], values[given], theta)
+        means, spread = process.predict(transform.encode(rows))[0], []
+        for dim in range(transform.dims):
+            changed = rows.copy()
+            changed[:, dim] = others[:, dim]
+            spread.append(float(np.mean((means - process.predict(transform.encode(changed))[0]) ** 2)))
+    total = sum(spread)
+    return {parameter.name: share / total for parameter, share in zip(free, spread, strict=True)} if total > 0 else {}

@@ -26,7 +26,7 @@ SPREAD = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class PlotScale:
     """The axis of one parameter, or of the metric."""
 
     name: str
@@ -34,14 +34,14 @@ class Axis:
     """Values in a row beside each other; None for an axis of numbers."""
     is_log: bool
 
-    def place(self, value: Any) -> float | None:
+    def position(self, value: Any) -> float | None:
         """Where a value lies: its number among names, or itself. None for one that was left out."""
         if self.names is None:
             return float(value) if _is_number(value) else None
         return float(self.names.index(short(value))) if short(value) in self.names else None
 
 
-def axis(name: str, values: Sequence[Any], distribution: Distribution | None = None) -> Axis:
+def plot_scale(name: str, values: Sequence[Any], distribution: Distribution | None = None) -> PlotScale:
     """The axis on which these values lie; of a parameter with endless values one of numbers, however few were tried."""
     known = [value for value in values if value is not None]
     distinct = {short(value): value for value in known}
@@ -50,9 +50,9 @@ def axis(name: str, values: Sequence[Any], distribution: Distribution | None = N
     if numeric and (endless or len(distinct) > MANY):
         least, most = min(known), max(known)
         is_log = distribution is not None and "log" in distribution.name
-        return Axis(name=name, names=None, is_log=least > 0 and (is_log or most / least >= SPREAD))
+        return PlotScale(name=name, names=None, is_log=least > 0 and (is_log or most / least >= SPREAD))
     ordered = sorted(distinct, key=distinct.__getitem__) if numeric else sorted(distinct)
-    return Axis(name=name, names=tuple(ordered), is_log=False)
+    return PlotScale(name=name, names=tuple(ordered), is_log=False)
 
 
 def column(params: Sequence[dict[str, Any]], name: str) -> list[Any]:
@@ -166,7 +166,7 @@ def _parallel(study: Study, names: Sequence[str], picture: Path) -> Path:
     trials = list(reversed(study.done))
     columns = {name: column([one.params for one in trials], name) for name in names} | {study.sweep.metric: values}
     kinds = _distributions(study)
-    axes_of = [axis(name, found, kinds.get(name)) for name, found in columns.items()]
+    axes_of = [plot_scale(name, found, kinds.get(name)) for name, found in columns.items()]
     heights = [_heights(one, columns[one.name]) for one in axes_of]
     figure = Figure(figsize=(max(7.0, 1.15 * len(axes_of)), 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -188,12 +188,12 @@ def _parallel(study: Study, names: Sequence[str], picture: Path) -> Path:
     return picture
 
 
-def _scaled(one: Axis, values: Sequence[Any]) -> list[float | None]:
-    places = [one.place(value) for value in values]
+def _scaled(one: PlotScale, values: Sequence[Any]) -> list[float | None]:
+    places = [one.position(value) for value in values]
     return [None if place is None else math.log(place) if one.is_log else place for place in places]
 
 
-def _heights(one: Axis, values: Sequence[Any]) -> list[float | None]:
+def _heights(one: PlotScale, values: Sequence[Any]) -> list[float | None]:
     """Places from 0 to 1."""
     places = _scaled(one, values)
     known = [place for place in places if place is not None]
@@ -201,12 +201,12 @@ def _heights(one: Axis, values: Sequence[Any]) -> list[float | None]:
     return [None if place is None else (place - least) / span if span else 0.5 for place in places]
 
 
-def _ticks(one: Axis, values: Sequence[Any]) -> list[tuple[str, float]]:
+def _ticks(one: PlotScale, values: Sequence[Any]) -> list[tuple[str, float]]:
     """What is written along an axis, and how high."""
     if one.names is not None:
         most = max(1, len(one.names) - 1)
         return [(name, number / most if len(one.names) > 1 else 0.5) for number, name in enumerate(one.names)]
-    places = [place for place in map(one.place, values) if place is not None]
+    places = [place for place in map(one.position, values) if place is not None]
     return [(f"{min(places):.3g}", 0.0), (f"{max(places):.3g}", 1.0)]
 
 
@@ -222,8 +222,8 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
     for number, name in enumerate(names):
         axes = figure.add_subplot(tall, wide, number + 1)
         values = column([one.params for one in trials], name)
-        found = axis(name, values, kinds.get(name))
-        places = [found.place(value) for value in values]
+        found = plot_scale(name, values, kinds.get(name))
+        places = [found.position(value) for value in values]
         shown = [
             (x, one.value, one.number)
             for x, one in zip(places, trials, strict=True)
@@ -278,7 +278,7 @@ def peak_memory(run: Run) -> float | None:
     return next((max(found) for key in MEMORY if (found := [row[key] for row in run.rows if key in row])), None)
 
 
-def middle(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+def median_curve(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
     """The median of several lines of (x, y); one that has ended keeps its last value, and counts from its first."""
     start = max(line[0][0] for line in lines)
     stop = max(line[-1][0] for line in lines)
@@ -305,7 +305,7 @@ def _curves(study: Study, name: str, groups: dict[str, list[Run]], picture: Path
         for line in lines:
             axes.plot(*zip(*line, strict=True), color=f"C{number}", lw=0.7, alpha=0.3)
         label = f"{name} {value}: median of {len(group)}"
-        axes.plot(*zip(*middle(lines), strict=True), color=f"C{number}", lw=2.4, label=label)
+        axes.plot(*zip(*median_curve(lines), strict=True), color=f"C{number}", lw=2.4, label=label)
     axes.set(xlabel="tokens", ylabel=study.sweep.metric)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

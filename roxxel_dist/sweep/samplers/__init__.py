@@ -1,76 +1,79 @@
-"""Engines: what asks for trials. `make` gives one; it needs nothing else of this package.
+"""Search methods of a sweep. `make` gives one; it needs nothing else of this package.
 
-    engine = make({"parameters": {"lr": {"min": 1.0e-4, "max": 1.0e-2}}})
-    trial, params = engine.ask()
-    engine.tell(trial, train(**params))
-
-What an engine asks for next is a function of its seed, the number of the trial, and what was asked and told before:
+What a search asks for next is a function of its seed, the number of the trial, and what was asked and told before:
 made anew and given the same history, it goes on as if nothing had happened.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from roxxel_dist.sweep.samplers.base import Search, UsedUp
-from roxxel_dist.sweep.space.sweep_file import Params, Sweep, sweep_of
+from roxxel_dist.sweep.samplers.base import AskTell, SpaceExhausted
+from roxxel_dist.sweep.space.sweep_file import Params, Sweep, read_sweep, sweep_of
 
-__all__ = ["ENGINES", "Engine", "UsedUp", "make"]
-ENGINES = {
-    "bayes": "roxxel_dist.sweep.samplers.bayes:Bayes",
-    "random": "roxxel_dist.sweep.samplers.base:at_random",
-    "grid": "roxxel_dist.sweep.samplers.base:in_order",
-    "tpe": "roxxel_dist.sweep.samplers.tpe:Tpe",
-    "wandb": "roxxel_dist.sweep.samplers.wandb_engine:Wandb",
+__all__ = ["SAMPLERS", "Engine", "SpaceExhausted", "make"]
+SAMPLERS = {
+    "bayes": "roxxel_dist.sweep.samplers.bayes:BayesSampler",
+    "tpe": "roxxel_dist.sweep.samplers.tpe:TpeSampler",
+    "random": "roxxel_dist.sweep.samplers.base:RandomSampler",
+    "grid": "roxxel_dist.sweep.samplers.base:GridSampler",
 }
-"""What makes the `Proposer` of a sweep, by the name of its method; imported when it is asked for."""
+"""The `Sampler` of each method, made of a `Sweep`; imported when it is asked for."""
 
 
 class Engine(Protocol):
     """Asks for trials and is told what they gave. Several may run at once."""
 
     def ask(self) -> tuple[int, Params]:
-        """The number of the next trial (from 0) and its parameters. Raises UsedUp."""
+        """The number of the next trial (from 0) and its parameters. Raises SpaceExhausted."""
         ...
 
     def tell(self, trial: int, value: float | None) -> None:
-        """What a trial gave; None: it failed."""
+        """The value of a trial; None: it failed."""
         ...
 
     def point(self, trial: int) -> list[float]:
         """Where a trial is in the unit cube, for the journal."""
         ...
 
-    def recall(self, trial: int, params: Params, point: Sequence[float]) -> None:
+    def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
         """Take note of an earlier ask, from the journal."""
         ...
 
 
 def make(
-    sweep: Mapping[str, Any] | Sweep,
+    sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep,
     seed: int = 0,
     method: str | None = None,
     *,
     accept: Callable[[Params], None] | None = None,
 ) -> Engine:
-    """An engine for a sweep.
+    """A search over the parameters of a sweep, by ask and tell.
+
+        engine = make({"parameters": {"lr": {"min": 1.0e-4, "max": 1.0e-2}}}, seed=1)  # or make("sweep.yaml")
+        for _ in range(20):
+            trial, params = engine.ask()
+            engine.tell(trial, train(**params))
 
     Args:
-        sweep: as W&B's YAML has it, or read already.
+        sweep: as W&B's YAML has it: a mapping, or the path of a file.
         seed: of everything random.
-        method: one of ENGINES; None: the sweep's own.
+        method: bayes, tpe, random or grid; None: the sweep's own.
         accept: raises ValueError for parameters that no trial can be made of; asked only of those about to be chosen.
 
     Returns:
-        An engine that nothing was asked of yet.
+        A search that nothing was asked of yet.
 
     Raises:
-        ValueError: no such method, or a grid of endless values.
+        ValueError: a mistake in the sweep, no such method, or a grid of endless values.
         ModuleNotFoundError: the method needs a package that is not installed; says which.
     """
-    sweep = sweep if isinstance(sweep, Sweep) else sweep_of(sweep)
+    if isinstance(sweep, str | os.PathLike):
+        sweep = read_sweep(os.fspath(sweep))
+    elif not isinstance(sweep, Sweep):
+        sweep = sweep_of(sweep)
     method = method or sweep.method
-    if method not in ENGINES:
-        raise ValueError(f"method: {method!r} is none: there are {', '.join(ENGINES)}")
-    proposer = resolve_name(ENGINES[method])(sweep)
-    return Search(sweep, seed, proposer, accept, fill=method != "grid")
+    if method not in SAMPLERS:
+        raise ValueError(f"method: {method!r} is none: there are {', '.join(SAMPLERS)}")
+    return AskTell(sweep, seed, resolve_name(SAMPLERS[method])(sweep), accept, fill=method != "grid")

@@ -1,9 +1,7 @@
 """Bayesian search with a Gaussian process: where `bayes` looks next.
 
-Spaces as the Gaussian process sees them: rows of numbers, made from points and back.
-
-A *row* has one number a free parameter: u in [0, 1] where values are endless, the number of the choice otherwise. What
-the process is given is the row *encoded*: ordered choices on one axis, other choices on an axis each.
+The process sees *rows*: one number a free parameter, u in [0, 1] where values are endless, the index of the choice
+otherwise; and features, made of rows: ordered choices on one axis, other choices on an axis each.
 """
 
 import math
@@ -13,100 +11,89 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
+from threadpoolctl import threadpool_limits
 
-from roxxel_dist.sweep.samplers.base import Point, Proposer, Record, one_thread
-from roxxel_dist.sweep.samplers.gp import GaussianProcess, fit, learn
+from roxxel_dist.sweep.samplers.base import Point, TrialHistory
+from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters
+from roxxel_dist.sweep.samplers.tpe import TpeSampler
 from roxxel_dist.sweep.space.constraints import Expression
-from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Rules, Space, Sweep
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Space, Sweep
 
-MIDDLE = 0.5
-"""Where a parameter stands that does not matter, since its condition does not hold."""
-
-
+INACTIVE = 0.5
+"""The feature of a parameter that does not matter, since its condition does not hold."""
 STEPWISE = 12
 """Ordered choices up to so many are walked one by one; more of them, by a share of their range."""
 
 
-class Coding:
-    """How the free parameters of a space become columns."""
+class SpaceTransform:
+    """The free parameters of a sweep as rows and features."""
 
-    def __init__(self, space: Space, rules: Rules) -> None:
-        kinds = [one.distribution for one in space.free]
-        self._space, self._kinds = space, kinds
+    def __init__(self, sweep: Sweep) -> None:
+        kinds = [parameter.distribution for parameter in sweep.space.free]
+        self._space, self._kinds = sweep.space, kinds
         self.dims: int = len(kinds)
         self.counts: list[int | None] = [None if kind.choices is None else len(kind.choices) for kind in kinds]
         self._ordered = [kind.is_ordered or len(kind.choices or ()) == 2 for kind in kinds]
         widths = [1 if ordered else count or 1 for ordered, count in zip(self._ordered, self.counts, strict=True)]
         ends = np.cumsum(widths, dtype=int)
         self.columns: list[slice] = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
-        self.width: int = int(ends[-1]) if widths else 0
+        self.width: int = sum(widths)
         self.smooth: list[int] = [dim for dim, count in enumerate(self.counts) if count is None]
-        """The parameters that the slope of anything can be followed along."""
+        """The parameters along which there is a gradient."""
         counts = np.array([count or 0 for count in self.counts])
         self._endless, self._last = counts == 0, np.maximum(counts - 1.0, 1.0)
         self._steps = np.array(self._ordered, dtype=bool) & (counts > 2)
         """Which parameters move from a choice to the next one; others take any."""
         self._many = counts > STEPWISE
         self._conditions = [
-            (dims, _needed(space, formula), formula, {})
-            for name, formula in rules.when.items()
-            if (dims := [dim for dim, one in enumerate(space.free) if one.path[0] == name])
+            (dims, _needed(sweep.space, formula), formula, {})
+            for name, formula in sweep.rules.when.items()
+            if (dims := [dim for dim, parameter in enumerate(sweep.space.free) if parameter.path[0] == name])
         ]
 
     def rows(self, points: Sequence[Point]) -> np.ndarray:
         """float64[n, dims] of points in the unit cube."""
-        return np.array(
-            [
-                [u if kind.choices is None else kind.number(u) for kind, u in zip(self._kinds, point, strict=True)]
-                for point in points
-            ],
-            dtype=float,
-        ).reshape(len(points), self.dims)
+        rows = [
+            [u if kind.choices is None else kind.index_at(u) for kind, u in zip(self._kinds, point, strict=True)]
+            for point in points
+        ]
+        return np.array(rows, dtype=float).reshape(len(points), self.dims)
 
     def point(self, row: np.ndarray) -> list[float]:
         """The point of the unit cube that a row stands for."""
         return [
-            float(value) if kind.choices is None else kind.middle(int(value))
+            float(value) if kind.choices is None else kind.to_unit(int(value))
             for kind, value in zip(self._kinds, row, strict=True)
         ]
 
     def from_cube(self, cube: np.ndarray) -> np.ndarray:
         """float64[n, dims] of rows for as many points: choices are as likely as the sweep says."""
-        found = cube.copy()
+        rows = cube.copy()
         for dim, (kind, count) in enumerate(zip(self._kinds, self.counts, strict=True)):
-            if count is not None:
-                ends = None if kind.weights is None else np.cumsum(kind.weights)[:-1]
-                share = cube[:, dim]
-                found[:, dim] = np.floor(share * count) if ends is None else np.searchsorted(ends, share, side="right")
-        return found
+            if count is not None and kind.weights is None:
+                rows[:, dim] = np.floor(cube[:, dim] * count)
+            elif kind.weights is not None:
+                rows[:, dim] = np.searchsorted(np.cumsum(kind.weights)[:-1], cube[:, dim], side="right")
+        return rows
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """float64[n, width], each column in [0, 1]."""
-        found = np.empty((len(rows), self.width))
+        """Features, float64[n, width], each column in [0, 1]."""
+        features = np.empty((len(rows), self.width))
         for dim, (count, ordered, columns) in enumerate(zip(self.counts, self._ordered, self.columns, strict=True)):
             if count is None:
-                found[:, columns] = rows[:, dim : dim + 1]
+                features[:, columns] = rows[:, dim : dim + 1]
             elif ordered:
-                found[:, columns] = rows[:, dim : dim + 1] / (count - 1)
+                features[:, columns] = rows[:, dim : dim + 1] / (count - 1)
             else:
-                found[:, columns] = (rows[:, dim : dim + 1] == np.arange(count)) / np.sqrt(2)
-        for dims, off in self._off(rows):
-            for dim in dims:
-                found[off, self.columns[dim]] = MIDDLE if self._ordered[dim] else 0.0
-        return found
-
-    def _off(self, rows: np.ndarray) -> list[tuple[list[int], np.ndarray]]:
-        """For each condition its parameters, and the rows where they do not matter: bool[n]."""
-        found = []
+                features[:, columns] = (rows[:, dim : dim + 1] == np.arange(count)) / np.sqrt(2)
         for dims, needed, formula, known in self._conditions:
-            each, places = np.unique(rows[:, needed], axis=0, return_inverse=True)
-            off = []
-            for values in map(tuple, each.tolist()):
-                if values not in known:
-                    known[values] = not self._holds(formula, needed, values)
-                off.append(known[values])
-            found.append((dims, np.array(off, dtype=bool)[places.reshape(-1)]))
-        return found
+            distinct, places = np.unique(rows[:, needed], axis=0, return_inverse=True)
+            for values in set(map(tuple, distinct.tolist())) - set(known):
+                known[values] = not self._holds(formula, needed, values)
+            off = np.array([known[values] for values in map(tuple, distinct.tolist())], dtype=bool)[places.reshape(-1)]
+            for dim in dims:
+                features[off, self.columns[dim]] = INACTIVE if self._ordered[dim] else 0.0
+        return features
 
     def _holds(self, formula: Expression, needed: Sequence[int], values: Sequence[float]) -> bool:
         row = np.zeros(self.dims)
@@ -115,227 +102,191 @@ class Coding:
             return bool(formula(self._space.point(self.point(row))))
         return False
 
-    def mutate(self, rows: np.ndarray, chance: np.random.Generator, times: int, reach: float) -> np.ndarray:
+    def mutate(self, rows: np.ndarray, rng: np.random.Generator, times: int, reach: float) -> np.ndarray:
         """Neighbours: each row with `times` parameters, picked at random, moved by about `reach` of their range."""
-        found, every = rows.copy(), np.arange(len(rows))
+        mutants, every = rows.copy(), np.arange(len(rows))
         for _ in range(times):
-            picked = chance.integers(self.dims, size=len(rows))
-            steps, other = reach * chance.normal(size=len(rows)), chance.random(len(rows))
-            values, last = found[every, picked], self._last[picked]
+            picked = rng.integers(self.dims, size=len(rows))
+            steps, other = reach * rng.normal(size=len(rows)), rng.random(len(rows))
+            values, last = mutants[every, picked], self._last[picked]
             near = np.round(np.where(self._many[picked], np.abs(steps) * last, 1.0))
             moved = np.clip(values + np.copysign(np.maximum(near, 1.0), steps), 0.0, last)
             any_choice = np.minimum(np.floor(other * (last + 1)), last)
             slid = np.clip(values + steps, 0.0, 1.0)
-            found[every, picked] = np.select([self._endless[picked], self._steps[picked]], [slid, moved], any_choice)
-        return found
+            mutants[every, picked] = np.select([self._endless[picked], self._steps[picked]], [slid, moved], any_choice)
+        return mutants
 
 
 def _needed(space: Space, formula: Expression) -> list[int]:
     """The free parameters that a formula asks for."""
-    return [dim for dim, one in enumerate(space.free) if one.path[0] in formula.names]
+    return [dim for dim, parameter in enumerate(space.free) if parameter.path[0] in formula.names]
 
 
-LEARN_FROM, REFINE_WITH, REFINEMENTS = 60, 100, 4
-"""Scales are learned from so many trials, and then from more of them in a few steps: the cost grows with the cube."""
-HAND_OVER = 300
+FIT_TO = 80
+"""Trials that the scales are fitted to: the cost grows with their cube."""
+MAX_GP_TRIALS = 300
 """From so many ended trials on, TPE proposes: the process would take too long."""
 CANDIDATES, NEIGHBOURS = 1500, 100
-"""Rows looked at anywhere, and near each of the best; fewer after `PLENTY` trials, for each costs more then."""
-PLENTY = 80
+"""Rows looked at anywhere, and near each of the best."""
 BEAM = 8
-LIKELY = 256
-"""Rows whose chance of a failure is looked at in one go: most promise too little for it to matter."""
+ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
+"""How far the local search reaches, round by round, as a share of each range."""
+CLIMB = {"maxiter": 15, "ftol": 1e-6}
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
 says no more than that, and would make all others look alike."""
-ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
-"""How far the local search reaches, round by round, as a share of each range."""
-
-
-CLIMB = {"maxiter": 15, "ftol": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Belief:
-    """What a search believes."""
+class Acquisition:
+    """What a trial is expected to be worth."""
 
     value: GaussianProcess
     failure: GaussianProcess | None = None
     """None: no trial has failed yet, or all have."""
     limit: float = 0.0
-    """What `failure` says of a point that is as likely to fail as not."""
+    """The mean of `failure` where a trial is as likely to fail as not."""
 
-    def promise(self, points: np.ndarray) -> np.ndarray:
-        """The log of the expected improvement times the chance of a trial that does not fail: float64[m]."""
-        found = self.value.log_improvement(points)
-        if self.failure is None:
-            return found
-        order, chances = np.argsort(-found, kind="stable"), np.empty(len(points))
-        done, best = 0, -np.inf
-        while done < len(points) and best < found[order[done]]:  # what comes after can be among the best
-            some = order[done : done + LIKELY]
-            chances[some] = self.failure.log_chance_below(points[some], self.limit)
-            done += len(some)
-            best = np.sort((found + chances)[order[:done]])[-BEAM:][0]
-        chances[order[done:]] = chances[order[:done]].min()
-        return found + chances
+    def log_score(self, features: np.ndarray) -> np.ndarray:
+        """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
+        score = self.value.log_expected_improvement(features)
+        return score if self.failure is None else score + self.failure.log_probability_below(features, self.limit)
 
 
-def _expecting(points: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
-    few = informative(values, LEARN_FROM)
-    theta = learn(points[few], values[few])
-    if len(few) < len(values):
-        more = informative(values, REFINE_WITH)
-        theta = learn(points[more], values[more], theta, REFINEMENTS)
-    process = fit(points, values, theta)
+def _process(features: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
+    """A process given ended trials; those that run are taken to give their expected value."""
+    subset = training_subset(values, FIT_TO)
+    theta = fit_hyperparameters(features[subset], values[subset])
+    process = condition(features, values, theta)
     if not len(running):
         return process
-    return fit(np.r_[points, running], np.r_[values, process.believe(running)[0]], theta)
+    return condition(np.r_[features, running], np.r_[values, process.predict(running)[0]], theta)
 
 
-class Bayes:
-    """Proposes points for a sweep."""
+class BayesSampler:
+    """Spread-out points first, then those of the highest expected improvement; TPE in a long search."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        self._coding = Coding(sweep.space, sweep.rules)
-        self._late: Proposer | None = None
-        self.start: int = start_count(self._coding.width)
+        self._sweep, self._transform = sweep, SpaceTransform(sweep)
+        self._tpe: TpeSampler | None = None
+        self.start: int = 6 + math.ceil(math.sqrt(self._transform.width))
+        """How many trials are spread out before anything is expected."""
 
-    def __call__(self, record: Record, trial: int) -> Iterator[Sequence[float]]:
+    def __call__(self, history: TrialHistory, trial: int) -> Iterator[Sequence[float]]:
         """Points, best first."""
-        coding = self._coding
-        if not coding.dims:
+        transform, ended = self._transform, history.ended
+        if not transform.dims:
             yield []
             return
-        if record.told >= HAND_OVER:
-            from roxxel_dist.sweep.samplers.tpe import Tpe
-
-            self._late = self._late or Tpe(self._sweep)
-            yield from self._late(record, trial)
+        if ended >= MAX_GP_TRIALS:
+            self._tpe = self._tpe or TpeSampler(self._sweep)
+            yield from self._tpe(history, trial)
             return
-        chance = np.random.default_rng([record.seed, trial])
+        rng = np.random.default_rng([history.seed, trial])
         if trial < self.start:
-            cube = start_points(coding.dims, self.start, record.seed)
-            yield coding.point(coding.from_cube(cube)[trial])
-        if record.told < 2:
-            return
-        with one_thread():
-            ranked = self._ranked(record, self._believed(record), chance)
-        for row in ranked:
-            yield coding.point(row)
+            cube = start_points(transform.dims, self.start, history.seed)
+            yield transform.point(transform.from_cube(cube)[trial])
+        if ended >= 2:
+            with threadpool_limits(1, user_api="blas"):  # threads spin: beside busy trials they take ten times as long
+                ranked = self._ranked(history, self._acquisition(history), rng)
+            yield from map(transform.point, ranked)
 
-    def _believed(self, record: Record) -> "Belief":
-        """What is believed of values and failures; a trial that runs is taken to give what is expected of it."""
-        trials = [record.trials[number] for number in sorted(record.trials)]
-        told = [one for one in trials if one.told]
-        points = self._coding.encode(self._coding.rows([one.point for one in told]))
-        others = self._coding.encode(self._coding.rows([one.point for one in trials if not one.told]))
-        values = usual_values([one.value for one in told])
-        failed = np.array([float(one.value is None) for one in told])
+    def _acquisition(self, history: TrialHistory) -> Acquisition:
+        trials = [history.trials[number] for number in sorted(history.trials)]
+        ended = [trial for trial in trials if trial.ended]
+        features = self._transform.encode(self._transform.rows([trial.point for trial in ended]))
+        running = self._transform.encode(self._transform.rows([trial.point for trial in trials if not trial.ended]))
+        process = _process(features, standardize([trial.value for trial in ended]), running)
+        failed = np.array([float(trial.value is None) for trial in ended])
         if not 0 < failed.mean() < 1:
-            return Belief(value=_expecting(points, values, others))
-        usual, spread = failed.mean(), failed.std()
-        failure = _expecting(points, (failed - usual) / spread, others)
-        return Belief(value=_expecting(points, values, others), failure=failure, limit=(0.5 - usual) / spread)
+            return Acquisition(value=process)
+        failure = _process(features, (failed - failed.mean()) / failed.std(), running)
+        return Acquisition(value=process, failure=failure, limit=(0.5 - failed.mean()) / failed.std())
 
-    def _ranked(self, record: Record, belief: Belief, chance: np.random.Generator) -> np.ndarray:
-        """Rows, the one that promises most first: many anywhere and near the best, then a local search."""
-        coding = self._coding
-        done = sorted((one.value, number) for number, one in record.trials.items() if one.value is not None)
-        top = coding.rows([record.trials[number].point for _, number in done[:5]])
-        share = min(1.0, PLENTY / record.told)
-        anywhere, near_best = int(CANDIDATES * share), int(NEIGHBOURS * share)
-        one, three = int(40 * share), int(20 * share)
-        rows = [coding.from_cube(chance.random((anywhere, coding.dims)))]
+    def _ranked(self, history: TrialHistory, acquisition: Acquisition, rng: np.random.Generator) -> np.ndarray:
+        """Rows, the best first: many anywhere and near the best trials, then a local search."""
+        transform = self._transform
+        done = sorted((trial.value, number) for number, trial in history.trials.items() if trial.value is not None)
+        top = transform.rows([history.trials[number].point for _, number in done[:5]])
+        rows = [transform.from_cube(rng.random((CANDIDATES, transform.dims)))]
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
-            rows.append(coding.mutate(np.repeat(top, near_best, 0), chance, times, reach))
+            rows.append(transform.mutate(np.repeat(top, NEIGHBOURS, 0), rng, times, reach))
         pool = np.concatenate(rows)
-        worth = belief.promise(coding.encode(pool))
-        beam = self._best(pool, worth)
+        scores = acquisition.log_score(transform.encode(pool))
+        beam = self._best(pool, scores)
         for reach in ROUNDS:
-            near = [coding.mutate(np.repeat(beam, one, 0), chance, 1, reach)]
-            near.append(coding.mutate(np.repeat(beam, three, 0), chance, 3, reach))
+            near = [transform.mutate(np.repeat(beam, 40, 0), rng, 1, reach)]
+            near.append(transform.mutate(np.repeat(beam, 20, 0), rng, 3, reach))
             fresh = np.concatenate([beam, *near])
-            found = belief.promise(coding.encode(fresh))
-            beam = self._best(fresh, found)
-            pool, worth = np.concatenate([pool, fresh]), np.concatenate([worth, found])
-        if coding.smooth:
-            beam = self._climbed(belief, beam[:3])
-        return np.concatenate([beam, pool[np.argsort(-worth, kind="stable")]])
+            fresh_scores = acquisition.log_score(transform.encode(fresh))
+            beam = self._best(fresh, fresh_scores)
+            pool, scores = np.concatenate([pool, fresh]), np.concatenate([scores, fresh_scores])
+        if transform.smooth:
+            beam = self._climbed(acquisition, beam[:3])
+        return np.concatenate([beam, pool[np.argsort(-scores, kind="stable")]])
 
-    def _climbed(self, belief: Belief, beam: np.ndarray) -> np.ndarray:
-        """Rows after their endless parameters have followed the slope to the top; the best first."""
-        coding, smooth = self._coding, self._coding.smooth
-        columns = [coding.columns[dim].start for dim in smooth]
-        found = []
+    def _climbed(self, acquisition: Acquisition, beam: np.ndarray) -> np.ndarray:
+        """Rows after their endless parameters have followed the gradient to the top; the best first."""
+        transform, smooth = self._transform, self._transform.smooth
+        columns = [transform.columns[dim].start for dim in smooth]
+        rows = []
         for row in beam:
-            place = coding.encode(row[None])[0]
+            features = transform.encode(row[None])[0]
 
-            def downhill(values: np.ndarray, place: np.ndarray = place) -> tuple[float, np.ndarray]:
-                here = place.copy()
+            def downhill(values: np.ndarray, features: np.ndarray = features) -> tuple[float, np.ndarray]:
+                here = features.copy()
                 here[columns] = values
-                worth, slope = belief.value.slope(here)
-                return -worth, -slope[columns]
+                score, slope = acquisition.value.slope(here)
+                return -score, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)
-            top = minimize(downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options=CLIMB)
-            better = row.copy()
-            better[smooth] = top.x
-            found += [row, better]  # what promises more without failures may promise less with them
-        rows = np.stack(found)
-        return rows[np.argsort(-belief.promise(coding.encode(rows)), kind="stable")]
+            climbed = row.copy()
+            climbed[smooth] = minimize(
+                downhill, row[smooth], jac=True, method="L-BFGS-B", bounds=bounds, options=CLIMB
+            ).x
+            rows += [row, climbed]  # what is better without failures may be worse with them
+        stacked = np.stack(rows)
+        return stacked[np.argsort(-acquisition.log_score(transform.encode(stacked)), kind="stable")]
 
-    def _best(self, rows: np.ndarray, worth: np.ndarray) -> np.ndarray:
-        """The few rows that promise most and keep the rules."""
-        order = np.argsort(-worth, kind="stable")
+    def _best(self, rows: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """The few best rows that keep the rules."""
+        order = np.argsort(-scores, kind="stable")
         if not self._sweep.rules.constraints:
             return rows[order[:BEAM]]
         kept = []
         for index in order[:400]:
-            if self._keeps(self._sweep.space.point(self._coding.point(rows[index]))):
+            with suppress(InfeasibleError):
+                self._sweep.rules.resolve(self._sweep.space.point(self._transform.point(rows[index])))
                 kept.append(index)
             if len(kept) == BEAM:
                 break
         return rows[kept or order[:BEAM]]
 
-    def _keeps(self, params: Params) -> bool:
-        try:
-            self._sweep.rules.complete(params)
-        except InfeasibleError:
-            return False
-        return True
-
-
-def start_count(width: int) -> int:
-    """How many trials are spread out before anything is believed."""
-    return 6 + math.ceil(math.sqrt(width))
-
 
 def start_points(dims: int, count: int, seed: int) -> np.ndarray:
-    """float64[count, dims] in (0, 1): each dimension has one point in each of `count` equal parts."""
-    chance = np.random.default_rng([seed, 7])
-    ranks = np.stack([chance.permutation(count) for _ in range(dims)], 1)
-    return (ranks + chance.random((count, dims))) / count
+    """A Latin hypercube, float64[count, dims]: each dimension has one point in each of `count` equal parts."""
+    rng = np.random.default_rng([seed, 7])
+    ranks = np.stack([rng.permutation(count) for _ in range(dims)], 1)
+    return (ranks + rng.random((count, dims))) / count
 
 
-def usual_values(values: list[float | None]) -> np.ndarray:
-    """Values with failures as bad as the worst, of mean 0 and deviation 1."""
+def standardize(values: Sequence[float | None]) -> np.ndarray:
+    """Values with failures as bad as the worst, of mean 0 and deviation 1: float64[n]."""
     known = np.array([value for value in values if value is not None])
     if not len(known):
         return np.zeros(len(values))
     known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
-    middle, least = np.median(known), known.min()
-    if middle > least:
-        known = np.minimum(known, middle + OUTLIER * (middle - least))
-    worst, rest = known.max(), iter(known)
-    whole = np.array([worst if value is None else next(rest) for value in values])
+    median, least = np.median(known), known.min()
+    if median > least:
+        known = np.minimum(known, median + OUTLIER * (median - least))
+    whole = np.full(len(values), known.max())
+    whole[[value is not None for value in values]] = known
     spread = whole.std()
     return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
 
 
-def informative(values: np.ndarray, count: int) -> np.ndarray:
-    """Which trials scales are learned from: the best ones, and others evenly over time; `count` at most."""
+def training_subset(values: np.ndarray, count: int) -> np.ndarray:
+    """The indices of at most `count` trials to fit the scales to: the best ones, and others evenly over time."""
     if len(values) <= count:
         return np.arange(len(values))
     order = np.argsort(values, kind="stable")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.sweep.samplers.base import Point, Record, generator, packages
+from roxxel_dist.sweep.samplers.base import Point, TrialHistory, rng_for
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 if TYPE_CHECKING:
@@ -19,15 +19,18 @@ CATEGORIES = 30
 """More choices than this, in order, are taken as a range of integers."""
 
 
-class Tpe:
+class TpeSampler:
     """Proposes points for a sweep. Choices have no order here: that made it worse when measured."""
 
     def __init__(self, sweep: Sweep) -> None:
-        with packages("tpe", "optuna"):
+        try:
             import optuna
-
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                f"method tpe needs a package that is not installed: pip install 'optuna' ({error})"
+            ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._kinds = [one.distribution for one in sweep.space.free]
+        self._kinds = [parameter.distribution for parameter in sweep.space.free]
         self._dims: dict[str, BaseDistribution] = {}
         for dim, kind in enumerate(self._kinds):
             count = len(kind.choices or ())
@@ -44,62 +47,59 @@ class Tpe:
 
         self._study: Study = optuna.create_study(direction="minimize")
         self._numbers: dict[int, int] = {}
-        self._told: set[int] = set()
+        self._ended: set[int] = set()
 
-    def __call__(self, record: Record, trial: int) -> Iterator[list[float]]:
+    def __call__(self, history: TrialHistory, trial: int) -> Iterator[list[float]]:
         """Points, the likeliest to be good first."""
         from optuna.trial import TrialState
 
-        chance = generator(record.seed, trial, "tpe")
-        if record.told < START:
+        rng = rng_for(history.seed, trial, "tpe")
+        if history.ended < START:
             while True:
-                yield [chance.random() for _ in self._kinds]
-        self._follow(record)
-        self._study.sampler = _sampler(self._dims, chance.getrandbits(32))
+                yield [rng.random() for _ in self._kinds]
+        self._follow(history)
+        self._study.sampler = _sampler(self._dims, rng.getrandbits(32))
         for _ in range(OFFERS):
             offer = self._study.ask(self._dims)
-            self._study.tell(offer, state=TrialState.FAIL)  # TPE does not look at it: the record says what was run
-            yield self._point(offer.params)
+            self._study.tell(offer, state=TrialState.FAIL)  # TPE does not look at it: the history says what was run
+            yield [
+                offer.params[str(dim)] if kind.choices is None else kind.to_unit(offer.params[str(dim)])
+                for dim, kind in enumerate(self._kinds)
+            ]
 
-    def _follow(self, record: Record) -> None:
-        """Bring the study up to the record; its trials are in the order of their numbers, whenever they were told."""
+    def _follow(self, history: TrialHistory) -> None:
+        """Bring the study up to the history; its trials are in the order of their numbers, whenever they ended."""
         from optuna.trial import TrialState, create_trial
 
-        fresh = sorted(set(record.trials) - set(self._numbers))
+        fresh = sorted(set(history.trials) - set(self._numbers))
         if fresh and self._numbers and fresh[0] < max(self._numbers):
             self._begin()
-            fresh = sorted(record.trials)
+            fresh = sorted(history.trials)
         for number in fresh:
-            params = self._params(record.trials[number].point)
+            params = self._params(history.trials[number].point)
             self._numbers[number] = len(self._study.get_trials(deepcopy=False))
             self._study.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=self._dims))
-        for number, one in sorted(record.trials.items()):
-            if one.told and number not in self._told:
-                self._told.add(number)
+        for number, trial in sorted(history.trials.items()):
+            if trial.ended and number not in self._ended:
+                self._ended.add(number)
                 # Pruned before it reported anything: ranks behind all others, as a failure as bad as the worst would.
-                state = TrialState.PRUNED if one.value is None else TrialState.COMPLETE
-                self._study.tell(self._numbers[number], values=one.value, state=state)
+                state = TrialState.PRUNED if trial.value is None else TrialState.COMPLETE
+                self._study.tell(self._numbers[number], values=trial.value, state=state)
 
     def _params(self, point: Point) -> dict[str, Any]:
         return {
-            str(dim): u if kind.choices is None else kind.number(u)
+            str(dim): u if kind.choices is None else kind.index_at(u)
             for dim, (kind, u) in enumerate(zip(self._kinds, point, strict=True))
         }
-
-    def _point(self, params: dict[str, Any]) -> list[float]:
-        return [
-            params[str(dim)] if kind.choices is None else kind.middle(params[str(dim)])
-            for dim, kind in enumerate(self._kinds)
-        ]
 
 
 def _sampler(dims: "dict[str, BaseDistribution]", seed: int) -> "TPESampler":
     from optuna.samplers import TPESampler
 
-    class Sampler(TPESampler):
-        """TPE that is told its dimensions: it would compare those of all trials at each suggestion."""
+    class FixedSpaceTpe(TPESampler):
+        """TPE that is given its dimensions: it would compare those of all trials at each suggestion."""
 
         def infer_relative_search_space(self, study: "Study", trial: "FrozenTrial") -> "dict[str, BaseDistribution]":
             return dims
 
-    return Sampler(seed=seed, n_startup_trials=0, multivariate=True, constant_liar=True)
+    return FixedSpaceTpe(seed=seed, n_startup_trials=0, multivariate=True, constant_liar=True)

@@ -1,58 +1,21 @@
-"""The second file of a sweep: what W&B's schema does not have.
-
-Small formulas over the parameters of a trial, such as `dim // 8` or `dim % kv_heads == 0`.
-
-Read by Python's own parser and worked out here, node by node: a formula in a file can compare and count, and no more.
-"""
+"""Rules that W&B's schema does not have: formulas over the parameters, such as `dim // 8` or `dim % kv_heads == 0`."""
 
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
-
-from roxxel_dist.sweep.space.yaml_errors import Place, is_amount, nearest
 
 LONGEST, DEEPEST = 2000, 50
 """Characters of a formula, and operations within one another."""
-
-
-def _number(name: str, operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The operation for numbers alone: of texts and lists `*` and `%` make any size."""
-
-    def work(left: Any, right: Any) -> Any:
-        if not (isinstance(left, int | float) and isinstance(right, int | float)):
-            raise TypeError(f"{name} is for numbers")
-        return operation(left, right)
-
-    return work
-
-
-BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: _number("*", operator.mul),
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: _number("%", operator.mod),
-}
-COMPARE: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda one, many: one in many,
-    ast.NotIn: lambda one, many: one not in many,
-}
-UNARY: dict[type[ast.AST], Callable[[Any], Any]] = {
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Not: operator.not_,
-}
+NODES = (
+    ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Call, ast.IfExp, ast.expr_context,
+    ast.BoolOp, ast.boolop, ast.UnaryOp, ast.USub, ast.UAdd, ast.Not,
+    ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod,
+    ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn,
+)  # fmt: skip
+"""All that a formula is made of: no attribute, index, power or shift, and no call but of FUNCTIONS."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "float": float,
@@ -60,17 +23,55 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log2": math.log2,
     "max": max,
     "min": min,
-    "round": round,
+    "round": lambda number, digits=None: round(number, digits and max(digits, -400)),  # 10**-digits is worked out
     "sqrt": math.sqrt,
 }
+NUMERIC: dict[type[ast.AST], str] = {ast.Mult: "*", ast.Mod: "%"}
+
+
+def _for_numbers(symbol: str, operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The operation for numbers alone: of texts and lists `*` and `%` make any size."""
+
+    def compute(left: Any, right: Any) -> Any:
+        if not (isinstance(left, int | float) and isinstance(right, int | float)):
+            raise TypeError(f"{symbol} is for numbers")
+        return operation(left, right)
+
+    return compute
+
+
+NAMESPACE: dict[str, Any] = {"__builtins__": {}, **{f"{name}()": function for name, function in FUNCTIONS.items()}}
+NAMESPACE |= {"*()": _for_numbers("*", operator.mul), "%()": _for_numbers("%", operator.mod)}
+"""By names that no parameter in a formula can have."""
+
+
+MISSING = object()
+"""The value of a formula that asks for a parameter that is left out."""
 
 
 class MissingError(ValueError):
     """A formula asks for a parameter that there is not."""
 
 
+class _Compiled(ast.NodeTransformer):
+    """A checked formula as it is run: its calls, `*` and `%` are those of NAMESPACE, and a tuple is a list."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        function = ast.Name(f"{ast.unparse(node.func)}()", ast.Load())
+        return ast.Call(function, [self.visit(argument) for argument in node.args], [])
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if type(node.op) not in NUMERIC:
+            return node
+        return ast.Call(ast.Name(f"{NUMERIC[type(node.op)]}()", ast.Load()), [node.left, node.right], [])
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
+        return ast.List([self.visit(element) for element in node.elts], ast.Load())
+
+
 class Expression:
-    """A formula.
+    """A formula: parsed by Python, refused where it is more than NODES, and run without Python's builtins.
 
     Args:
         text: as a person wrote it.
@@ -84,52 +85,41 @@ class Expression:
         if len(self.text) > LONGEST:
             raise ValueError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the most")
         try:
-            self._tree = ast.parse(self.text, mode="eval").body
+            tree = ast.parse(self.text, mode="eval")
         except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
             why = error.msg if isinstance(error, SyntaxError) else str(error) or "it is nested too deeply"
             raise ValueError(f"{self.text!r} is no formula ({why}): write one such as dim % kv_heads == 0") from None
-        if _depth(self._tree) > DEEPEST:
+        if _depth(tree.body) > DEEPEST:
             raise ValueError(
                 f"{self.text!r} is nested too deeply: {DEEPEST} operations within one another are the most"
             )
-        for node in ast.walk(self._tree):
-            self._check(node)
-        called = [node.func for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
-        self.names: set[str] = {
-            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and node not in called
-        }
+        nodes = list(ast.walk(tree.body))
+        for node in nodes:
+            if not _is_allowed(node):
+                raise ValueError(
+                    f"{self.text!r}: {ast.unparse(node)!r} cannot be in a formula; allowed: parameters, numbers, "
+                    f"texts, lists, + - * / // %, and or not if, < <= == in …, {', '.join(FUNCTIONS)}"
+                )
+        functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+        self.names: set[str] = {node.id for node in nodes if isinstance(node, ast.Name) and node not in functions}
         """The parameters that it asks for."""
-
-    def _check(self, node: ast.AST) -> None:
-        fine = (
-            isinstance(node, ast.Name | ast.BoolOp | ast.boolop | ast.IfExp | ast.List | ast.Tuple | ast.expr_context)
-            or (isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None))
-            or (isinstance(node, ast.BinOp) and type(node.op) in BINARY)
-            or (isinstance(node, ast.UnaryOp) and type(node.op) in UNARY)
-            or (isinstance(node, ast.Compare) and all(type(op) in COMPARE for op in node.ops))
-            or isinstance(node, ast.operator | ast.unaryop | ast.cmpop)
-            or _is_call(node)
-        )
-        if not fine:
-            known = "parameters, numbers, texts, lists, + - * / // %, and or not if, < <= == in …"
-            raise ValueError(
-                f"{self.text!r}: {ast.unparse(node)!r} cannot be in a formula; allowed: {known}, {', '.join(FUNCTIONS)}"
-            )
+        self._code = compile(ast.fix_missing_locations(_Compiled().visit(tree)), "<formula>", "eval")
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """What it comes to for these parameters.
+        """Its result for these parameters.
 
         Raises:
             MissingError: a parameter that there is not.
             ValueError: an operation that these values do not have.
         """
+        known = {name: values[name] for name in sorted(self.names) if name in values}
         try:
-            return _value(self._tree, values)
-        except KeyError as error:
-            raise MissingError(f"{self.text!r}: there is no parameter {error.args[0]!r}") from None
+            return eval(self._code, NAMESPACE, known)
+        except NameError as error:
+            raise MissingError(f"{self.text!r}: there is no parameter {error.name!r}") from None
         except (ArithmeticError, TypeError, ValueError) as error:
-            told = ", ".join(f"{name} {values[name]!r}" for name in sorted(self.names) if name in values)
-            raise ValueError(f"{self.text!r} cannot be worked out for {told}: {error}") from None
+            shown = ", ".join(f"{name} {value!r}" for name, value in known.items())
+            raise ValueError(f"{self.text!r} cannot be worked out for {shown}: {error}") from None
 
 
 def _depth(tree: ast.AST) -> int:
@@ -141,62 +131,13 @@ def _depth(tree: ast.AST) -> int:
     return depth
 
 
-def _is_call(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in FUNCTIONS
-        and not node.keywords
-    )
-
-
-def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
-    match node:
-        case ast.Constant():
-            found = node.value
-        case ast.Name():
-            found = values[node.id]
-        case ast.List() | ast.Tuple():
-            found = [_value(one, values) for one in node.elts]
-        case ast.UnaryOp():
-            found = UNARY[type(node.op)](_value(node.operand, values))
-        case ast.BinOp():
-            found = BINARY[type(node.op)](_value(node.left, values), _value(node.right, values))
-        case ast.IfExp():
-            found = _value(node.body if _value(node.test, values) else node.orelse, values)
-        case ast.BoolOp():
-            found = _either(node, values)
-        case ast.Compare():
-            found = _holds(node, values)
-        case ast.Call(func=ast.Name(id=name)):
-            found = FUNCTIONS[name](*(_value(one, values) for one in node.args))
-        case _:
-            raise TypeError(f"no formula: {ast.dump(node)}")
-    return found
-
-
-def _either(node: ast.BoolOp, values: Mapping[str, Any]) -> Any:
-    """`and` and `or` as in Python: the first that decides."""
-    decides = isinstance(node.op, ast.Or)
-    found = None
-    for one in node.values:
-        found = _value(one, values)
-        if bool(found) is decides:
-            return found
-    return found
-
-
-def _holds(node: ast.Compare, values: Mapping[str, Any]) -> bool:
-    left = _value(node.left, values)
-    for op, other in zip(node.ops, node.comparators, strict=True):
-        right = _value(other, values)
-        if not COMPARE[type(op)](left, right):
-            return False
-        left = right
-    return True
-
-
-EXTRAS = ("constraints", "derived", "resources", "when")
+def _is_allowed(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str | int | float | bool | None)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+    operators = [getattr(node, "op", node), *getattr(node, "ops", ())]
+    return isinstance(node, NODES) and all(isinstance(part, NODES) for part in operators)
 
 
 class InfeasibleError(ValueError):
@@ -205,15 +146,16 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the second file adds."""
+    """The second file of a sweep."""
 
     derived: Mapping[str, Expression] = field(default_factory=dict)
+    """In an order in which each needs only earlier ones."""
     constraints: tuple[Expression, ...] = ()
     when: Mapping[str, Expression] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
     """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
 
-    def complete(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
 
         What asks for a parameter that is left out is left out with it: a derived one, a condition, a constraint.
@@ -221,80 +163,31 @@ class Rules:
         Raises:
             InfeasibleError: a constraint does not hold, or a formula cannot be worked out for these values.
         """
-        found = self._active(params)
-        for name, formula in self.derived.items():
-            try:
-                found[name] = formula(found)
-            except MissingError:
-                found.pop(name, None)
-            except ValueError as error:
-                raise InfeasibleError(str(error)) from error
-        for rule in self.constraints:
-            if not _is_true(rule, found, unknown=True):
-                told = ", ".join(f"{name} {found[name]!r}" for name in sorted(rule.names))
-                raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {told}")
-        return found
-
-    def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Those whose condition holds; a condition may ask for a parameter that has one itself."""
-        found = dict(params)
-        for _ in self.when:
-            found = {
+        active = dict(params)
+        for _ in self.when:  # a condition may ask for a parameter that has one itself
+            active = {
                 name: value
                 for name, value in params.items()
-                if name not in self.when or _is_true(self.when[name], found, unknown=False)
+                if name not in self.when or _value(self.when[name], active, missing=False)
             }
-        return found
+        for name, formula in self.derived.items():
+            value = _value(formula, active, missing=MISSING)
+            if value is MISSING:
+                active.pop(name, None)
+            else:
+                active[name] = value
+        for rule in self.constraints:
+            if not _value(rule, active, missing=True):
+                shown = ", ".join(f"{name} {active[name]!r}" for name in sorted(rule.names))
+                raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {shown}")
+        return active
 
 
-def _is_true(formula: Expression, params: Mapping[str, Any], *, unknown: bool) -> bool:
-    """Whether it does; `unknown` where it asks for a parameter that is left out."""
+def _value(formula: Expression, params: Mapping[str, Any], *, missing: Any) -> Any:
+    """The result of a formula; `missing` where it asks for a parameter that is left out."""
     try:
-        return bool(formula(params))
+        return formula(params)
     except MissingError:
-        return unknown
+        return missing
     except ValueError as error:
         raise InfeasibleError(str(error)) from error
-
-
-def rules_of(told: Mapping[str, Any], place: Place, parameters: Any) -> Rules:
-    """The rules of a file, for parameters of such names. Raises ValueError that names file, line and key."""
-    for key, part in told.items():
-        if key not in EXTRAS:
-            raise place.error([str(key)], f"there is no such key: {nearest(key, EXTRAS)}")
-        if not isinstance(part, list if key == "constraints" else Mapping) and part is not None:
-            form = "a list of formulas" if key == "constraints" else "a mapping of names to values"
-            raise place.error([key], f"{part!r} must be {form}")
-    derived, when, resources = (
-        {str(k): v for k, v in (told.get(n) or {}).items()} for n in ("derived", "when", "resources")
-    )
-    names = [str(name) for name in (parameters if isinstance(parameters, Mapping) else ())]
-
-    def formula(path: Sequence[str], text: Any, known: Sequence[str]) -> Expression:
-        try:
-            found = Expression(str(text))
-        except ValueError as error:
-            raise place.error(path, str(error)) from None
-        for name in sorted(found.names - set(known)):
-            raise place.error(path, f"{found.text!r}: there is no parameter {name!r}: {nearest(name, known)}")
-        return found
-
-    for name in when:
-        if name not in names:
-            raise place.error(["when", name], f"there is no such parameter: {nearest(name, names)}")
-    for name, amount in resources.items():
-        if not is_amount(amount):
-            raise place.error(["resources", name], f"{amount!r} must be a number, 0 or more")
-    formulas = {name: formula(["derived", name], text, [*names, *derived]) for name, text in derived.items()}
-    # A formula that asks for its own name means the parameter of that name.
-    needed = {name: (found.names & set(derived)) - ({name} & set(names)) for name, found in formulas.items()}
-    try:
-        order = list(TopologicalSorter(needed).static_order())
-    except CycleError as error:
-        raise place.error(["derived"], f"these need one another: {', '.join(map(str, error.args[1]))}") from None
-    return Rules(
-        derived={name: formulas[name] for name in order},
-        constraints=tuple(formula(["constraints"], text, [*names, *derived]) for text in told.get("constraints") or ()),
-        when={name: formula(["when", name], text, names) for name, text in when.items()},
-        resources=resources,
-    )

@@ -1,30 +1,29 @@
-"""A sweep as its file has it: what is searched, how, and for what. W&B's YAML is read as it is.
+"""The definition of a sweep: W&B's YAML as it is, and a second file (`extras`) for what W&B's schema does not have."""
 
-What W&B's schema does not have may stand in a second file of its own (`extras`): values that follow from others, rules
-that a trial must keep, and parameters that matter only under a condition.
-"""
-
+import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import yaml_problem
-from roxxel_dist.sweep.space.constraints import InfeasibleError, Rules, rules_of
+from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
-from roxxel_dist.sweep.space.yaml_errors import Place, is_amount, nearest
 
 METHODS = ("bayes", "random", "grid")
+"""Of W&B."""
 GOALS = ("minimize", "maximize")
 KEYS = (
     "apiVersion", "command", "controller", "description", "early_terminate", "entity", "kind", "method", "metric",
     "name", "parameters", "program", "project", "run_cap",
 )  # fmt: skip
 HYPERBAND = ("type", "min_iter", "max_iter", "s", "eta", "strict")
+EXTRAS = ("constraints", "derived", "resources", "when")
 Params = dict[str, Any]
 
-__all__ = ["InfeasibleError", "Parameter", "Params", "Rules", "Space", "Sweep", "nested", "read_sweep", "sweep_of"]
+__all__ = ["InfeasibleError", "Parameter", "Params", "Rules", "Space", "Sweep", "read_sweep", "sweep_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +47,24 @@ class Space:
 
     @property
     def free(self) -> tuple[Parameter, ...]:
-        """Those that there is something to search about: one dimension each."""
-        return tuple(one for one in self.parameters if not one.distribution.is_constant)
+        """The searched parameters: those with more than one value, one dimension each."""
+        return tuple(parameter for parameter in self.parameters if not parameter.distribution.is_constant)
 
     @property
     def size(self) -> int | None:
         """How many different points there are; None where they are endless."""
-        counts = [one.distribution.count for one in self.free]
+        counts = [parameter.distribution.count for parameter in self.free]
         return math.prod(count for count in counts if count is not None) if None not in counts else None
 
     def point(self, u: Sequence[float]) -> Params:
         """The parameters at a point of the unit cube, one number a free parameter; nested as in the file."""
-        values = iter(u)
-        pairs = [
-            (one.path, one.distribution.quantile(0.0 if one.distribution.is_constant else next(values)))
-            for one in self.parameters
-        ]
-        return nested(pairs)
+        rest, params = iter(u), Params()
+        for parameter in self.parameters:
+            inner, kind = params, parameter.distribution
+            for name in parameter.path[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[parameter.path[-1]] = kind.quantile(0.0 if kind.is_constant else next(rest))
+        return params
 
     def grid(self) -> Iterator[list[float]]:
         """Every point, in the order of W&B: names sorted, values as listed, the last name changing fastest.
@@ -72,7 +72,7 @@ class Space:
         Raises:
             ValueError: they are endless; names a parameter that is.
         """
-        endless = [one.name for one in self.free if one.distribution.count is None]
+        endless = [parameter.name for parameter in self.free if parameter.distribution.count is None]
         if endless:
             raise ValueError(
                 f"parameters.{endless[0]}: a grid needs values that can be counted: give `values`, `min` and `max` "
@@ -84,19 +84,8 @@ class Space:
             for dim in dims:
                 kind = self.free[dim].distribution
                 rest, turn = divmod(rest, kind.count or 1)
-                point[dim] = kind.turn(turn)
+                point[dim] = kind.grid_point(turn)
             yield point
-
-
-def nested(pairs: Any) -> Params:
-    """Paths and values as dictionaries within dictionaries."""
-    found: Params = {}
-    for path, value in pairs:
-        place = found
-        for name in path[:-1]:
-            place = place.setdefault(name, {})
-        place[path[-1]] = value
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,33 +111,58 @@ class Sweep:
         return 1.0 if self.goal == "minimize" else -1.0
 
 
+class YamlLocator:
+    """Errors about the keys of a file, with their lines."""
+
+    def __init__(self, file: str, lines: Mapping[tuple[str, ...], int]) -> None:
+        self._file, self._lines = file, lines
+
+    def error(self, path: Sequence[str], text: str) -> ValueError:
+        """An error about a key, with the line of the nearest key above it that has one."""
+        lines = [self._lines[key] for end in range(len(path)) if (key := tuple(path[: end + 1])) in self._lines]
+        line = f", line {lines[-1]}" if lines else ""
+        return ValueError(f"{self._file}{line}: {'.'.join(path)}{': ' if path else ''}{text}")
+
+    def check_keys(self, keys: Iterable[Any], known: Sequence[str], *path: str) -> None:
+        """Raises ValueError for a key that there is not."""
+        for key in keys:
+            if key not in known:
+                raise self.error([*path, str(key)], f"there is no such key: {nearest(key, known)}")
+
+
+def nearest(name: Any, names: Sequence[str]) -> str:
+    """What to say of a name that is not among those that there are."""
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+
+
 def read_sweep(path: str | Path, extras: str | Path | None = None) -> Sweep:
     """The sweep of a file. Raises ValueError that names file, line and key."""
-    sweep, place = _load(path)
-    more, other = _load(extras) if extras is not None else ({}, place)
-    return _sweep(sweep, place, rules_of(more, other, sweep.get("parameters")))
+    sweep, locator = _load(path)
+    more, other = _load(extras) if extras is not None else ({}, locator)
+    return _sweep(sweep, locator, _rules(more, other, sweep.get("parameters")))
 
 
 def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep of a dictionary, as `wandb.sweep` takes one. Raises ValueError that names the key."""
-    place = Place("sweep", {})
-    return _sweep(sweep, place, rules_of(extras or {}, place, sweep.get("parameters")))
+    locator = YamlLocator("sweep", {})
+    return _sweep(sweep, locator, _rules(extras or {}, locator, sweep.get("parameters")))
 
 
-def _load(path: str | Path) -> tuple[Mapping[str, Any], Place]:
+def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
     import yaml
 
     try:
         text = Path(path).read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {yaml_problem(error)}") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise ValueError(f"{path}: must be a mapping of keys to values")
-    return found, Place(str(path), dict(_lines(tree)))
+    return content, YamlLocator(str(path), dict(_lines(tree)))
 
 
 def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -160,73 +174,118 @@ def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield from _lines(value, here)
 
 
-def _sweep(told: Mapping[str, Any], place: Place, rules: Rules) -> Sweep:
-    for key in told:
-        if key not in KEYS:
-            raise place.error([str(key)], f"there is no such key: {nearest(key, KEYS)}")
-    method = told.get("method", "bayes")
+def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sweep:
+    locator.check_keys(content, KEYS)
+    method = content.get("method", "bayes")
     if method not in METHODS:
-        raise place.error(["method"], f"{method!r} is none of W&B's: {nearest(method, METHODS)}; --method has others")
-    metric = told.get("metric", {"name": "val_loss"})
+        why = f"{method!r} is none of W&B's: {nearest(method, METHODS)}; --method has tpe too"
+        raise locator.error(["method"], why)
+    metric = content.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
-        raise place.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
+        raise locator.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
-        raise place.error(["metric", "goal"], f"{goal!r} is none: {nearest(goal, GOALS)}")
-    parameters = told.get("parameters")
+        raise locator.error(["metric", "goal"], f"{goal!r} is none: {nearest(goal, GOALS)}")
+    parameters = content.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
-        raise place.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
-    run_cap = told.get("run_cap")
+        raise locator.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
+    run_cap = content.get("run_cap")
     if run_cap is not None and (type(run_cap) is not int or run_cap < 1):
-        raise place.error(["run_cap"], f"{run_cap!r} must be 1 or more trials")
-    command = told.get("command")
+        raise locator.error(["run_cap"], f"{run_cap!r} must be 1 or more trials")
+    command = content.get("command")
     if command is not None and (not isinstance(command, list | tuple) or not command):
-        raise place.error(
+        raise locator.error(
             ["command"], f"{command!r} must be a list of words, such as ['${{env}}', '${{program}}', '${{args}}']"
         )
-    texts = {key: told.get(key) for key in ("program", "name", "project", "entity")}
+    texts = {key: content.get(key) for key in ("program", "name", "project", "entity")}
     for key, text in texts.items():
         if not isinstance(text, str | None):
-            raise place.error([key], f"{text!r} must be a text")
+            raise locator.error([key], f"{text!r} must be a text")
     return Sweep(
         method=method,
         metric=metric["name"],
         goal=goal,
-        space=Space(parameters=tuple(_parameters(parameters, ("parameters",), place))),
+        space=Space(parameters=tuple(_parameters(parameters, ("parameters",), locator))),
         command=None if command is None else tuple(map(str, command)),
         run_cap=run_cap,
-        early_terminate=_early(told.get("early_terminate"), place),
+        early_terminate=_early_terminate(content.get("early_terminate"), locator),
         rules=rules,
         **texts,
     )
 
 
-def _parameters(told: Mapping[str, Any], path: tuple[str, ...], place: Place) -> Iterator[Parameter]:
-    for key, spec in told.items():
+def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLocator) -> Iterator[Parameter]:
+    for key, spec in specs.items():
         here = (*path, str(key))
         if not isinstance(spec, Mapping):
-            raise place.error(here, f"{spec!r} must be a mapping: for one value write `{key}: {{value: {spec}}}`")
+            raise locator.error(here, f"{spec!r} must be a mapping: for one value write `{key}: {{value: {spec}}}`")
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], Mapping):
-            yield from _parameters(spec["parameters"], (*here, "parameters"), place)
+            yield from _parameters(spec["parameters"], (*here, "parameters"), locator)
             continue
         try:
-            found = distribution(spec)
+            yield Parameter(path=tuple(here[1::2]), distribution=distribution(spec))
         except ValueError as error:
-            raise place.error(here, str(error)) from None
-        yield Parameter(path=tuple(here[1::2]), distribution=found)
+            raise locator.error(here, str(error)) from None
 
 
-def _early(told: Any, place: Place) -> Mapping[str, Any] | None:
-    if told is None:
+def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | None:
+    if spec is None:
         return None
-    if not isinstance(told, Mapping) or told.get("type") != "hyperband":
-        raise place.error(["early_terminate"], "must have `type: hyperband`")
-    for key in told:
-        if key not in HYPERBAND:
-            raise place.error(["early_terminate", str(key)], f"there is no such key: {nearest(key, HYPERBAND)}")
-    if "min_iter" not in told and not {"max_iter", "s"} <= set(told):
-        raise place.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
-    for key in set(told) - {"type", "strict"}:
-        if not is_amount(told[key]) or not told[key]:
-            raise place.error(["early_terminate", str(key)], f"{told[key]!r} must be a number above 0")
-    return told
+    if not isinstance(spec, Mapping) or spec.get("type") != "hyperband":
+        raise locator.error(["early_terminate"], "must have `type: hyperband`")
+    locator.check_keys(spec, HYPERBAND, "early_terminate")
+    if "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
+        raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
+    for key in set(spec) - {"type", "strict"}:
+        if not _is_amount(spec[key]) or not spec[key]:
+            raise locator.error(["early_terminate", str(key)], f"{spec[key]!r} must be a number above 0")
+    return spec
+
+
+def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) -> Rules:
+    """The rules of the second file, for the parameters of the first."""
+    locator.check_keys(content, EXTRAS)
+    for key, part in content.items():
+        if not isinstance(part, list if key == "constraints" else Mapping) and part is not None:
+            form = "a list of formulas" if key == "constraints" else "a mapping of names to values"
+            raise locator.error([key], f"{part!r} must be {form}")
+    derived, when, resources = (
+        {str(name): value for name, value in (content.get(key) or {}).items()}
+        for key in ("derived", "when", "resources")
+    )
+    names = [str(name) for name in (parameters if isinstance(parameters, Mapping) else ())]
+
+    def formula(path: Sequence[str], text: Any, known: Sequence[str]) -> Expression:
+        try:
+            expression = Expression(str(text))
+        except ValueError as error:
+            raise locator.error(path, str(error)) from None
+        for name in sorted(expression.names - set(known)):
+            raise locator.error(path, f"{expression.text!r}: there is no parameter {name!r}: {nearest(name, known)}")
+        return expression
+
+    for name in when:
+        if name not in names:
+            raise locator.error(["when", name], f"there is no such parameter: {nearest(name, names)}")
+    for name, amount in resources.items():
+        if not _is_amount(amount):
+            raise locator.error(["resources", name], f"{amount!r} must be a number, 0 or more")
+    every = [*names, *derived]
+    formulas = {name: formula(["derived", name], text, every) for name, text in derived.items()}
+    # A formula that asks for its own name means the parameter of that name.
+    needed = {name: (each.names & set(derived)) - ({name} & set(names)) for name, each in formulas.items()}
+    try:
+        order = list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        raise locator.error(["derived"], f"these need one another: {', '.join(map(str, error.args[1]))}") from None
+    return Rules(
+        derived={name: formulas[name] for name in order},
+        constraints=tuple(formula(["constraints"], text, every) for text in content.get("constraints") or ()),
+        when={name: formula(["when", name], text, names) for name, text in when.items()},
+        resources=resources,
+    )
+
+
+def _is_amount(value: Any) -> bool:
+    """Whether it is a finite number, 0 or more."""
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0

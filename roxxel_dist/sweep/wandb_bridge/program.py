@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.sweep.execution.metrics import Report, more_of
-from roxxel_dist.sweep.execution.process import count, environment, with_ranks
+from roxxel_dist.sweep.execution.metrics import MetricsTail, Report
+from roxxel_dist.sweep.execution.process import environment, launch_command, rank_count
 from roxxel_dist.sweep.wandb_bridge.run_file import WandbFile
 
 DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 OURS = "train_sweep.py"
 MACRO = re.compile(r"\$\{(.*)\}")
 ENVVAR = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
-PARAMETERS, WORDS, ENDED = "parameters.yaml", "parameters.json", "ended.json"
+PARAMETERS, PARAMETERS_JSON, ENDED = "parameters.yaml", "parameters.json", "ended.json"
 
 
 def command_of(
@@ -31,13 +31,7 @@ def command_of(
 
     `train_sweep.py` stands for such a training, where no file of that name does something else.
 
-    Args:
-        program: of the sweep's file, as it stands there.
-        command: of the sweep's file.
-        directory: where it is run; by default that of this process.
-
-    Raises:
-        ValueError: there is no such program.
+    Raises ValueError where there is no such program in the directory (None: that of this process).
     """
     words = list(command or DEFAULT_COMMAND)
     if "${program}" not in words:
@@ -55,16 +49,7 @@ def command_of(
 
 
 def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> list[str]:
-    """A command with W&B's macros replaced, as W&B's agent does it.
-
-    Args:
-        words: of the command.
-        params: of the trial.
-        json_file: what ${args_json_file} names.
-
-    Raises:
-        ValueError: a macro that there is not.
-    """
+    """A command with W&B's macros replaced, as W&B's agent does it. Raises ValueError for a macro that there is not."""
     flags = {name: f"{name}={value}" for name, value in params.items()}
     switches = [name if params[name] is True else flags[name] for name in params if params[name] is not False]
     macros = {
@@ -79,32 +64,28 @@ def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> 
         "args_json": [json.dumps(params)],
         "args_json_file": [str(json_file)],
     }
-    found: list[str] = []
+    expanded: list[str] = []
     for word in words:
         text = ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(word))
         macro = MACRO.fullmatch(text)
         if macro and macro[1] not in macros:
             known = ", ".join(f"${{{name}}}" for name in ("program", *macros))
             raise ValueError(f"command: there is no {text}: there are {known}, ${{envvar:NAME}}")
-        found += macros[macro[1]] if macro else [text]
-    return found
+        expanded += macros[macro[1]] if macro else [text]
+    return expanded
 
 
 def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The words and the environment of a trial's program, whose W&B run is kept in `folder`.
-
-    Raises:
-        ValueError: the command has a macro that there is not.
-    """
+    """The words and the environment of a trial's program, whose W&B run is kept in `folder`. Raises ValueError."""
     import yaml
 
     params = task["params"]
     folder.mkdir(parents=True, exist_ok=True)  # the client writes elsewhere where there is none
-    (folder / WORDS).write_text(json.dumps(params), encoding="utf-8")
-    told = {"wandb_version": 1, **{name: {"value": value} for name, value in params.items()}}
-    (folder / PARAMETERS).write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
-    words = expand(task["program"], params, folder / WORDS)
-    if count(task) > 1 and words[0] == "/usr/bin/env":
+    (folder / PARAMETERS_JSON).write_text(json.dumps(params), encoding="utf-8")
+    wandb_config = {"wandb_version": 1, **{name: {"value": value} for name, value in params.items()}}
+    (folder / PARAMETERS).write_text(yaml.safe_dump(wandb_config, sort_keys=False), encoding="utf-8")
+    words = expand(task["program"], params, folder / PARAMETERS_JSON)
+    if rank_count(task) > 1 and words[0] == "/usr/bin/env":
         words = words[1:]  # the launcher looks for the program itself, and prepares a Python one
     config = task.get("config") or {}
     own = {
@@ -116,7 +97,7 @@ def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str,
         **({"WANDB_PROJECT": config["wandb_project"]} if config.get("wandb_project") else {}),
         **(task.get("environment") or {}),
     }
-    return with_ranks(task, words, env=own), environment(own)
+    return launch_command(task, words, env=own), environment(own)
 
 
 def note_end(folder: Path) -> None:
@@ -129,71 +110,37 @@ def has_ended(folder: Path) -> bool:
     return (folder / ENDED).exists()
 
 
-class ProgramReader:
-    """Follows the W&B runs in a folder: those of all ranks and of all attempts.
+class WandbTail(MetricsTail):
+    """Follows the W&B runs in a folder, those of all ranks and of all attempts: the client has them in `wandb/` there.
 
-    Args:
-        folder: where the client has its folder `wandb`; it need not exist yet.
-        metric: whose values are wanted; points between the names of what is nested.
-
-    Attributes:
-        names: of all that was logged.
+    In the name of the metric there are points between the names of what is nested.
     """
 
-    def __init__(self, folder: Path, metric: str) -> None:
-        self._folder, self._metric = folder, metric
+    def __init__(self, run: Path, metric: str) -> None:
+        super().__init__(run, metric)
         self._files: dict[Path, tuple[int, WandbFile]] = {}
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._told = -1
-        self.names: set[str] = set()
 
     def read(self, *, last: bool = False) -> list[Report]:
-        """(step, value) for each new value of the metric; what was only put into the summary comes with the last call.
-
-        Args:
-            last: the program has ended.
-        """
-        found = [report for file in self._grown() for report in self._new(file)]
-        if last and self._told < 0:
-            for _, file in self._files.values():
-                self.names |= file.summary.keys()
-                if (value := _number(file.summary.get(self._metric))) is not None:
-                    found.append((int(_number(file.summary.get("_step")) or 0), value))
-        return found
-
-    def _grown(self) -> list[WandbFile]:
-        """The files that have more in them than at the last call, in the order in which their runs began."""
-        found = []
-        for path in sorted(self._folder.glob("wandb/*run-*/run-*.wandb")):
+        """As `MetricsTail.read`; what was only put into the summary comes with the last call."""
+        reports: list[Report] = []
+        for path in sorted(self._run.glob("wandb/*run-*/run-*.wandb")):  # in the order in which they began
             if path.parent.is_symlink():  # latest-run
                 continue
             size, file = self._files.get(path) or (0, WandbFile(path))
             if path.stat().st_size > size:
                 self._files[path] = (path.stat().st_size, file)
-                found.append(file)
-        return found
-
-    def _new(self, file: WandbFile) -> list[Report]:
-        found = []
-        for step, row in file.rows():
-            self._rows.setdefault(step, {}).update(row)
-            self.names |= {name for name in row if not name.startswith("_")}
-            value = _number(row.get(self._metric))
-            if value is not None and step > self._told:
-                self._told = step
-                found.append((step, value))
-        return found
+                for step, row in file.rows():
+                    reports += self._add(step, row, _number(row.get(self._metric)))
+        if last and self._reported < 0:
+            for _, file in self._files.values():
+                self.names |= file.summary.keys()
+                if (value := _number(file.summary.get(self._metric))) is not None:
+                    reports.append((int(_number(file.summary.get("_step")) or 0), value))
+        return reports
 
     def exit_code(self) -> int | None:
         """What the client of the last run says that its program ended with; None where it says nothing."""
         return self._files[max(self._files)][1].exit_code if self._files else None
-
-    def more(self) -> dict[str, Any]:
-        """What else is worth knowing of a trial, where it was logged."""
-        return more_of(self._rows)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _number(value: Any) -> float | None:

@@ -59,42 +59,42 @@ class WandbFile:
                 raise ValueError(f"{self._path} is no file of a W&B client")
             file.seek(self._position)
             data = file.read()
-        whole, place, end = b"", 0, 0
+        record, offset, end = b"", 0, 0
         while True:
-            left = BLOCK - (self._position + place) % BLOCK
+            left = BLOCK - (self._position + offset) % BLOCK
             if left < PIECE.size:
-                place += left
-            if len(data) < place + PIECE.size:
+                offset += left
+            if len(data) < offset + PIECE.size:
                 break
-            _, length, kind = PIECE.unpack_from(data, place)
+            _, length, kind = PIECE.unpack_from(data, offset)
             if (length, kind) == (0, 0):
                 break  # zeros: what was written there cannot be seen from this host yet
-            piece = data[place + PIECE.size : place + PIECE.size + length]
+            piece = data[offset + PIECE.size : offset + PIECE.size + length]
             if len(piece) < length:
                 break
             if kind not in (FULL, FIRST, MIDDLE, LAST):
-                raise ValueError(f"{self._path} is damaged at byte {self._position + place:,}")
-            place += PIECE.size + length
-            whole = piece if kind in (FULL, FIRST) else whole + piece
+                raise ValueError(f"{self._path} is damaged at byte {self._position + offset:,}")
+            offset += PIECE.size + length
+            record = piece if kind in (FULL, FIRST) else record + piece
             if kind in (FULL, LAST):
-                end = place
-                yield whole
+                end = offset
+                yield record
         self._position += end
 
 
 def flattened(items: Any) -> dict[str, Any]:
     """Names and values of a record's items; what is nested has names with points between, and its own name too."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in items:
         try:
             value = json.loads(item.value_json)  # NaN and Infinity as Python has them
         except ValueError:
             continue  # a picture, a table
-        _put(found, item.key or ".".join(item.nested_key), value)
-    return found
+        _put(values, item.key or ".".join(item.nested_key), value)
+    return values
 
 
-def _put(found: dict[str, Any], name: str, value: Any) -> None:
-    found[name] = value
-    for key, one in value.items() if isinstance(value, dict) else ():
-        _put(found, f"{name}.{key}", one)
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    values[name] = value
+    for key, nested in value.items() if isinstance(value, dict) else ():
+        _put(values, f"{name}.{key}", nested)

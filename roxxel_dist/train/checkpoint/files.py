@@ -24,9 +24,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
-from roxxel_dist.data.atomic_dir import sync_folder, write_file
+from roxxel_dist.cluster.durable import sync_folder, write_file
 from roxxel_dist.train.checkpoint import layout
-from roxxel_dist.train.checkpoint.metadata import META
+from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
 STATE, PARAMS = "state", "params/"
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -90,14 +90,11 @@ def _unusable(folder: Path) -> str:
 def complete(folder: Path) -> dict[int, float | None]:
     """Every complete checkpoint's step and val_loss."""
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    return {step: _val_loss(folder / str(step)) for step in sorted(steps)}
-
-
-def _val_loss(checkpoint: Path) -> float | None:
-    try:
-        return number(json.loads((checkpoint / META).read_bytes())["val_loss"])
-    except (OSError, ValueError, KeyError):  # damaged: who restores it is told
-        return None
+    saved: dict[int, float | None] = dict.fromkeys(sorted(steps))
+    for step in saved:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: who restores it is told
+            saved[step] = number(MetaFile.read(folder / str(step)).val_loss)
+    return saved
 
 
 def number(val_loss: float | None) -> float | None:
@@ -117,13 +114,8 @@ def kept(
     """The steps to keep: the newest, the best, every `keep_every`-th and `keep_steps`."""
     steps = sorted(saved)
     newest = steps if max_to_keep is None else steps[-max_to_keep:]
-    forever = [step for step in steps if kept_forever(step, keep_every, keep_steps)]
+    forever = [step for step in steps if step in keep_steps or (keep_every and step % keep_every == 0)]
     return {*newest, *forever, best_of(saved)} & set(steps)
-
-
-def kept_forever(step: int, keep_every: int | None, keep_steps: Collection[int]) -> bool:
-    """Whether a checkpoint of `step` is never deleted."""
-    return step in keep_steps or (keep_every is not None and step % keep_every == 0)
 
 
 def sweep(folder: Path) -> None:
@@ -171,7 +163,7 @@ def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str) -> None:
     """Make a complete checkpoint of what all ranks have written."""
     handler.finalize(epath.Path(temporary / STATE))
-    write_file(temporary / META, meta.encode())
+    write_file(temporary / META, meta)
     os.rename(temporary, checkpoint)
     sync_folder(checkpoint.parent)
 

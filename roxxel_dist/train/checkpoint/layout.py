@@ -25,15 +25,10 @@ _QKV = re.compile(r"(^|[./])blocks\.attention\.qkv\.(kernel|lora_b)$")
 
 
 def convert(old: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Arrays of layout 2 from those of layout 1; pure.
+    """Arrays of layout 2, of these `shapes`, from those of layout 1; pure.
 
-    Args:
-        old: arrays by name: parameters, or the leaves of a whole train state, such as
-            "opt_state/1/0/mu/blocks.0.attention.qkv.kernel".
-        shapes: of the arrays to make, by their names.
-
-    Raises:
-        ValueError: the arrays are of another model or optimizer.
+    Both are by name, of parameters or of the leaves of a whole train state, such as
+    "opt_state/1/0/mu/blocks.0.attention.qkv.kernel". Raises ValueError where they are of another model or optimizer.
     """
     arrays = {}
     for name, shape in shapes.items():
@@ -76,10 +71,7 @@ def _paths(name: str) -> Iterator[str]:
 def old_tree(saved: Collection[str], like: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """What to read of a checkpoint of layout 1, by name: shapes, each cut over the mesh, for it is on its way only.
 
-    Args:
-        saved: the names of its arrays.
-        like: shapes, types and shardings to make, by name.
-        shapes: of its arrays.
+    `saved` and `shapes` are the names and the shapes of its arrays, `like` shapes, types and shardings to make.
     """
     tree = {}
     for name, leaf in like.items():

@@ -1,19 +1,15 @@
 """What a run keeps on disk while it trains: checkpoints, weight files, the cursor, answers to requests to save."""
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import jax
-import numpy as np
-
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata, write_cursor
+from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
 from roxxel_dist.train.train_state import TrainState
@@ -97,7 +93,7 @@ class Exporter:
     def _write(self, path: Path, step: int, checkpoint: Path) -> None:
         if step_of(path) == step:
             return
-        shapes = files.parameter_shapes(json.loads((checkpoint / META).read_bytes())["shapes"])
+        shapes = files.parameter_shapes(MetaFile.read(checkpoint).shapes)
         size = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
         if size >= LIMIT:
             self._enabled = False
@@ -155,7 +151,7 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Log how the saves have gone that have ended since; costs nothing where none has."""
-        while (ended := self._store.poll()) is not None:
+        while self._store.unreported and (ended := self._store.poll()) is not None:
             if ended.problem:
                 self._log(f"{ended.problem}. Training goes on, and the next save is tried")
                 self._requests.failed(ended.step, ended.problem)
@@ -187,13 +183,3 @@ class CheckpointManager:
     def _write_cursor(self, step: int, *, finished: bool) -> None:
         if is_primary():
             write_cursor(self._folder, step, self._last_step, finished=finished)
-
-
-def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
-    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
-
-    How many there were in a row is not: a run that was killed must end where one that went on would have.
-    """
-    state: TrainState = store.restore(step, like)
-    none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
-    return state._replace(health=state.health._replace(bad_step=none, skipped=also))

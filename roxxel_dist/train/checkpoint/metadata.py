@@ -12,11 +12,31 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 META = "meta.json"
-"""The file of a checkpoint that holds its metadata, and all else that is no array."""
 CURSOR = "training_cursor.json"
+
+
+class MetaFile(NamedTuple):
+    """`meta.json`: all of a checkpoint that is no array."""
+
+    shapes: Mapping[str, list[Any]]
+    """Every array's shape, and its type behind that, by name."""
+    meta: Mapping[str, Any]
+    """What who saved it says; `CheckpointMetadata` for a run."""
+    val_loss: float | None
+    layout: int
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "MetaFile":
+        """Raises OSError, ValueError or KeyError where it is missing or damaged."""
+        saved = json.loads((checkpoint / META).read_bytes())
+        return cls(saved["shapes"], saved["meta"], saved["val_loss"], saved.get("layout", 1))
+
+    def to_json(self) -> str:
+        """As it is written."""
+        return json.dumps({"layout": self.layout, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
 
 
 class CheckpointRef(NamedTuple):

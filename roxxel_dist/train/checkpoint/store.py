@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.layout import LAYOUT
-from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata
+from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata, MetaFile
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -87,8 +87,7 @@ class CheckpointStore:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
         check_local("the folder of checkpoints", folder)
         self.folder: Path = Path(folder).absolute()
-        self._forever = keep_every, frozenset(keep_steps or ())
-        self._keep = max_to_keep, *self._forever
+        self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
         self._name = f"checkpoint {next(_opened)}"
         self._saved = files.open_folder(self.folder, read_only=read_only)
         self._quiet = contextlib.ExitStack()
@@ -97,6 +96,8 @@ class CheckpointStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[_Save, Future[str]] | None = None
         self._ended: deque[SaveResult] = deque()
+        self.unreported: int = 0
+        """Saves whose end `poll` has not told yet."""
         self._problem = ""
         self._count = 0
 
@@ -126,10 +127,6 @@ class CheckpointStore:
         """That a checkpoint was saved with; None without one, or where it is no number."""
         return self._saved.get(step)
 
-    def keeps_forever(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is never deleted."""
-        return files.kept_forever(step, *self._forever)
-
     def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
         """Begin to save; returns once the state may change, and be donated. Waits for the save before.
 
@@ -145,7 +142,7 @@ class CheckpointStore:
         if step in self._saved:
             return
         val_loss = files.number(val_loss)
-        text = json.dumps({"layout": LAYOUT, "val_loss": val_loss, "shapes": files.shapes(state), "meta": meta})
+        text = MetaFile(files.shapes(state), meta, val_loss, LAYOUT).to_json()
         self._count += 1
         # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
         temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
@@ -154,6 +151,7 @@ class CheckpointStore:
         begun = self._thread.submit(files.begin, self._handler, temporary, state)
         save = _Save(step=step, val_loss=val_loss, meta=text, temporary=temporary, begun=begun)
         self._pending = save, self._thread.submit(self._finish, save)
+        self.unreported += 1
         begun.exception()
 
     def _finish(self, save: _Save) -> str:
@@ -188,7 +186,10 @@ class CheckpointStore:
         """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
         if self._pending and self._pending[1].done():
             self.settle()
-        return self._ended.popleft() if self._ended else None
+        if not self._ended:
+            return None
+        self.unreported -= 1
+        return self._ended.popleft()
 
     def settle(self, limit_s: float | None = None) -> None:
         """Until the save that was begun is over, well or not; or for so many seconds."""
@@ -214,11 +215,7 @@ class CheckpointStore:
         self._ended.append(SaveResult(step=save.step, problem=problem))
 
     def wait(self) -> None:
-        """Until the last save is complete.
-
-        Raises:
-            SaveError: it failed, now or earlier.
-        """
+        """Until the last save is complete. Raises SaveError where it failed, now or earlier."""
         self.settle()
         if self._problem:
             raise SaveError(self._problem)
@@ -238,10 +235,9 @@ class CheckpointStore:
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that a checkpoint was saved with.
 
-        Raises:
-            ValueError: there is none of that step, or it is damaged.
+        Raises ValueError where there is none of that step, or it is damaged.
         """
-        return self._read(step)["meta"]
+        return dict(self._read(step).meta)
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """`meta`, of a checkpoint that a `Trainer` has saved; empty of others."""
@@ -250,16 +246,15 @@ class CheckpointStore:
     def restore(self, step: int, like: Any) -> Any:
         """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
 
-        Raises:
-            ValueError: the checkpoint is of another model or optimizer, it is damaged, or there is none of that step.
+        Raises ValueError where the checkpoint is of another model or optimizer, it is damaged, or there is none of that
+        step.
         """
         return self._restore(step, like, whole=True)
 
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
 
-        Raises:
-            ValueError: the checkpoint is of another model, it is damaged, or there is none of that step.
+        Raises ValueError where the checkpoint is of another model, it is damaged, or there is none of that step.
         """
         return self._restore(step, like, whole=False)
 
@@ -273,19 +268,18 @@ class CheckpointStore:
 
     def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
-        return files.parameter_shapes(self._read(step)["shapes"])
+        return files.parameter_shapes(self._read(step).shapes)
 
     def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
 
-        Raises:
-            ValueError: there is none of that step, it is damaged, or the folder cannot be written.
+        Raises ValueError where there is none of that step, it is damaged, or the folder cannot be written.
         """
         self.settle()
         saved, problem = self._read(step), ""
         if is_primary():
             try:  # in this order: cut off between, the old run is there
-                write_file(self.folder / str(step) / META, json.dumps({**saved, "meta": meta}))
+                write_file(self.folder / str(step) / META, saved._replace(meta=meta).to_json())
                 for later in (self.folder / str(other) for other in self.steps() if other > step):
                     files.delete(later)
                     if later.exists():
@@ -299,8 +293,8 @@ class CheckpointStore:
     def _check(self, step: int, like: Any, *, whole: bool) -> bool:
         """Whether the checkpoint is of an older layout, to be converted."""
         saved = self._read(step)
-        if wrong := files.difference(saved["shapes"], files.shapes(like), whole=whole):
-            if saved.get("layout", 1) < LAYOUT and files.is_convertible(saved["shapes"], files.shapes(like)):
+        if wrong := files.difference(saved.shapes, files.shapes(like), whole=whole):
+            if saved.layout < LAYOUT and files.is_convertible(saved.shapes, files.shapes(like)):
                 return True
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise ValueError(
@@ -313,15 +307,15 @@ class CheckpointStore:
         is_old, saved = self._check(step, like, whole=whole), self._read(step)
         with self._readable(step):
             if is_old:
-                return files.restore_converted(self._handler, self.folder / str(step), saved["shapes"], like)
+                return files.restore_converted(self._handler, self.folder / str(step), saved.shapes, like)
             return files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
 
-    def _read(self, step: int) -> dict[str, Any]:
+    def _read(self, step: int) -> MetaFile:
         if step not in self._saved:
             known = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
         with self._readable(step):
-            return json.loads((self.folder / str(step) / META).read_bytes())
+            return MetaFile.read(self.folder / str(step))
 
     @contextlib.contextmanager
     def _readable(self, step: int) -> Iterator[None]:

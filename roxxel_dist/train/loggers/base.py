@@ -48,9 +48,7 @@ class Tracker(Protocol):
 class LogQueue:
     """Hands everything to its trackers; as a context manager it writes a crash's traceback too.
 
-    Args:
-        trackers: where everything goes; none on the ranks that stay silent. Left out, they come with `open`, and the
-            lines until then wait for them.
+    Ranks that stay silent have no trackers. Where they are left out, they come with `open`, and lines wait for them.
     """
 
     def __init__(self, trackers: Sequence[Tracker] | None = None) -> None:

@@ -23,13 +23,8 @@ own, comes with them from the `Experiment`."""
 def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger | None = None) -> list[Tracker]:
     """Rank 0 writes the metrics and talks to the person; every rank has its lines in `logs/rank-N.log`.
 
-    Under the launcher that file is made of what a rank prints, so there every rank prints.
-
-    Args:
-        run: the run directory.
-        total_steps: of the run.
-        restored_step: the step that this process goes on from; later rows of the logs are dropped.
-        logger: talks to the person instead.
+    Under the launcher that file is made of what a rank prints, so there every rank prints. Rows after `restored_step`,
+    from which this process goes on, are dropped. A `logger` talks to the person instead.
     """
     launched = os.environ.get(STATUS_ENV) == "1"
     trackers: list[Tracker] = []

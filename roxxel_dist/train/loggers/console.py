@@ -26,11 +26,7 @@ LINE = {
 
 
 class ConsoleTracker:
-    """Prints on standard output.
-
-    Args:
-        total_steps: of the run, as its lines say it; 0 where nobody knows yet.
-    """
+    """Prints on standard output; `total_steps` are 0 where nobody knows yet how many the run has."""
 
     def __init__(self, total_steps: int = 0) -> None:
         self.total_steps = total_steps

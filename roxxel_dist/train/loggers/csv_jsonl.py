@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 
 COLUMNS = (
     "step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step",
@@ -23,12 +23,7 @@ COLUMNS = (
 
 
 class JsonlTracker:
-    """Appends rows to a JSON-lines file: every metric; what is not finite is null, as JSON has no NaN.
-
-    Args:
-        path: the file; it is continued.
-        restored_step: rows after this step are dropped.
-    """
+    """Continues a JSON-lines file behind `restored_step`: every metric; what is not finite is null, JSON has no NaN."""
 
     durable = True
 
@@ -61,12 +56,9 @@ class JsonlTracker:
 
 
 class CsvTracker(JsonlTracker):
-    """Appends rows to a table whose first columns are given; the others are the metrics as they first come.
+    """Continues a table, behind `restored_step`; infinite keeps all rows.
 
-    Args:
-        path: the file; it is continued.
-        restored_step: rows after this step are dropped; infinite keeps all.
-        columns: of a new table.
+    The first columns of a new table are given; the others are the metrics as they first come.
     """
 
     def __init__(self, path: Path, restored_step: float = math.inf, columns: Sequence[str] = COLUMNS) -> None:
@@ -127,11 +119,7 @@ class JsonlReader:
             yield {name: value for name, value in row.items() if value is not None}
 
     def objects(self) -> Iterator[dict[str, float | None]]:
-        """The same, with None for a metric that was not finite.
-
-        Raises:
-            ValueError: a line is no row.
-        """
+        """The same, with None for a metric that was not finite. Raises ValueError where a line is no row."""
         if self._file is None:
             if not self._path.exists():
                 return

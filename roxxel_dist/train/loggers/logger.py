@@ -103,20 +103,14 @@ class Logger:
 
 
 class _OfTrainer:
-    def __init__(self, logger: Logger, queue: LogQueue) -> None:
-        self._logger, self._queue = logger, queue
+    """What a `Trainer` hands its rows and lines to; the logger is its maker's to close."""
 
-    def text(self, text: str) -> None:
-        self._logger.log_message(text)
+    def __init__(self, logger: Logger, queue: LogQueue) -> None:
+        self.text, self._log_metrics = logger.log_message, logger.log_metrics_summary
+        self.status, self.rewind = queue.status, queue.rewind
 
     def row(self, row: Mapping[str, Any]) -> None:
-        self._logger.log_metrics_summary(row["step"], {name: value for name, value in row.items() if name != "step"})
-
-    def status(self, record: Mapping[str, Any]) -> None:
-        self._queue.status(record)
-
-    def rewind(self, step: int) -> None:
-        self._queue.rewind(step)
+        self._log_metrics(row["step"], row)
 
     def close(self) -> None:
-        """The logger is its maker's to close."""
+        """Nothing."""

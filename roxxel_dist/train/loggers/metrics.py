@@ -1,7 +1,6 @@
 """The metrics of a run: rows of the log, the progress bar, and the lines that announce the run and its phases."""
 
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,20 +16,14 @@ from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.throughput import StepTimer, mfu, peak_memory_gb
 from roxxel_dist.train.train_step import BALANCE, Metrics
 
-SHOW_EVERY_S = 0.1
 OF_VALIDATION = re.compile(r"val_loss(/|$)|val_bal$|train_eval_loss$")
 
 
 class MetricsLogger:
     """Makes rows of the metrics of steps, and records of the progress of the run.
 
-    Args:
-        log: where everything goes.
-        timer: of the steps.
-        last_step: of the run.
-        start_step: steps done before this process began.
-        flops_per_token: (tokens a row) -> FLOPs of a training step, for a token.
-        devices: those of the mesh, of all processes.
+    `start_step` counts the steps done before this process began; `flops_per_token` is (tokens a row) -> FLOPs of a
+    training step, for a token; `devices` are those of the mesh, of all processes.
     """
 
     def __init__(
@@ -46,7 +39,6 @@ class MetricsLogger:
         self._last_step, self._start_step = last_step, start_step
         self._flops, self._devices = flops_per_token, list(devices)
         self._loss: Any = None
-        self._next_update = 0.0
 
     def log_row(self, plan: Plan, done: int, metrics: Metrics, losses: Mapping[str, float]) -> None:
         """Log the (fetched) metrics of a step, `done` from 1, and the `losses` of the validation after it."""
@@ -87,11 +79,7 @@ class MetricsLogger:
         )
 
     def update_progress(self, plan: Plan, done: int) -> None:
-        """Update the progress bar, as often as eyes can follow."""
-        now = time.monotonic()
-        if now < self._next_update and done != self._last_step:
-            return
-        self._next_update = now + SHOW_EVERY_S
+        """Update the record of the progress bar, which displays look at now and then."""
         speed = self._timer.tokens_per_s
         left = plan.tokens(self._last_step) - plan.tokens(done)
         self._log.status(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from roxxel_dist.data.atomic_dir import write_file
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.train.loggers.base import TrackerError
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 

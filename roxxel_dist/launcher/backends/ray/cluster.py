@@ -162,15 +162,21 @@ def no_room(
     free: Mapping[str, float],
 ) -> str:
     """What was asked, and what there is."""
-    alive = [f"{node['NodeManagerAddress']} ({_amounts(node['Resources'], bundle)})" for node in nodes if node["Alive"]]
-    named = ", ".join(alive[:MAX_NODES]) + (f" and {len(alive) - MAX_NODES} more" if len(alive) > MAX_NODES else "")
     return (
-        f"Ray found no room within {limit_s:g} s (--place-timeout). Asked: {_amounts(bundle, bundle)} on each of "
-        f"{count} different nodes (--hosts, --cpus-per-host, --gpus-per-host). Alive: {len(alive)}: {named}; "
-        f"free now, together: {_amounts(free, bundle)}. Ask for less, wait for what runs there (`ray status`), or "
+        f"Ray found no room within {limit_s:g} s (--place-timeout). Asked: {amounts(bundle, bundle)} on each of "
+        f"{count} different nodes (--hosts, --cpus-per-host, --gpus-per-host). Alive: "
+        f"{sum(bool(node['Alive']) for node in nodes)}: {capacities(nodes, bundle)}; "
+        f"free now, together: {amounts(free, bundle)}. Ask for less, wait for what runs there (`ray status`), or "
         "start more nodes"
     )
 
 
-def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
-    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names)
+def capacities(nodes: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
+    """The nodes that are alive, with how much each has of some resources, for people."""
+    alive = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'], names)})" for node in nodes if node["Alive"]]
+    return ", ".join(alive[:MAX_NODES]) + (f" and {len(alive) - MAX_NODES} more" if len(alive) > MAX_NODES else "")
+
+
+def amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    """How much there is of some resources, for people."""
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names) or "nothing"

@@ -1,0 +1,49 @@
+"""Durable files: a whole file written in one atomic move, and names that a power failure does not take away.
+
+Everything that the package replaces or leaves for a later process is written here. Standard library alone.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, where they are missing, and bring their names to the disk."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in absent:
+        sync_folder(path.parent)
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Write a whole file in one instant: under a temporary name, fsynced, renamed. Text becomes UTF-8.
+
+    After a power failure the file holds what it held before or all of `data`. A writer that is killed leaves
+    `.NAME.*.tmp` beside it.
+    """
+    # Not the process's id: on a shared disk two containers may have the same.
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    data = data.encode() if isinstance(data, str) else data
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
