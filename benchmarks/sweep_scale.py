@@ -36,9 +36,9 @@ class Instant:
         self._bodies: dict[int, Iterator[dict[str, Any]]] = {}
 
     def submit(self, trial: int, attempt: int, losses: int, task: dict[str, Any]) -> None:
-        from roxxel_dist.sweep.execution.ray_executor import Running
+        from roxxel_dist.sweep.execution.ray_executor import Attempt
 
-        self.running.append(Running(trial=trial, attempt=attempt, losses=losses, stream=None))
+        self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=None))
         self._bodies[trial] = self._body(1 / (trial + 1))  # each is better than those before it: none is stopped
 
     def _body(self, value: float) -> Iterator[dict[str, Any]]:
@@ -46,19 +46,19 @@ class Instant:
         for step in range(1, REPORTS + 1):
             yield {"report": {"step": step, "value": value + 1 / step}}
         yield {"result": {"value": value}}
-        yield {"gone": {}}
+        yield {"exited": {}}
 
     def wait(self, seconds: float) -> list[tuple[Any, dict[str, Any]]]:
         return [(attempt, next(self._bodies[attempt.trial])) for attempt in list(self.running)]
 
-    def cancel(self, attempt: Any, verdict: Any) -> None:
-        attempt.verdict = verdict
-        self._bodies[attempt.trial] = iter([{"gone": {}}])
+    def cancel(self, attempt: Any, reason: Any) -> None:
+        attempt.cancel_reason = reason
+        self._bodies[attempt.trial] = iter([{"exited": {}}])
 
-    def leave(self, attempt: Any) -> None:
-        attempt.verdict = "ended"
+    def await_exit(self, attempt: Any) -> None:
+        attempt.cancel_reason = "ended"
 
-    def overdue(self) -> list[Any]:
+    def expire(self) -> list[Any]:
         return []
 
     def waiting(self, seconds: float) -> None:

@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 from roxxel_dist.sweep import controller, journal
-from roxxel_dist.sweep.execution import corpus, process, ray_executor
+from roxxel_dist.sweep.execution import corpus, process, ray_executor, trial
 
 README = Path(controller.__file__).parent / "README.md"
 MODULES = {
     "controller": controller, "journal": journal, "corpus": corpus, "process": process, "ray_executor": ray_executor,
+    "trial": trial,
 }  # fmt: skip
 
 
@@ -18,11 +19,11 @@ def test_their_order():
     assert process.STOP_LIMIT_S < ray_executor.END_S, "a program is killed before its worker kills itself"
     assert ray_executor.END_S < ray_executor.GIVE_UP_S, "a worker has ended before nobody waits for it"
     assert ray_executor.END_S < journal.WAIT_S, "a controller that ends its trials has ended before the next gives up"
-    assert process.STOP_LIMIT_S < process.LOCK_LIMIT_S, "a trial waits for the end of its attempt before"
+    assert process.STOP_LIMIT_S < trial.LOCK_LIMIT_S, "a trial waits for the end of its attempt before"
 
 
 def test_the_table_has_their_values():
     rows = re.findall(r"^\| ([\d.]+) \| (.*?) \|", README.read_text(), re.MULTILINE)
     table = {name: float(seconds) for seconds, names in rows for name in re.findall(r"`(\w+\.[A-Z_]+)`", names)}
-    assert len(table) == 10
+    assert len(table) == 11
     assert table == {name: getattr(MODULES[name.partition(".")[0]], name.partition(".")[2]) for name in table}
