@@ -259,7 +259,7 @@ def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch):
         ({"parameters": {"lr": {"min": 0.2, "max": 0.1}}}, "small.yaml, line "),
         ({"method": "grid"}, "a grid needs values that can be counted"),
         ({"program": "mine.py"}, "program: mine.py is not there"),
-        ({"method": "tpe"}, "--method has others"),
+        ({"method": "tpe"}, "--method has tpe too"),
         ({"metric": {"name": "vall_loss"}}, "no training logs 'vall_loss': did you mean 'val_loss'?"),
     ],
 )
