@@ -11,7 +11,7 @@ from typing import Any
 
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
-from roxxel_dist.data import file_lock
+from roxxel_dist.cluster.file_lock import is_held as lock_is_held
 from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
@@ -67,7 +67,7 @@ class RunDirectory:
 
 def is_held(run: Path, *, unknown: bool = True) -> bool:
     """Whether somebody trains in a run directory now; `unknown` where the file system has no locks to tell."""
-    return file_lock.is_held(run / LOCK, unknown=unknown)
+    return lock_is_held(run / LOCK, unknown=unknown)
 
 
 def default_run_dir() -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
-from roxxel_dist.data.file_lock import holder, is_held, is_lock_of, take_lock
+from roxxel_dist.cluster.file_lock import holder, is_held, is_lock_of, take_lock
 
 COMMIT = "commit.json"
 SUFFIX, LOCK_SUFFIX = ".writing", ".lock"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder
-from roxxel_dist.data.file_lock import release_lock, wait_for_lock
+from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 
 JOURNAL, LOCK = "journal.jsonl", ".lock"
 WAIT_S = 30.0

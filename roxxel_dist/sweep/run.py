@@ -19,7 +19,7 @@ from roxxel_dist.sweep.execution.trial import run as run_trial
 from roxxel_dist.sweep.journal import History, read_history
 from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.options import SweepOptions, TrialResources
-from roxxel_dist.sweep.report.html import write_report
+from roxxel_dist.sweep.report.html import LARGE, write_report
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, nearest
@@ -43,8 +43,6 @@ LOGGED = (
     "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
 )  # fmt: skip
 """What a training logs; besides, with `/`, losses by data set."""
-MANY = 200
-"""Trials whose pictures take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +239,7 @@ def _last_words(run: SweepRun, reason: str) -> None:
     """Print why it ended and the best, and write the page."""
     study = read_study(run.study.path)
     print(f"{table(study)}\n\n{reason}", flush=True)
-    if len(study.done) >= MANY:
+    if len(study.done) >= LARGE:
         print(f"making the page of {len(study.done):,} trials …", flush=True)
     try:
         page, missing = write_report(study, study.path / REPORT)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import check_local
-from roxxel_dist.data.file_lock import take_lock
 from roxxel_dist.sweep.journal import JOURNAL, LOCK, History, Trial, read_history
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 

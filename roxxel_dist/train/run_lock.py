@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roxxel_dist.cluster.durable import make_folder
-from roxxel_dist.data.file_lock import holder, release_lock, take_lock
+from roxxel_dist.cluster.file_lock import holder, release_lock, take_lock
 
 LOCK = ".lock"
 HELD: set[Path] = set()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import Config
 from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.build import build
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.file_lock import take_lock
 
 OLD = [b"old-one", b"old-two", b"old-three"]
 NEW = [b"new-1", b"new-2"]

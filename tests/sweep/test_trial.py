@@ -15,7 +15,7 @@ import yaml
 from commands import gone, make_corpus, rows, wait_for
 from trials import BASE, program, split, task
 
-from roxxel_dist.data.file_lock import take_lock
+from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.run_directory import is_held
 from roxxel_dist.sweep.execution import process as process_module
 from roxxel_dist.sweep.execution import trial as trial_module

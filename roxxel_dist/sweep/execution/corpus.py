@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.config import Config
 from roxxel_dist.data.discovery import is_tokens
-from roxxel_dist.data.file_lock import release_lock, wait_for_lock
 from roxxel_dist.sweep.execution.outcome import last_words
 from roxxel_dist.sweep.execution.process import POLL_S, TrialProcess, environment
 

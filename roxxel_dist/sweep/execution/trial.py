@@ -10,8 +10,8 @@ from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.config import Config, flat_fields
-from roxxel_dist.data.file_lock import holder
 from roxxel_dist.run_directory import LOCK, is_held
 from roxxel_dist.sweep.execution.metrics import MetricsTail
 from roxxel_dist.sweep.execution.outcome import classify_exit, disk_full, unreported

@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
+from roxxel_dist.cluster.file_lock import holder, is_held, take_lock, wait_for_lock
 from roxxel_dist.data import file_lock
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.file_lock import holder, is_held, take_lock, wait_for_lock
 from roxxel_dist.run_directory import RunDirectory
 from roxxel_dist.sweep.journal import Journal
 
 HOLDER = """
 import sys
 from pathlib import Path
-from roxxel_dist.data.file_lock import take_lock
+from roxxel_dist.cluster.file_lock import take_lock
 assert take_lock(Path(sys.argv[1])) is not None
 print("held", flush=True)
 sys.stdin.read()
