@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from roxxel_dist.cluster import file_lock
 from roxxel_dist.cluster.file_lock import holder, is_held, take_lock, wait_for_lock
-from roxxel_dist.data import file_lock
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.run_directory import RunDirectory
 from roxxel_dist.sweep.journal import Journal
