@@ -21,6 +21,8 @@ POLL_S = 0.1
 
 _unlocked: set[Path] = set()
 """Folders of which was said that they have no locks."""
+_held_by_name: set[int] = set()
+"""Locks that only their file says are held."""
 
 
 def say(line: str) -> None:
@@ -59,9 +61,11 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
 
 
 def release_lock(lock: int) -> None:
-    """Give a lock back, and take the name of this process out of its file."""
-    with suppress(OSError):
-        os.ftruncate(lock, 0)
+    """Give a lock back; where the file system has no locks, by taking the name of this process out of its file."""
+    if lock in _held_by_name:
+        _held_by_name.remove(lock)
+        with suppress(OSError):
+            os.ftruncate(lock, 0)
     os.close(lock)
 
 
@@ -183,6 +187,8 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
                     f"{path.parent}: this file system has no locks ({error.strerror}): make sure that only one "
                     f"process writes there{last}"
                 )
+            if not lives:
+                _held_by_name.add(lock)
             return not lives
         else:
             return True

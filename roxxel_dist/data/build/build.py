@@ -13,15 +13,15 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
-from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents, train_on
-from roxxel_dist.data.build.inputs import SPLITS, PathLike, BuildInputs, check_settings, find_inputs, load_tokenizer
-from roxxel_dist.data.format import Metadata
-from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.build.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.build.progress import Progress
-from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.data.build.writer import write_shards
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.format import Metadata
+from roxxel_dist.data.shard import Shard
 
 MAX_SHARD_BYTES = 256 << 20
 BUILD_FILE = "build.json"
@@ -135,19 +135,7 @@ def _make(parts: Path, splits: Sequence[str], inputs: BuildInputs, workers: int,
         write_file(parts / BUILD_FILE, record)
     if inputs.size < PARALLEL_BYTES:
         workers = 0
-    tokenizer = inputs.tokenizer
-    if tokenizer is None and inputs.corpus is not None:
-        if path.is_file():
-            tokenizer = Tokenizer.load(path)
-        else:
-            log.line(f"training a {inputs.kind} tokenizer")
-            kind = next(kind for kind in get_args(Kind) if kind == inputs.kind)
-            texts = (piece for text, _ in inputs.texts(inputs.splits[0]) for piece in pieces(text))
-            tokenizer = train_on(kind, texts, inputs.vocab_size, workers, progress=log.enabled)
-            if tokenizer.vocab_size < (inputs.vocab_size or 0):
-                log.line(f"vocab_size={inputs.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
-    if tokenizer is not None and not path.is_file():
-        tokenizer.save(path)
+    tokenizer = _tokenizer(inputs, path, workers, log)
     for split in splits:
         (parts / split).mkdir(exist_ok=True)
         last = _finished(parts / split)
@@ -169,6 +157,23 @@ def _make(parts: Path, splits: Sequence[str], inputs: BuildInputs, workers: int,
                 share = f"val_fraction={inputs.val_fraction}"
                 raise ValueError(f"{share}: no document is left for {split}; use another share")
             raise ValueError("nothing to build from: every document is empty")
+
+
+def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> Tokenizer | None:
+    """The tokenizer, given or trained or of a build that was ended, at `path` too; None where tokens are copied."""
+    tokenizer = inputs.tokenizer
+    if tokenizer is None and inputs.corpus is not None:
+        if path.is_file():
+            return Tokenizer.load(path)
+        log.line(f"training a {inputs.kind} tokenizer")
+        kind = next(kind for kind in get_args(Kind) if kind == inputs.kind)
+        texts = (piece for text, _ in inputs.texts(inputs.splits[0]) for piece in pieces(text))
+        tokenizer = train_on(kind, texts, inputs.vocab_size, workers, progress=log.enabled)
+        if tokenizer.vocab_size < (inputs.vocab_size or 0):
+            log.line(f"vocab_size={inputs.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
+    if tokenizer is not None and not path.is_file():
+        tokenizer.save(path)
+    return tokenizer
 
 
 def _finished(folder: Path) -> Metadata | None:

@@ -244,11 +244,14 @@ def read_parquet(path: Path, key: str) -> Documents:
 
 
 def read_arrow(path: Path, key: str) -> Documents:
-    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` reads no streams)."""
-    with _damage_named(path), _pyarrow("pyarrow", path).OSFile(str(path)) as source:
-        with _pyarrow("pyarrow.ipc", path).open_stream(source) as stream:
-            _check_column(stream.schema, key, path)
-            yield from _rows(stream, key, path, lambda row: source.tell())
+    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` reads none)."""
+    with (
+        _damage_named(path),
+        _pyarrow("pyarrow", path).OSFile(str(path)) as source,
+        _pyarrow("pyarrow.ipc", path).open_stream(source) as stream,
+    ):
+        _check_column(stream.schema, key, path)
+        yield from _rows(stream, key, path, lambda row: source.tell())
 
 
 def _rows(batches: Any, key: str, path: Path, position: Callable[[int], int]) -> Documents:

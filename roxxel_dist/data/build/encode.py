@@ -63,11 +63,15 @@ def encode_documents(
 
 
 def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, threads: int, *, progress: bool) -> Tokenizer:
-    """`train_tokenizer` on a number of threads, in a worker; in this process, without a bar, if it is 0."""
-    if kind != "bpe" or not threads:
+    """`train_tokenizer` on a number of threads, in a worker; in this process if it is 0 and no bar is to be seen.
+
+    The bars of the `tokenizers` library write newlines to stdout, which is the caller's.
+    """
+    progress = progress and sys.stderr.isatty()
+    if kind != "bpe" or not (threads or progress):
         with _one_thread():
             return train_tokenizer(kind, texts, vocab_size)
-    with _worker(threads, "train", str(vocab_size or ""), *["bar"] * progress) as worker:
+    with _worker(max(1, threads), "train", str(vocab_size or ""), *["bar"] * progress) as worker:
         with suppress(BrokenPipeError):  # it has ended, which its answer tells
             for batch in _batches(((text, 0) for text in texts), whole=True):
                 _send(worker.stdin, [text for text, _, _ in batch])
@@ -194,7 +198,7 @@ def main(words: list[str]) -> None:
     # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the bars of the `tokenizers` library write newlines to stdout
+    os.dup2(2, 1)  # for the newlines of the bars
     messages = iter(lambda: pickle.load(sys.stdin.buffer), [])
     try:
         if words[0] == "train":

@@ -11,11 +11,11 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.data.build.documents import Corpus, find_corpus
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import has_text, is_tokens
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.discovery import has_text, is_tokens
 
 SPLITS = ("train", "val")
 PathLike = str | os.PathLike[str]

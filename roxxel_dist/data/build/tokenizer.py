@@ -104,7 +104,7 @@ class Tokenizer:
 
     @property
     def eos_token(self) -> str:
-        """What the token that ends a document is called. ValueError where it has none of the name given or the usual."""
+        """Name of the token that ends a document. ValueError where it has none of the name given or the usual."""
         names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
         for name in names:
             if self._inner.token_to_id(name) is not None:

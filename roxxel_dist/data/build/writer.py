@@ -7,14 +7,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from roxxel_dist.data.atomic_dir import publish, staging
-from roxxel_dist.data.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
-from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.discovery import Target
-from roxxel_dist.data.slices import TokenFile, open_slices
+from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
+from roxxel_dist.data.slices import TokenFile, open_slices
+from roxxel_dist.data.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,11 @@ def is_ending(pid: int) -> bool:
 
 def stat(pid: int) -> list[bytes]:
     """The fields of /proc/PID/stat behind the name, which may hold anything. Raises OSError for one that is gone."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
+    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # not an object: Ctrl-C in between would warn of it
+    try:
+        return os.read(file, 4096).rpartition(b")")[2].split()
+    finally:
+        os.close(file)
 
 
 def processes() -> Iterator[tuple[int, list[bytes]]]:
