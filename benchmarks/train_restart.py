@@ -21,7 +21,7 @@ ROUNDS = 2
 LIMIT_S = 300.0
 MODELS = {
     "demo's model": ["--dim", "128", "--num_blocks", "4"],
-    "86 leaves": ["--dim", "128", "--num_blocks", "14"],
+    "14 blocks": ["--dim", "128", "--num_blocks", "14"],
 }
 """The one of `make demo`, and a deeper one."""
 CONFIG = """

@@ -53,9 +53,17 @@ def random_tokens(path: Path, count: int, vocabulary: int) -> Roxxel:
     return data
 
 
-def make_trainer(data: Roxxel, phases: Sequence[Phase], model: ModelConfig, folder: Path, **options: Any) -> Observed:
-    """A run of the built-in Transformer with adamw."""
-    build = lambda: Transformer(model, nnx.Rngs(0))  # noqa: E731
+def make_trainer(
+    data: Roxxel, phases: Sequence[Phase], model: ModelConfig, folder: Path, *, leaves: int = 0, **options: Any
+) -> Observed:
+    """A run of the built-in Transformer with adamw; of a model with at least so many arrays as parameters."""
+
+    def build() -> Transformer:
+        transformer = Transformer(model, nnx.Rngs(0))
+        for number in range(leaves - len(jax.tree.leaves(nnx.state(transformer, nnx.Param)))):
+            setattr(transformer, f"extra_{number}", nnx.Param(jnp.zeros(8)))
+        return transformer
+
     return Observed(build, optax.adamw(1e-4), Curriculum(data, phases), token_losses, folder, **options)
 
 
