@@ -27,6 +27,7 @@ def test_the_mean_loss_of_the_rows_of_each_data_set():
 
 def test_the_time_that_is_left_is_that_of_the_tokens_that_are_left(corpus, tmp_path, monkeypatch):
     shown = []
+    monkeypatch.setattr(report, "SHOW_EVERY_S", 0)
     monkeypatch.setattr(LogQueue, "status", lambda _, record: shown.append(record))
     train(corpus, tmp_path, PHASES[:1])
     timed = [record for record in shown if record["eta_s"]]

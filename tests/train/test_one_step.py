@@ -13,6 +13,7 @@ from roxxel_dist import Phase, Transformer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train.config import OptimizerConfig
+from roxxel_dist.train.loggers import metrics
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.train_step import make_step
 
@@ -43,7 +44,8 @@ def listed(title):
     return set(re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE))
 
 
-def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path):
+def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "SHOW_EVERY_S", 0)  # else the bar moves now and then
     seldom = {"log_every": 20, "eval_every": 100, "checkpoint_every": 100, "val_fraction": 0.0}
     optimizer = NamedOptimizer(OptimizerConfig())
     made = make(
