@@ -64,6 +64,7 @@ def make_trainer(
             setattr(transformer, f"extra_{number}", nnx.Param(jnp.zeros(8)))
         return transformer
 
+    options.setdefault("val_fraction", 0.0)  # a validation at the end fetches too
     return Observed(build, optax.adamw(1e-4), Curriculum(data, phases), token_losses, folder, **options)
 
 
