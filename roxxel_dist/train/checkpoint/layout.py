@@ -36,7 +36,7 @@ def convert(old: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict
         if not names:
             raise ValueError(f"it has no {name}")
         xp = np if isinstance(old[names[0]], np.ndarray) else jnp
-        array = xp.stack([old[one] for one in names]) if _ONE_BLOCK.search(names[0]) else old[names[0]]
+        array = xp.stack([old[layer] for layer in names]) if _ONE_BLOCK.search(names[0]) else old[names[0]]
         param = name.rpartition("/")[2]
         heads = tuple(shapes.get(f"params/{param}", shapes.get(param, ())))[-3:] if _QKV.search(name) else ()
         if heads and array.shape[-1] == prod(heads):  # moments, and sums over the columns of factored ones, too

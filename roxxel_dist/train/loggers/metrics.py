@@ -18,7 +18,7 @@ from roxxel_dist.train.throughput import StepTimer, mfu, peak_memory_gb
 from roxxel_dist.train.train_step import BALANCE, Metrics
 
 SHOW_EVERY_S = 0.1
-"""A record of the progress costs a tenth of a millisecond: as much as all the rest of the loop but reading."""
+"""Seconds between records of the progress: one at every step cost the loop about a tenth of a millisecond."""
 OF_VALIDATION = re.compile(r"val_loss(/|$)|val_bal$|train_eval_loss$")
 
 
