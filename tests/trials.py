@@ -27,11 +27,10 @@ def task(study, trial=0, **more):
         "program": None,
         "hosts": 1,
         "procs_per_host": 1,
-        "gpus_per_host": 0,
+        "gpus_per_host": None,
         "max_time_s": None,
         "environment": {},
         "ray_address": None,
-        "sweep": {},
     } | more
 
 

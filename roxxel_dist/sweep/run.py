@@ -138,7 +138,7 @@ class SweepRun:
                 procs_per_host=options.procs_per_host, gpus_per_host=self.resources.gpus,
                 cpus_per_host=self.resources.cpus, max_time_s=options.max_time_s, ray_address=options.ray_address,
                 insecure=options.insecure, directory=self.directory,
-                sweep={"names": sorted(self.swept), "name": self.sweep.name or folder.name, "wandb": self.server},
+                swept=sorted(self.swept), wandb_sweep=self.server,
             )
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE
 from roxxel_dist.config import load_yaml, usage_errors
 from roxxel_dist.run_directory import default_run_dir
 from roxxel_dist.sweep.execution.process import ROXXEL, launch_command
+from roxxel_dist.sweep.execution.task import Ranks
 from roxxel_dist.sweep.execution.trial import config_of
 from roxxel_dist.train.config import TRIAL
 
@@ -25,7 +26,7 @@ CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"
 RUN_DIR_ENV = "ROXXEL_SWEEP_RUN_DIR"
 """The run directory; `runs/sweep_ID/RUN` where it is not given."""
 RANKS_ENV = "ROXXEL_SWEEP_RANKS"
-"""How many processes a trial has, as JSON: hosts, procs_per_host, gpus_per_host, ray_address."""
+"""How many processes a trial has, as JSON: the fields of `Ranks`."""
 DEFAULT_CONFIG, DEFAULT_DATA = "configs/default_config.yaml", "data/corpus.txt"
 WRITTEN = "trial.yaml"
 MODES = {"offline": "offline", "dryrun": "offline", "disabled": "off", "online": "online"}
@@ -64,7 +65,7 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     train = ["train", "--config", str(folder / WRITTEN), "--run_dir", str(folder), "--resume"]
     train += ["--data_path", data] if data else []
     theirs = [TRIAL, *(name for name in env if name.startswith("WANDB_"))]
-    return launch_command(json.loads(env.get(RANKS_ENV) or "{}"), train, ROXXEL, env=theirs)
+    return launch_command(Ranks(**json.loads(env.get(RANKS_ENV) or "{}")), train, ROXXEL, env=theirs)
 
 
 def _parameters(words: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 import pytest
 
 from roxxel_dist.sweep.execution.process import launch_command
+from roxxel_dist.sweep.execution.task import Ranks
 from roxxel_dist.sweep.options import SweepOptions
 
 
@@ -23,8 +24,8 @@ def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all
     assert share({"CPU": 5, "GPU": 8}, hosts_per_trial=2, procs_per_host=2) == (5, 4, {"CPU": 0, "GPU": 0})
     assert share({"CPU": 5}, hosts_per_trial=2, cpus_per_trial=6, gpus_per_trial=2) == (6, 1, {"CPU": 0})
     cpus, gpus, _ = share({"GPU": 4}, hosts_per_trial=2, procs_per_host=2)
-    task = {"hosts": 2, "procs_per_host": 2, "cpus_per_host": cpus, "gpus_per_host": gpus, "ray_address": "auto"}
-    words = launch_command(task, ["train"])
+    ranks = Ranks(hosts=2, procs_per_host=2, cpus_per_host=cpus, gpus_per_host=gpus, ray_address="auto")
+    words = launch_command(ranks, ["train"])
     assert words[words.index("--cpus-per-host") + 1] == "2"
     assert words[words.index("--gpus-per-host") + 1] == "2"
 

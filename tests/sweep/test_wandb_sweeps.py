@@ -79,7 +79,7 @@ def own_sweep(tmp_path, env, then, **more):
 
 
 def agent_task(tmp_path, env, path, **more):
-    return task(tmp_path / "study", environment=env, sweep={"wandb": path}, params={}, **more)
+    return task(tmp_path / "study", environment=env, wandb_sweep=path, params={}, **more)
 
 
 def home(folder):

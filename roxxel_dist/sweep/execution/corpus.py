@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.sweep.execution.outcome import last_words
 from roxxel_dist.sweep.execution.process import POLL_S, TrialProcess, environment
+from roxxel_dist.sweep.execution.task import TrialTask
 
 SILENT_S = 2.0
 LIMIT_S = 3600.0
@@ -68,9 +68,9 @@ def _size(folder: Path) -> int:
     return total
 
 
-def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
+def wait_for_shards(task: TrialTask, config: Path) -> str | None:
     """Have the shards that a trial reads made, in a process that ends with this one; why that failed, if it did."""
-    if is_tokens(task["data_path"]):
+    if task.corpus is None or task.data_path is None or is_tokens(task.data_path):
         return None
     words = [
         sys.executable,
@@ -78,10 +78,10 @@ def wait_for_shards(task: Mapping[str, Any], config: Path) -> str | None:
         "-m",
         "roxxel_dist.sweep.execution.corpus",
         str(config),
-        task["corpus"]["text"] or "",
-        task["corpus"]["folder"],
+        task.corpus["text"] or "",
+        task.corpus["folder"],
     ]
-    process = TrialProcess(words, environment({}), Path(task["log"]), "shards of the text", task.get("directory"))
+    process = TrialProcess(words, environment({}), Path(task.log), "shards of the text", task.directory)
     try:
         while process.wait(POLL_S) is None:
             pass

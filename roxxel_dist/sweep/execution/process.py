@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
 from roxxel_dist.launcher.host.process_tree import SpawnedTree
 from roxxel_dist.launcher.spec import CONTRACT
+from roxxel_dist.sweep.execution.task import Ranks
 
 ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")
 GRACE_S = 12
@@ -25,26 +25,24 @@ IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 POLL_S = 0.1
 
 
-def rank_count(task: Mapping[str, Any]) -> int:
-    """How many processes a trial has."""
-    return int(task.get("hosts") or 1) * int(task.get("procs_per_host") or 1)
-
-
 def launch_command(
-    task: Mapping[str, Any], words: Sequence[str], alone: Sequence[str] = (), *, env: Iterable[str] = ()
+    ranks: Ranks, words: Sequence[str], alone: Sequence[str] = (), *, env: Iterable[str] = ()
 ) -> list[str]:
     """The command of a trial: its program (`alone` and `words`), or the launcher of its ranks where there are several.
 
     Ranks on other hosts have of this process's variables those alone that `env` names.
     """
-    if rank_count(task) == 1:
+    if ranks.count == 1:
         return [*alone, *words]
-    hosts, procs, gpus = int(task.get("hosts") or 1), str(task["procs_per_host"] or 1), task.get("gpus_per_host")
-    dealt = ["--grace", str(GRACE_S), *(["--gpus-per-host", str(int(gpus))] if gpus else []), "--", *words]
-    if hosts == 1:
+    procs, gpus = (
+        str(ranks.procs_per_host),
+        ["--gpus-per-host", str(ranks.gpus_per_host)] if ranks.gpus_per_host else [],
+    )
+    dealt = ["--grace", str(GRACE_S), *gpus, "--", *words]
+    if ranks.hosts == 1:
         return [*ROXXEL, "launch", "local", "--nprocs", procs, *dealt]
-    where = ["--address", task.get("ray_address") or "auto", "--hosts", str(hosts), "--procs-per-host", procs]
-    where += ["--cpus-per-host", f"{task.get('cpus_per_host') or 1:g}"] + ["--insecure"] * bool(task.get("insecure"))
+    where = ["--address", ranks.ray_address or "auto", "--hosts", str(ranks.hosts), "--procs-per-host", procs]
+    where += ["--cpus-per-host", f"{ranks.cpus_per_host:g}"] + ["--insecure"] * ranks.insecure
     where += [word for name in env for word in ("--env", name)]
     return [*ROXXEL, "launch", "ray", *where, *dealt]
 

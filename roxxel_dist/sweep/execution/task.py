@@ -1,12 +1,29 @@
 """What a worker of Ray is told of a trial."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialTask:
+class Ranks:
+    """The processes of a trial, and the cluster that has its hosts."""
+
+    hosts: int = 1
+    procs_per_host: int = 1
+    gpus_per_host: int | None = None
+    cpus_per_host: float = 1
+    ray_address: str | None = None
+    insecure: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many processes a trial has."""
+        return self.hosts * self.procs_per_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTask(Ranks):
     """All that a worker must know of a trial, in plain values; it is sent as a dictionary of these fields."""
 
     trial: int
@@ -21,20 +38,16 @@ class TrialTask:
     config: Mapping[str, Any]
     """What every trial begins from, by field."""
     data_path: str | None
-    corpus: Mapping[str, Any] | None
+    corpus: Mapping[str, Any] | None = None
     """Where shards of text are to be made first: the "text", and the "folder" of the study's shards."""
-    program: list[str] | None
+    program: Sequence[str] | None
     """The command of a program of the user's own; None: the trial is a training of a Config."""
-    hosts: int
-    procs_per_host: int
-    gpus_per_host: int | None
-    cpus_per_host: float
     max_time_s: float | None
-    ray_address: str | None
-    insecure: bool
-    directory: str
-    """Where the trial's program runs."""
-    sweep: Mapping[str, Any]
-    """The "names" of all parameters, the "name" of the study, and "wandb": the W&B sweep that leads it."""
+    directory: str | None = None
+    """Where the trial's program runs; None: where its worker does."""
+    swept: Sequence[str] = ()
+    """The names of all parameters of the sweep."""
+    wandb_sweep: str | None = None
+    """The sweep of a W&B server that leads it, as entity/project/name."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables of the trial's program."""

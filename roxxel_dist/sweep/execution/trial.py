@@ -22,14 +22,13 @@ from roxxel_dist.sweep.execution.process import (
     TrialProcess,
     environment,
     launch_command,
-    rank_count,
 )
+from roxxel_dist.sweep.execution.task import TrialTask
 from roxxel_dist.sweep.wandb_bridge.program import WandbTail, has_ended, note_end, prepare
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION, TRIAL
 
 HEADS = ("n_heads", "head_size")
-Task = Mapping[str, Any]
 Event = dict[str, Any]
 
 
@@ -59,8 +58,8 @@ def config_of(base: Mapping[str, Any], params: Mapping[str, Any], swept: Collect
     return config
 
 
-def run(task: Task) -> Iterator[Event]:
-    """Run a trial to its end, as a process tree that dies with this process.
+def run(fields: Mapping[str, Any]) -> Iterator[Event]:
+    """Run a trial, a TrialTask by its fields, to its end, as a process tree that dies with this process.
 
     Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's: it can go on from its
@@ -68,11 +67,12 @@ def run(task: Task) -> Iterator[Event]:
     reported, and its result, at once. When it is closed, or interrupted, the training is asked to stop, saves, and is
     killed after 15 s. Paths that are not absolute count from the task's "directory", or else from this process's.
     """
-    folder, own = Path(task["run_dir"]), bool(task["program"])
+    task = TrialTask(**fields)
+    folder, own = Path(task.run_dir), bool(task.program)
     if reason := wait_until_free(folder):
         yield {"lost": {"reason": reason}}
         return
-    objective = Objective(task, (WandbTail if own else MetricsTail)(folder, task["metric"]))
+    objective = Objective(task, (WandbTail if own else MetricsTail)(folder, task.metric))
     try:
         if has_ended(folder) if own else read_cursor(folder).get("finished"):  # and nobody has written its end down
             yield from objective.reports(last=True)
@@ -83,7 +83,7 @@ def run(task: Task) -> Iterator[Event]:
         except ValueError as error:
             yield failed(task, "error", str(error))
             return
-        if task.get("corpus"):
+        if task.corpus is not None:
             from roxxel_dist.sweep.execution.corpus import wait_for_shards  # numpy
 
             if reason := wait_for_shards(task, config_file(task)):
@@ -95,22 +95,22 @@ def run(task: Task) -> Iterator[Event]:
         if code == 0 or stopped or objective.is_nan:
             yield objective.result(stopped)
         else:
-            yield failed(task, *classify_exit(code, output, ours=not own or rank_count(task) > 1))
+            yield failed(task, *classify_exit(code, output, ours=not own or task.count > 1))
     finally:
         objective.tail.close()
 
 
 def follow(
-    task: Task, command: list[str], env: Mapping[str, str], objective: "Objective"
+    task: TrialTask, command: list[str], env: Mapping[str, str], objective: "Objective"
 ) -> Generator[Event, None, tuple[int, str, str | None]]:
     """Run a program; yield its start and its reports. Returns (exit code, output, "time" where its time was over).
 
     It is ended when its time is over, when the metric is no number, and when this generator is closed or interrupted.
     """
-    limit = time.monotonic() + (task.get("max_time_s") or math.inf)
-    title = f"trial {task['trial']}, attempt {task['attempt']}"
+    limit = time.monotonic() + (task.max_time_s or math.inf)
+    title = f"trial {task.trial}, attempt {task.attempt}"
     try:
-        process = TrialProcess(command, env, Path(task["log"]), title, task.get("directory"))
+        process = TrialProcess(command, env, Path(task.log), title, task.directory)
     except ChildProcessError as error:
         return 1, f"its program does not start: {error}", None
     stopped, code = None, None
@@ -134,7 +134,7 @@ class Objective:
         is_nan: whether the metric came as no finite number.
     """
 
-    def __init__(self, task: Task, tail: MetricsTail) -> None:
+    def __init__(self, task: TrialTask, tail: MetricsTail) -> None:
         self._task, self.tail = task, tail
         self._began = time.monotonic()
         self.best: float | None = None
@@ -142,7 +142,7 @@ class Objective:
 
     def reports(self, *, last: bool = False) -> Iterator[Event]:
         """What was reported since the last call."""
-        better = min if self._task["goal"] == "minimize" else max
+        better = min if self._task.goal == "minimize" else max
         for step, value in self.tail.read(last=last):
             if not math.isfinite(value):
                 self.is_nan = True
@@ -152,11 +152,11 @@ class Objective:
 
     def result(self, stopped: str | None) -> Event:
         """The result, or a failure where nothing was reported."""
-        metric = self._task["metric"]
+        metric = self._task.metric
         if self.is_nan:
             return failed(self._task, "nan", f"{metric} is not a finite number")
         if self.best is None and stopped == "time":
-            reason = f"it reported no {metric!r} within its {self._task['max_time_s']:g} s"
+            reason = f"it reported no {metric!r} within its {self._task.max_time_s:g} s"
             return failed(self._task, "time", f"{reason}: evaluate earlier (eval_every), or give it more time")
         if self.best is None:
             return failed(self._task, "error", unreported(metric, self.tail.names))
@@ -164,11 +164,11 @@ class Objective:
         return {"result": {"value": self.best, "more": more, **({"stopped": stopped} if stopped else {})}}
 
 
-def failed(task: Task, kind: str, reason: str) -> Event:
+def failed(task: TrialTask, kind: str, reason: str) -> Event:
     """The end of a trial that failed, by its own fault or (lost, fatal) by no fault of its own."""
     if kind in ("lost", "fatal"):
         return {kind: {"reason": reason}}
-    return {"fail": {"kind": kind, "reason": reason, "log": str(task["log"])}}
+    return {"fail": {"kind": kind, "reason": reason, "log": task.log}}
 
 
 def wait_until_free(folder: Path) -> str | None:
@@ -183,19 +183,18 @@ def wait_until_free(folder: Path) -> str | None:
     return None
 
 
-def config_file(task: Task) -> Path:
+def config_file(task: TrialTask) -> Path:
     """Where the Config of a trial is written."""
-    return Path(task["log"]).with_suffix(".yaml")
+    return Path(task.log).with_suffix(".yaml")
 
 
-def _prepare(task: Task, folder: Path) -> tuple[list[str], dict[str, str]]:
+def _prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The words and the environment that train the Config of a trial; the Config is written beside its log."""
-    config = config_of(task["config"], task["params"], (task.get("sweep") or {}).get("names"))
+    config = config_of(task.config, task.params, task.swept)
     file = config_file(task)
     file.parent.mkdir(parents=True, exist_ok=True)
     config.save_yaml(file)
     words = ["train", "--config", str(file), "--run_dir", str(folder), "--resume"]
-    words += ["--data_path", str(task["data_path"])] if task.get("data_path") else []
-    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", TRIAL: "1"}
-    own |= task.get("environment") or {}
+    words += ["--data_path", task.data_path] if task.data_path else []
+    own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", TRIAL: "1", **task.environment}
     return launch_command(task, words, ROXXEL, env=own), environment(own)

@@ -15,7 +15,8 @@ from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.sweep.execution.metrics import MetricsTail, Report
-from roxxel_dist.sweep.execution.process import environment, launch_command, rank_count
+from roxxel_dist.sweep.execution.process import environment, launch_command
+from roxxel_dist.sweep.execution.task import TrialTask
 from roxxel_dist.sweep.wandb_bridge.run_file import WandbFile
 
 DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
@@ -76,27 +77,26 @@ def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> 
     return expanded
 
 
-def prepare(task: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
+def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The words and the environment of a trial's program, whose W&B run is kept in `folder`. Raises ValueError."""
     import yaml
 
-    params = task["params"]
+    params = task.params
     folder.mkdir(parents=True, exist_ok=True)  # the client writes elsewhere where there is none
     (folder / PARAMETERS_JSON).write_text(json.dumps(params), encoding="utf-8")
     wandb_config = {"wandb_version": 1, **{name: {"value": value} for name, value in params.items()}}
     (folder / PARAMETERS).write_text(yaml.safe_dump(wandb_config, sort_keys=False), encoding="utf-8")
-    words = expand(task["program"], params, folder / PARAMETERS_JSON)
-    if rank_count(task) > 1 and words[0] == "/usr/bin/env":
+    words = expand(task.program or (), params, folder / PARAMETERS_JSON)
+    if task.count > 1 and words[0] == "/usr/bin/env":
         words = words[1:]  # the launcher looks for the program itself, and prepares a Python one
-    config = task.get("config") or {}
     own = {
-        "WANDB_MODE": "online" if config.get("wandb") == "online" else "offline",
+        "WANDB_MODE": "online" if task.config.get("wandb") == "online" else "offline",
         "WANDB_DIR": str(folder),
         "WANDB_SWEEP_PARAM_PATH": str(folder / PARAMETERS),
         "WANDB_RUN_GROUP": folder.parent.parent.name,
         "WANDB_ERROR_REPORTING": "false",
-        **({"WANDB_PROJECT": config["wandb_project"]} if config.get("wandb_project") else {}),
-        **(task.get("environment") or {}),
+        **({"WANDB_PROJECT": task.config["wandb_project"]} if task.config.get("wandb_project") else {}),
+        **task.environment,
     }
     return launch_command(task, words, env=own), environment(own)
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -16,7 +17,8 @@ from urllib.parse import urlparse
 from roxxel_dist.config import flat_fields
 from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit
 from roxxel_dist.sweep.execution.process import environment
-from roxxel_dist.sweep.execution.trial import Event, Objective, Task, failed, follow, wait_until_free
+from roxxel_dist.sweep.execution.task import Ranks, TrialTask
+from roxxel_dist.sweep.execution.trial import Event, Objective, failed, follow, wait_until_free
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.wandb_bridge.program import WandbTail, command_of
@@ -26,7 +28,6 @@ from roxxel_dist.train.config import SHARE_COMPILATION
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PROJECT = "roxxel-dist"
 COMMAND = ["${env}", "${interpreter}", "-m", "roxxel_dist.sweep.train_sweep", "${args}"]
-RANK_OPTIONS = ("hosts", "procs_per_host", "gpus_per_host", "cpus_per_host", "ray_address", "insecure")
 
 
 class ServerSampler:
@@ -117,26 +118,27 @@ def _in_a_line(error: Exception) -> str:
     return " ".join(str(error).split()) or repr(error)
 
 
-def agent_trial(task: Task) -> Iterator[Event]:
+def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     """Run one trial of a sweep of a W&B server with `wandb agent --count 1`, as a process tree that dies with this.
 
     As `trial.run`, but the parameters are the server's: the result has them as "params", and reports come as W&B's
     client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials.
-    `task["sweep"]["wandb"]` is the sweep, as `create_or_join` returns it.
+    Its `wandb_sweep` is the sweep, as `create_or_join` returns it.
     """
-    folder = Path(task["run_dir"]).absolute()
+    task = TrialTask(**trial)
+    folder = Path(task.run_dir).absolute()
     if reason := wait_until_free(folder):
         yield {"lost": {"reason": reason}}
         return
     _put_aside(folder)  # the server gives a trial that was lost to nobody again
     folder.mkdir(parents=True)
-    words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", task["sweep"]["wandb"]]
-    objective = Objective(task, tail := WandbTail(folder, task["metric"]))
+    words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", str(task.wandb_sweep)]
+    objective = Objective(task, tail := WandbTail(folder, task.metric))
     code, output, stopped = yield from follow(task, words, _environment(task, folder), objective)
     agent = AgentEnd(folder, output)
     state = agent.state(objective, tail)
     if state == "no run" and code == 0:
-        yield {"exhausted": {"reason": f"the W&B server has no more trials for {task['sweep']['wandb']}"}}
+        yield {"exhausted": {"reason": f"the W&B server has no more trials for {task.wandb_sweep}"}}
     elif state in ("finished", "stopped") or stopped or objective.is_nan:
         event = objective.result(stopped or ("hyperband" if state == "stopped" else None))
         if "result" in event:
@@ -150,10 +152,10 @@ def agent_trial(task: Task) -> Iterator[Event]:
         yield failed(task, kind, reason)
 
 
-def _environment(task: Task, folder: Path) -> dict[str, str]:
-    base = Path(task["log"]).with_suffix(".base.yaml")
+def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
+    base = Path(task.log).with_suffix(".base.yaml")
     base.parent.mkdir(parents=True, exist_ok=True)
-    base.write_text(json.dumps(flat_fields(task["config"])), encoding="utf-8")  # JSON is YAML
+    base.write_text(json.dumps(flat_fields(task.config)), encoding="utf-8")  # JSON is YAML
     return environment(
         {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -161,10 +163,10 @@ def _environment(task: Task, folder: Path) -> dict[str, str]:
             "WANDB_ERROR_REPORTING": "false",
             CONFIG_ENV: str(base.absolute()),
             RUN_DIR_ENV: str(folder),
-            RANKS_ENV: json.dumps({name: task.get(name) for name in RANK_OPTIONS}),
+            RANKS_ENV: json.dumps({field.name: getattr(task, field.name) for field in fields(Ranks)}),
             SHARE_COMPILATION: "1",
-            **({DATA_ENV: str(Path(task["data_path"]).absolute())} if task.get("data_path") else {}),
-            **(task.get("environment") or {}),
+            **({DATA_ENV: str(Path(task.data_path).absolute())} if task.data_path else {}),
+            **task.environment,
         }
     )
 
