@@ -1,0 +1,30 @@
+"""Damaged checkpoints on two processes: both take the next older whole one together."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from commands import run
+
+SCRIPT = Path(__file__).parent / "damaged_runs.py"
+
+
+def train_damaged(folder, count, **more):
+    path = os.pathsep.join([str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--max-restarts", 0, "--", "python", SCRIPT]
+    done = run(*words, folder, count, cwd=folder, PYTHONPATH=path, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((folder / "results.json").read_text())
+    assert len(results) == 6 * count
+    assert not {name: problem for name, problem in results.items() if problem}
+
+
+def test_two_ranks_take_the_next_older_one(corpus, tmp_path):
+    train_damaged(tmp_path, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_many_damages(corpus, tmp_path):
+    train_damaged(tmp_path, 5, timeout=1500)
