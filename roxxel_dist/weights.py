@@ -20,7 +20,8 @@ from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.checkpoint import files, layout
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, MetaFile
+from roxxel_dist.train.checkpoint.digests import check_checkpoint, read_verified
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.train.train_state import split_module
@@ -110,11 +111,15 @@ def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:
     """(parameters, what it says beside its arrays)."""
     try:
-        saved = MetaFile.read(checkpoint)
-        params = files.read_params(checkpoint, files.parameter_shapes(saved.shapes))
+        saved, table = read_verified(checkpoint, int(checkpoint.name))
+        params = files.read_params(checkpoint, saved, table)
         return params, CheckpointMetadata.from_dict(saved.meta)
     except Exception as error:  # Orbax has no error of its own for this
-        raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): name another step") from error
+        folder, older = checkpoint.parent, files.complete(checkpoint.parent)
+        steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
+        whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
+        hint = "no older one is whole" if whole is None else f"name step {whole}, the next older whole one"
+        raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): {hint}") from error
 
 
 def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:

@@ -71,8 +71,9 @@ def begin(
     """Where a process begins to train. Nothing on the disk changes.
 
     A run that has checkpoints goes on from its own, wherever it came from. Raises ValueError where there is no such
-    checkpoint, or it is of another run.
+    checkpoint, it is of another run, or all that the run had are damaged.
     """
+    store.check_not_all_damaged()
     run = _Run(store, curriculum, optimizer, options, amend=amend)
     if origin.from_step is not None:
         start = run.restart_from(origin.from_step, origin.skip_steps)

@@ -28,8 +28,14 @@ from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
-from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec, write_cursor
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.checkpoint.metadata import (
+    RESUME_LATEST,
+    CheckpointMetadata,
+    ResumeSpec,
+    read_cursor,
+    write_cursor,
+)
+from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
@@ -156,8 +162,13 @@ class Trainer:
             self.checkpointer: Checkpointer | CheckpointStore = checkpointer or self.store
             self._compiler = AotCompiler(self.mesh)
             undo.callback(self._compiler.close)
-            self._init_state(model, amend=amend, origin=origin)
-            self._init_programs(validation or {HELD_OUT: held_out})
+            while True:
+                try:
+                    self._init_state(model, amend=amend, origin=origin)
+                    self._init_programs(validation or {HELD_OUT: held_out})
+                    break
+                except DamagedCheckpoint as damage:  # all ranks are here: it is again as if that step were never saved
+                    self._set_aside(damage)
             self._init_reporting()
             undo.pop_all()
 
@@ -206,6 +217,16 @@ class Trainer:
         if self.step:
             with self._progress.doing("restore"):
                 self._state = restore_start(self.store, self.start, self._state)
+                if self.start.source is None and not self.store.has_digests(self.step):
+                    self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
+
+    def _set_aside(self, damage: DamagedCheckpoint) -> None:
+        """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
+        if damage.folder != self.store.folder:
+            raise damage
+        self.logger.text(self.store.set_aside(damage))
+        if is_primary() and (cursor := read_cursor(self._folder)):  # a run that was finished is so no longer
+            write_cursor(self._folder, self.store.latest_step() or 0, cursor.get("last_step", 0), finished=False)
 
     def _init_reporting(self) -> None:
         """What logs and keeps the run; nothing is written yet."""
@@ -409,13 +430,19 @@ class Trainer:
         """Restore the last checkpoint, and leave the rows of the bad step out."""
         self._wait_for_devices()
         self._progress.say("restore")
-        step, self.plan, self._metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
-        # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
-        self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
         # Of shapes alone: there may be no room for two states.
         like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
-        del self._state
-        self._state, self.step = restore(self.store, step, like), step
+        while True:
+            try:
+                step, plan, metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
+                self._state = like
+                self._state = restore(self.store, step, like)
+                break
+            except DamagedCheckpoint as damage:
+                self._set_aside(damage)
+        self.step, self.plan, self._metadata = step, plan, metadata
+        # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
+        self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
         self._deferred = None
         self.logger.text(f"{bad}\ngoing back to step {step}; the rows of step {bad.step} are left out")
         self.logger.rewind(step)

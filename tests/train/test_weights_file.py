@@ -202,7 +202,8 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_news(tmp_path):
     assert names(tmp_path) == ["checkpoints"]
     (store.folder / "4" / "meta.json").write_text("{}")  # this one is damaged, and that is
     assert export(store, (NEWEST, 4)) == [
-        f"{NEWEST} could not be written ('shapes'): the checkpoint of step 4 has the same weights"
+        f"{NEWEST} could not be written (meta.json does not agree with its digest, written by rank 0): the checkpoint "
+        f"of step 4 is damaged"
     ]
 
 

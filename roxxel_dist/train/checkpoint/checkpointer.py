@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.train.bad_steps import LossMonitorState
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.train_state import TrainState, TrainView, split_module
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -71,17 +71,25 @@ class Checkpointer:
                 log.warning("%s", ended.problem)
 
     def restore(self) -> int:
-        """Load the newest checkpoint into the model and the optimizer, and return its step; 0 where there is none.
+        """Load the newest whole checkpoint into the model and the optimizer, and return its step; 0 where none is kept.
 
-        It may be one of a `Trainer`.
+        It may be one of a `Trainer`. One that is damaged is renamed to `<step>.damaged`, with a warning.
 
         Raises:
-            ValueError: the checkpoint is of another model or optimizer, or it is damaged.
+            ValueError: the checkpoint is of another model or optimizer, or all that are kept are damaged.
         """
         self.store.settle()
-        step = self.store.latest_step()
-        if step is None:
-            return 0
+        self.store.check_not_all_damaged()
+        while (step := self.store.latest_step()) is not None:
+            try:
+                return self._restore(step)
+            except DamagedCheckpoint as damage:
+                log.warning("%s", self.store.set_aside(damage))
+        return 0
+
+    def _restore(self, step: int) -> int:
+        if not self.store.has_digests(step):
+            log.warning("the checkpoint of step %s has no digests, so it is used unverified", step)
         if self._is_of_trainer(step):
             self._restore_run(step)
             return step

@@ -1,6 +1,8 @@
-"""The folder of checkpoints on disk: `<step>/state`, arrays in Orbax's format, and `<step>/meta.json`, all the rest.
+"""The folder of checkpoints on disk: `<step>/state`, arrays in Orbax's format, `<step>/meta.json`, all the rest, and
+`<step>/digests.json`, the digests of both.
 
-A checkpoint is written under a temporary name and renamed when it is complete, so what has its step as a name is whole.
+A checkpoint is written under a temporary name and renamed when it is complete, so what has its step as a name was
+written to its end. One that does not agree with its digests is set aside, as `<step>.damaged`.
 """
 
 import asyncio
@@ -12,10 +14,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +29,23 @@ from etils import epath
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.train.checkpoint import layout
+from roxxel_dist.train.checkpoint.digests import (
+    TABLE,
+    BlockDigest,
+    Bounds,
+    DigestTable,
+    FileDigest,
+    digest,
+    files_below,
+    in_words,
+    merge,
+    read_verified,
+)
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
 STATE, PARAMS = "state", "params/"
+DAMAGED = ".damaged"
+"""Behind the step of a checkpoint that was set aside; with a number where there is one already."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -85,6 +102,21 @@ def _unusable(folder: Path) -> str:
         return f"rank {process_index()} does not see it; every rank must see the same folder"
     except OSError as error:  # a disk that is full now may not be when something is saved
         return "" if error.errno in FULL else (error.strerror or str(error))
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for one; returns its new name. Raises OSError."""
+    names = (checkpoint.with_name(f"{checkpoint.name}{DAMAGED}{count}") for count in ("", *map(str, range(2, 1000))))
+    aside = next(path for path in names if not path.exists())
+    checkpoint.rename(aside)
+    sync_folder(checkpoint.parent)
+    return aside
+
+
+def damaged_ones(folder: Path) -> list[str]:
+    """The names of the checkpoints that were set aside."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name for name in names if DAMAGED in name and name.partition(DAMAGED)[0].isdecimal())
 
 
 def complete(folder: Path) -> dict[int, float | None]:
@@ -148,8 +180,25 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
 
 
-def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> list[Any]:
-    """Begin to write the arrays that this process holds; returns, when the state may change, what has `result()`.
+class Block(NamedTuple):
+    """A part of an array that this process writes, on the host."""
+
+    name: str
+    bounds: Bounds
+    data: np.ndarray
+
+
+class Begun(NamedTuple):
+    """What a process writes of a checkpoint."""
+
+    writes: list[Any]
+    """Each has `result()`, which returns when it is written."""
+    blocks: list[Block]
+    """The same, in memory; it is emptied when they are hashed."""
+
+
+def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> Begun:
+    """Begin to write the arrays that this process holds; returns when the state may change.
 
     Raises OSError where the disk has no room for them: found while writing, Orbax leaves pages of tracebacks behind.
     """
@@ -157,15 +206,104 @@ def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> 
     disk = shutil.disk_usage(temporary.parent)
     if sum(shard.data.nbytes for shard in shards if shard.replica_id == 0) > disk.free and disk.total:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return asyncio.run(handler.async_save(epath.Path(temporary / STATE), args=ocp.args.PyTreeSave(state))) or []
+    writes = asyncio.run(handler.async_save(epath.Path(temporary / STATE), args=ocp.args.PyTreeSave(state))) or []
+    # An array keeps the copy that Orbax has made, and which it writes: this is that one, not another.
+    return Begun(writes, list(_blocks(state)))
 
 
-def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str) -> None:
-    """Make a complete checkpoint of what all ranks have written."""
+def _blocks(state: Any) -> Iterator[Block]:
+    for name, leaf in _named(state):
+        for bounds, shard in _shards(leaf):
+            if shard.replica_id == 0:
+                yield Block(name, bounds, np.asarray(shard.data))
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def _shards(leaf: Any) -> Iterator[tuple[Bounds, Any]]:
+    for shard in getattr(leaf, "addressable_shards", ()):
+        indices = (part.indices(size) for part, size in zip(shard.index, leaf.shape, strict=True))
+        yield tuple((start, stop) for start, stop, _ in indices), shard
+
+
+def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, ...]]:
+    """The digests of blocks by the names of their arrays; each block is let go of when it is hashed."""
+    digests: dict[str, tuple[BlockDigest, ...]] = {}
+    while blocks:
+        name, bounds, data = blocks.pop()
+        digests[name] = (*digests.get(name, ()), BlockDigest(bounds, digest(data), rank))
+    return digests
+
+
+def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
+    """Leave the digests of what this rank has written where rank 0 finds them. Its files are final by now."""
+    own = temporary / STATE / f"ocdbt.process_{rank}"
+    files = {str(path.relative_to(temporary)): FileDigest.of(path, rank) for path in files_below(own)}
+    (temporary / f"{TABLE}.{rank}").write_text(DigestTable(step=step, files=files, blocks=blocks).to_json())
+
+
+def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
+    """The table of a checkpoint whose other files are there: of all ranks' parts, and of what rank 0 has added."""
+    parts = [temporary / f"{TABLE}.{rank}" for rank in range(ranks)]
+    table = merge(map(DigestTable.read, parts), step=step, meta=(digest(meta.encode()),))
+    for path in parts:
+        path.unlink()
+    added = {str(path.relative_to(temporary)): path for path in files_below(temporary)}
+    added = {name: FileDigest.of(path) for name, path in added.items() if name != META and name not in table.files}
+    replace(table, files={**table.files, **added}).write(temporary / TABLE)
+
+
+def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str, ranks: int) -> None:
+    """Make a complete checkpoint of what all `ranks` have written; 0: with no digests."""
     handler.finalize(epath.Path(temporary / STATE))
     write_file(temporary / META, meta)
+    if ranks:
+        write_table(temporary, int(checkpoint.name), ranks, meta)
     os.rename(temporary, checkpoint)
     sync_folder(checkpoint.parent)
+
+
+def replace_meta(checkpoint: Path, meta: str) -> None:
+    """Give a checkpoint another `meta.json`. Cut off anywhere, the old one or the new one is there, and agrees."""
+    _, table = read_verified(checkpoint, int(checkpoint.name))
+    new = digest(meta.encode())
+    if table is not None:
+        replace(table, meta=(*table.meta, new)).write(checkpoint / TABLE)
+    write_file(checkpoint / META, meta)
+    if table is not None:
+        replace(table, meta=(new,)).write(checkpoint / TABLE)
+
+
+def check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:
+    """What is wrong with the arrays that this process has read: blocks that lie on one device as they did are compared.
+
+    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared.
+    """
+    problems: list[str] = []
+    for name, leaf in _named(keys_to_data(state)):
+        if name not in saved or leaf.dtype != _stored(saved[name]):
+            continue
+        for bounds, shard in dict(_shards(leaf)).items():  # a copy is read once
+            problems += table.check_array(name, bounds, partial(np.asarray, shard.data))
+    return problems
+
+
+def check_whole_arrays(
+    arrays: Mapping[str, np.ndarray], table: DigestTable, saved: Mapping[str, list[Any]]
+) -> list[str]:
+    """The same for whole arrays in memory, by their names in the checkpoint."""
+    problems: list[str] = []
+    for name, array in arrays.items():
+        if array.dtype == _stored(saved[name]):
+            problems += table.check_array(name, tuple((0, size) for size in array.shape), lambda array=array: array)
+    return problems
+
+
+def _stored(shape: Sequence[Any]) -> Any:
+    """The type of an array on disk; of random keys, the integers that they are."""
+    return jnp.dtype(jnp.uint32) if "key<" in shape[-1] else jnp.dtype(shape[-1])
 
 
 def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: Any, *, whole: bool) -> Any:
@@ -219,13 +357,24 @@ def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtyp
     return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
 
-def read_params(checkpoint: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-    """The parameters of a train state, whole and in memory; one process reads them alone, and asks no device."""
-    like = {"params": dict(shapes)}
+def read_params(checkpoint: Path, saved: MetaFile, table: DigestTable | None) -> dict[str, np.ndarray]:
+    """The parameters of a train state, whole and in memory; one process reads them alone, and asks no device.
+
+    Raises ValueError where they do not agree with their digests; what Orbax raises passes.
+    """
+    params = read_arrays(checkpoint, {"params": parameter_shapes(saved.shapes)})["params"]
+    named = {PARAMS + name: array for name, array in params.items()}
+    if table is not None and (problems := check_whole_arrays(named, table, saved.shapes)):
+        raise ValueError(in_words(problems))
+    return params
+
+
+def read_arrays(checkpoint: Path, like: Any) -> Any:
+    """Some arrays of a checkpoint, a tree of those of its state, whole and in memory."""
     restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
     args = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
     with quiet_orbax(), contextlib.closing(array_handler()) as handler:
-        return handler.restore(epath.Path(checkpoint / STATE), args=args)["params"]
+        return handler.restore(epath.Path(checkpoint / STATE), args=args)
 
 
 def cause(error: BaseException) -> str:

@@ -9,7 +9,8 @@ from types import TracebackType
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile, write_cursor
+from roxxel_dist.train.checkpoint.digests import read_verified
+from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
 from roxxel_dist.train.train_state import TrainState
@@ -84,15 +85,16 @@ class Exporter:
                 self._write(self._run / name, step, checkpoint)
             except Exception as error:
                 if checkpoint.exists():  # else it was deleted meanwhile, and a later one is wanted
-                    why = files.cause(error)
+                    what = "is damaged" if isinstance(error, ValueError) else "has the same weights"
                     self._log(
-                        f"{name} could not be written ({why}): the checkpoint of step {step} has the same weights"
+                        f"{name} could not be written ({files.cause(error)}): the checkpoint of step {step} {what}"
                     )
 
     def _write(self, path: Path, step: int, checkpoint: Path) -> None:
         if step_of(path) == step:
             return
-        shapes = files.parameter_shapes(MetaFile.read(checkpoint).shapes)
+        saved, table = read_verified(checkpoint, step)
+        shapes = files.parameter_shapes(saved.shapes)
         size = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
         if size >= LIMIT:
             self._enabled = False
@@ -101,7 +103,7 @@ class Exporter:
                 f"the checkpoints have larger ones"
             )
             return
-        params = files.read_params(checkpoint, shapes)
+        params = files.read_params(checkpoint, saved, table)
         if checkpoint.exists():  # it was there to the end, so all of it was read
             write_weights(path, step, params)
 

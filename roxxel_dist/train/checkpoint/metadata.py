@@ -27,16 +27,26 @@ class MetaFile(NamedTuple):
     """What who saved it says; `CheckpointMetadata` for a run."""
     val_loss: float | None
     layout: int
+    has_digests: bool = False
+    """Whether a table of digests was written beside it."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> "MetaFile":
         """Raises OSError, ValueError or KeyError where it is missing or damaged."""
-        saved = json.loads((checkpoint / META).read_bytes())
-        return cls(saved["shapes"], saved["meta"], saved["val_loss"], saved.get("layout", 1))
+        return cls.from_json((checkpoint / META).read_bytes())
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "MetaFile":
+        """Raises ValueError, KeyError or TypeError where it is damaged."""
+        saved = json.loads(text)
+        return cls(
+            saved["shapes"], saved["meta"], saved["val_loss"], saved.get("layout", 1), saved.get("digests", False)
+        )
 
     def to_json(self) -> str:
         """As it is written."""
-        return json.dumps({"layout": self.layout, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
+        saved = {"layout": self.layout, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta}
+        return json.dumps(saved | ({"digests": True} if self.has_digests else {}))
 
 
 class CheckpointRef(NamedTuple):

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,23 @@ from typing import Any
 
 import jax
 
-from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.distributed import (
+    broadcast_from_primary,
+    gather_to_primary,
+    is_primary,
+    process_count,
+    process_index,
+)
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.digests import DigestTable, in_words, read_verified
 from roxxel_dist.train.checkpoint.layout import LAYOUT
-from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata, MetaFile
+from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
+CHECK_LIMIT_S = 3600.0
+"""Seconds that ranks may differ in how long they read and hash one."""
 
 _opened = itertools.count()
 """Tells the stores of this process apart; all ranks open them in the same order."""
@@ -34,6 +42,17 @@ _opened = itertools.count()
 
 class SaveError(RuntimeError):
     """The last checkpoint could not be saved."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was saved. All ranks raise it together, with the same text."""
+
+    def __init__(self, folder: Path, step: int, why: str, hint: str = "") -> None:
+        super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {why}{hint}")
+        self.folder: Path = folder
+        self.step: int = step
+        self.why: str = why
+        """What does not agree: files, arrays, and the rank that wrote them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +72,7 @@ class _Save:
     val_loss: float | None
     meta: str
     temporary: Path
-    begun: Future[list[Any]]
+    begun: Future[files.Begun]
 
 
 class CheckpointStore:
@@ -68,6 +87,7 @@ class CheckpointStore:
         keep_every: every so many steps, one is kept for ever.
         keep_steps: these steps are kept for ever.
         read_only: look, and change nothing; the folder may belong to a run that is still going on.
+        digests: hash what is saved, and compare what is restored. Off, checkpoints prove nothing.
 
     Raises:
         ValueError: the folder cannot be written, or an option is below 1.
@@ -81,6 +101,7 @@ class CheckpointStore:
         keep_every: int | None = None,
         keep_steps: Collection[int] | None = None,
         read_only: bool = False,
+        digests: bool = True,
     ) -> None:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -89,7 +110,9 @@ class CheckpointStore:
         self.folder: Path = Path(folder).absolute()
         self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
         self._name = f"checkpoint {next(_opened)}"
+        self._read_only, self._digests = read_only, digests
         self._saved = files.open_folder(self.folder, read_only=read_only)
+        self._read_last: tuple[int, MetaFile, DigestTable | None] | None = None
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(files.quiet_orbax())
         self._handler = files.array_handler()
@@ -142,7 +165,7 @@ class CheckpointStore:
         if step in self._saved:
             return
         val_loss = files.number(val_loss)
-        text = MetaFile(files.shapes(state), meta, val_loss, LAYOUT).to_json()
+        text = MetaFile(files.shapes(state), meta, val_loss, LAYOUT, self._digests).to_json()
         self._count += 1
         # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
         temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
@@ -156,12 +179,16 @@ class CheckpointStore:
 
     def _finish(self, save: _Save) -> str:
         """In the background: why the ranks have not saved it, the same text on all of them; or nothing."""
-        problem = ""
+        problem, rank = "", process_index()
         try:
-            for written in save.begun.result():
+            writes, blocks = save.begun.result()
+            hashed = files.hash_blocks(blocks, rank) if self._digests else {}
+            for written in writes:
                 written.result()
+            if self._digests:
+                files.write_part(save.temporary, save.step, hashed, rank)
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
-            problem = f"rank {process_index()}: {files.cause(error)}"
+            problem = f"rank {rank}: {files.cause(error)}"
         try:
             problems = gather_to_primary(self._name, problem, SAVE_LIMIT_S)
         except TimeoutError as error:
@@ -174,7 +201,8 @@ class CheckpointStore:
     def _commit(self, save: _Save) -> str:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
         try:
-            files.commit(self._handler, save.temporary, self.folder / str(save.step), save.meta)
+            ranks = process_count() if self._digests else 0
+            files.commit(self._handler, save.temporary, self.folder / str(save.step), save.meta, ranks)
         except Exception as error:
             return f"rank 0: {files.cause(error)}"
         saved = self._saved | {save.step: save.val_loss}
@@ -235,9 +263,9 @@ class CheckpointStore:
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that a checkpoint was saved with.
 
-        Raises ValueError where there is none of that step, or it is damaged.
+        Raises ValueError where there is none of that step, and DamagedCheckpoint where it is damaged.
         """
-        return dict(self._read(step).meta)
+        return dict(self._read(step)[0].meta)
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """`meta`, of a checkpoint that a `Trainer` has saved; empty of others."""
@@ -246,15 +274,16 @@ class CheckpointStore:
     def restore(self, step: int, like: Any) -> Any:
         """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
 
-        Raises ValueError where the checkpoint is of another model or optimizer, it is damaged, or there is none of that
-        step.
+        Every file is compared with its digest, by one of the ranks, and every block that lies on a device as it did.
+        Raises ValueError where the checkpoint is of another model or optimizer, or there is none of that step, and
+        DamagedCheckpoint where it is damaged.
         """
         return self._restore(step, like, whole=True)
 
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
 
-        Raises ValueError where the checkpoint is of another model, it is damaged, or there is none of that step.
+        Raises what `restore` does.
         """
         return self._restore(step, like, whole=False)
 
@@ -268,7 +297,7 @@ class CheckpointStore:
 
     def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
-        return files.parameter_shapes(self._read(step).shapes)
+        return files.parameter_shapes(self._read(step)[0].shapes)
 
     def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
@@ -276,23 +305,81 @@ class CheckpointStore:
         Raises ValueError where there is none of that step, it is damaged, or the folder cannot be written.
         """
         self.settle()
-        saved, problem = self._read(step), ""
+        (saved, _), problem = self._read(step), ""
         if is_primary():
             try:  # in this order: cut off between, the old run is there
-                write_file(self.folder / str(step) / META, saved._replace(meta=meta).to_json())
+                files.replace_meta(self.folder / str(step), saved._replace(meta=meta).to_json())
                 for later in (self.folder / str(other) for other in self.steps() if other > step):
                     files.delete(later)
                     if later.exists():
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            except OSError as error:
-                problem = error.strerror or str(error)
+            except (OSError, ValueError) as error:
+                problem = files.cause(error)
+        self._read_last = None
         if problem := broadcast_from_primary(self._name, problem):
             raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
+    def has_digests(self, step: int) -> bool:
+        """Whether a checkpoint can be verified; those of earlier versions cannot. It raises what `meta` does."""
+        return self._read(step)[1] is not None
+
+    def check(self, step: int) -> None:
+        """Compare `meta.json` and every file of a checkpoint with their digests, without a look at the arrays.
+
+        Raises DamagedCheckpoint where one does not agree.
+        """
+        self._agree(step, self._wrong_files(step, self._read(step)[1]))
+
+    def set_aside(self, damage: DamagedCheckpoint) -> str:
+        """Rename a damaged checkpoint, and older ones that are damaged too; those that stay are as `steps` says.
+
+        Returns what was done, in a line for each. Raises ValueError, and renames nothing, where none is whole, and
+        `damage` itself in a folder of another run.
+        """
+        if self._read_only:
+            raise damage
+        damages = [damage]
+        while (step := max((s for s in self.steps() if s < damages[-1].step), default=None)) is not None:
+            try:
+                self.check(step)
+                break
+            except DamagedCheckpoint as another:
+                damages.append(another)
+        if len(damages) == len(self._saved):
+            raise ValueError(self._nothing_whole([f"step {wrong.step}: {wrong.why}" for wrong in damages]))
+        lines = []
+        for wrong in damages:
+            name, problem = "", ""
+            if is_primary():
+                try:
+                    name = files.set_aside(self.folder / str(wrong.step)).name
+                except OSError as error:
+                    problem = files.cause(error)
+            name, problem = json.loads(broadcast_from_primary(self._name, json.dumps([name, problem])))
+            if problem:
+                raise ValueError(f"{wrong}; it cannot be renamed ({problem}): the folder must be writable")
+            del self._saved[wrong.step]
+            lines.append(f"{wrong}; it is kept as {name}")
+        self._read_last = None
+        newest = self.latest_step()
+        return "\n".join([*lines, f"going on from step {newest}, the newest whole checkpoint"])
+
+    def check_not_all_damaged(self) -> None:
+        """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
+        names = json.loads(broadcast_from_primary(self._name, json.dumps(files.damaged_ones(self.folder))))
+        if names and not self._saved:
+            raise ValueError(self._nothing_whole(names))
+
+    def _nothing_whole(self, damages: list[str]) -> str:
+        return (
+            f"no checkpoint in {self.folder} is whole ({'; '.join(damages)}): put one back from a copy, or begin a new "
+            f"run in another folder"
+        )
+
     def _check(self, step: int, like: Any, *, whole: bool) -> MetaFile | None:
         """What a checkpoint of an older layout, to be converted, says of itself; None where it is of this one."""
-        saved, wanted = self._read(step), files.shapes(like)
+        (saved, _), wanted = self._read(step), files.shapes(like)
         wrong = files.difference(saved.shapes, wanted, whole=whole)
         if wrong and saved.layout < LAYOUT and files.is_convertible(saved.shapes, wanted):
             return saved
@@ -306,24 +393,65 @@ class CheckpointStore:
 
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
         old, checkpoint = self._check(step, like, whole=whole), self.folder / str(step)
-        with self._readable(step):
-            if old is not None:
-                return files.restore_converted(self._handler, checkpoint, old.shapes, like)
-            return files.restore_state(self._handler, checkpoint, like, whole=whole)
+        saved, table = self._read(step)
+        table = table if self._digests else None
+        state, problems, unreadable = None, list[str](), ""
+        with ThreadPoolExecutor(1) as beside:
+            wrong_files = beside.submit(self._wrong_files, step, table)
+            try:  # of a damaged file too: what is in it has a name then
+                if old is not None:
+                    state = files.restore_converted(self._handler, checkpoint, old.shapes, like)
+                else:
+                    state = files.restore_state(self._handler, checkpoint, like, whole=whole)
+                    problems = [] if table is None else files.check_arrays(state, table, saved.shapes)
+            except Exception as error:  # Orbax has no error of its own for what it cannot read
+                unreadable = files.cause(error)
+        problems = wrong_files.result() + problems
+        self._agree(step, problems or ([unreadable] if unreadable else []))
+        return state
 
-    def _read(self, step: int) -> MetaFile:
+    def _wrong_files(self, step: int, table: DigestTable | None) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's files."""
+        if table is None:
+            return []
+        return table.check_files(self.folder / str(step), process_index(), process_count())
+
+    def _agree(self, step: int, problems: list[str]) -> None:
+        """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
+        heard = [text for text in gather_to_primary(self._name, in_words(problems), CHECK_LIMIT_S) if text]
+        why, gone = in_words(list(dict.fromkeys(heard))), bool(heard) and not (self.folder / str(step)).exists()
+        why, gone = json.loads(broadcast_from_primary(self._name, json.dumps([why, gone]), CHECK_LIMIT_S))
+        if not why:
+            return
+        self._read_last = None
+        if gone:  # its run goes on, and keeps the newest ones
+            raise ValueError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
+        raise DamagedCheckpoint(self.folder, step, why, self._instead(step) if self._read_only else "")
+
+    def _instead(self, step: int) -> str:
+        """What a reader of another run's checkpoints may name instead of a damaged one."""
+        older = [other for other in self.steps() if other < step]
+        if not older:
+            return "; there is no older one"
+        try:
+            self.check(older[-1])
+        except DamagedCheckpoint as another:  # whose own hint is of the next older whole one
+            return str(another).removeprefix(f"the checkpoint of step {another.step} in {self.folder} is damaged: ")
+        return f"; the next older whole one is of step {older[-1]}: name that"
+
+    def _read(self, step: int) -> tuple[MetaFile, DigestTable | None]:
+        """What a checkpoint says of itself, once all ranks have read the same."""
         if step not in self._saved:
             known = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
-        with self._readable(step):
-            return MetaFile.read(self.folder / str(step))
-
-    @contextlib.contextmanager
-    def _readable(self, step: int) -> Iterator[None]:
+        if self._read_last is not None and self._read_last[0] == step:
+            return self._read_last[1:]
+        saved, problems = None, list[str]()
         try:
-            yield
-        except Exception as error:  # Orbax has no error of its own for this
-            others = [other for other in self.steps() if other < step]
-            back = f"to go on from step {others[-1]}" if others else "and begin again"
-            why, where = files.cause(error), self.folder / str(step)
-            raise ValueError(f"the checkpoint of step {step} is damaged ({why}): remove {where} {back}") from error
+            saved = read_verified(self.folder / str(step), step)
+        except ValueError as error:
+            problems = [str(error)]
+        self._agree(step, problems)
+        assert saved is not None
+        self._read_last = step, *saved
+        return saved
