@@ -66,6 +66,8 @@ class Attempt:
     console: Console
     signals: SignalPipe
     recorder: JobRecorder
+    key: str = field(repr=False)
+    """Of the job's folders in memory; a secret."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -75,7 +77,7 @@ class Attempt:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
         self._detector = HangDetector(self.job.step_timeout)
-        self.pool.start(self.job, placed)
+        self.pool.start(self.job, placed, self.key)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())
