@@ -75,6 +75,7 @@ def test_a_folder_that_nobody_was_left_to_remove_goes_with_the_next_job(monkeypa
     assert abandoned is not None
     words = [sys.executable, "-c", make + "print(flush=True); input()", used]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
         owner.stdout.readline()
         subprocess.run([sys.executable, "-c", make, abandoned], check=True)
         memory_folder.remove_abandoned()

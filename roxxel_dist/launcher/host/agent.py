@@ -415,7 +415,7 @@ def main() -> None:
     folders = [str(folder), *([] if memory is None else [memory])]
     heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel)
     try:
-        if memory is not None:  # only now that somebody else would remove it
+        if memory is not None and key is not None:  # only now that somebody else would remove it
             memory = _make_memory(memory, key)
         agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
         agent.serve(orders)
