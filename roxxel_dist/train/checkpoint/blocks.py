@@ -230,6 +230,7 @@ class BlockFile:
     def close(self) -> None:
         """Let go of it; the file stays."""
         os.close(self._file)
+        self._map.close()
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:

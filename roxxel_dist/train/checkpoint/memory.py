@@ -77,8 +77,8 @@ REPORT_LIMIT_S = 600.0
 ANNOUNCEMENT_LIMIT_S = 3600.0
 """Seconds that the other ranks wait for rank 0, which may have to validate or to write for long."""
 KEPT_ANNOUNCEMENTS = 16
-SLACK_BYTES = 64 << 20
-"""Shared memory that stays free for others."""
+SLACK = 1.1
+"""Of the memory that is needed, so much must be free: others need some too."""
 OWN = ".own"
 """How the name of a file of this host's blocks ends."""
 
@@ -302,7 +302,7 @@ class MemoryTier:
         self._table = BlockTable(state, self._hosts)
         self._numbers = self._table.kept_by(self._rank)
         self._pieces = self._table.pieces(state, self._numbers)
-        self._on_cpu = jax.tree.leaves(state)[0].sharding.device_set.pop().platform == "cpu"
+        self._on_cpu = jax.local_devices()[0].platform == "cpu"
         kept = self.newest if resumed else None
         self._slot = 1 - kept.slot if kept else 0
         self._next = self._first_after(step)
@@ -472,10 +472,10 @@ class MemoryTier:
         taken = sum(path.stat().st_blocks * 512 for path in block_files(self._folder))
         needed = max(0, size(self._host) + copies - taken)
         free = min(shutil.disk_usage(self._folder).free, available_memory())
-        if needed + SLACK_BYTES > free:
+        if needed * SLACK > free:
             return (
                 f"on the host of rank {self._rank} {self._folder} has room for {free / 1e6:.0f} MB, and two "
-                f"generations take {(needed + SLACK_BYTES) / 1e6:.0f} MB"
+                f"generations take {needed * SLACK / 1e6:.0f} MB"
             )
         return ""
 
@@ -557,20 +557,21 @@ class MemoryTier:
         if problem:
             self._say(
                 f"the copy of step {self._last} in shared memory is dropped ({problem}); training goes on, and the "
-                f"next one is tried"
+                f"next one is tried",
+                about="dropped",
             )
             return ""
         self._slot = 1 - self._slot
         self._costs.append(max(report.seconds for report in reports))
         for report in reports:
             if report.neighbour:
-                self._say(f"{report.neighbour}; training goes on")
+                self._say(f"{report.neighbour}; training goes on", about=report.neighbour.partition(" (")[0])
         return ""
 
-    def _say(self, line: str) -> None:
-        """Log a line once, on rank 0."""
-        if is_primary() and line.partition(" (")[0] not in self._said:
-            self._said.add(line.partition(" (")[0])
+    def _say(self, line: str, about: str = "") -> None:
+        """Log a line on rank 0, once for what it is about."""
+        if is_primary() and (about or line) not in self._said:
+            self._said.add(about or line)
             self._log(line)
 
 
