@@ -41,7 +41,7 @@ class PsArgs:
     prune: bool = False
     """Forget all that have ended or were lost, and those on other machines that were not heard of for a day."""
     json: bool = False
-    """Print a JSON list."""
+    """Print a JSON list, each job with the processes of its ranks."""
 
 
 def ps(words: list[str]) -> int:

@@ -104,6 +104,14 @@ class LoopOptions:
     """Batches that a validation reads of each data set, the same ones each time."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
+    memory_checkpoint_every: int | str = "auto"
+    """Steps between copies of the state in the host's shared memory, two in turn, from which a job that was killed goes
+    on; auto: as often as 1 % of the time allows, where there is room; 0 for none. `launch` with restarts keeps them,
+    `train` alone does not."""
+    memory_replicas: int | None = None
+    """Copies in memory of each host's part of the state that a neighbouring host keeps, 0 or 1, so that a lost host
+    costs no more steps than a lost process; not given, 1 where there are several hosts. What other hosts hold anyway is
+    not sent."""
     max_to_keep: int | None = 3
     """Newest checkpoints that are kept; the best one by val_loss is kept beside them."""
     keep_every: int | None = None
@@ -163,6 +171,11 @@ class LoopOptions:
             _check_at_least(name, getattr(self, name), 1)
         for name in ("patience", "spike_factor", "max_rewinds"):
             _check_at_least(name, getattr(self, name), 0)
+        every = self.memory_checkpoint_every
+        if every != "auto" and not (isinstance(every, int) and not isinstance(every, bool) and every >= 0):
+            raise ValueError(f"memory_checkpoint_every is {every!r}: it must be auto, a number of steps, or 0 for none")
+        if self.memory_replicas not in (None, 0, 1):
+            raise ValueError(f"memory_replicas is {self.memory_replicas}: it must be 0 or 1, or left out")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"val_fraction is {self.val_fraction}: it must be at least 0 and below 1")
         if not 0 <= self.seed < 1 << 31:

@@ -16,6 +16,7 @@ import numpy as np
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import BadStep
+from roxxel_dist.train.checkpoint.memory import Generation
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
@@ -50,12 +51,16 @@ class ResumePoint:
     """Gives a new run the parameters of another one; a run of adapters, new or not, those of its base."""
     goes_back: bool = False
     """Whether later checkpoints of the run are to be deleted, and that of `step` to say `metadata` from now on."""
+    copy: Generation | None = None
+    """The copy in memory to restore, where it is newer than the run's checkpoints."""
     record: dict[str, Any] = field(default_factory=dict)
     """Where it comes from, to be kept with the run's config."""
 
     @property
     def whence(self) -> str:
         """Whose checkpoint is restored, in words."""
+        if self.copy is not None:
+            return self.copy.whence
         return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
 
 
@@ -67,17 +72,19 @@ def begin(
     *,
     amend: bool,
     origin: ResumeSpec,
+    copy: Generation | None = None,
 ) -> ResumePoint:
     """Where a process begins to train. Nothing on the disk changes.
 
-    A run that has checkpoints goes on from its own, wherever it came from. Raises ValueError where there is no such
-    checkpoint, it is of another run, or all that the run had are damaged.
+    A run that has checkpoints goes on from its own, wherever it came from, or from a `copy` in memory that is newer.
+    Raises ValueError where there is no such checkpoint, it is of another run, or all that the run had are damaged.
     """
-    store.check_not_all_damaged()
-    run = _Run(store, curriculum, optimizer, options, amend=amend)
+    if copy is None:
+        store.check_not_all_damaged()
+    run = _Run(store, curriculum, optimizer, options, copy, amend=amend)
     if origin.from_step is not None:
         start = run.restart_from(origin.from_step, origin.skip_steps)
-    elif store.latest_step() is None and origin.fork is not None:
+    elif store.latest_step() is None and copy is None and origin.fork is not None:
         start = run.fork(origin.fork)
     else:
         start = run.resume_latest()
@@ -101,29 +108,31 @@ class _Run:
     """A run as it is asked for now, and its checkpoints."""
 
     def __init__(
-        self, store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions, *, amend: bool
-    ) -> None:
-        self.store, self.folder = store, store.folder.parent
+        self, store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions,
+        copy: Generation | None, *, amend: bool,
+    ) -> None:  # fmt: skip
+        self.store, self.folder, self.copy = store, store.folder.parent, copy
         self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
         self.fingerprint = run_fingerprint(curriculum, options.seed)
 
     def resume_latest(self) -> ResumePoint:
-        """The newest checkpoint of the run, or its beginning."""
-        step, options = self.store.latest_step(), self.options
+        """The newest checkpoint of the run, or copy in memory, or its beginning."""
+        copy, options = self.copy, self.options
+        step = self.store.latest_step() if copy is None else copy.step
         if step is None:
             return ResumePoint(0, self.curriculum.plan(options.seed), CheckpointMetadata(**self.fingerprint))
-        saved = self.store.metadata(step)
+        saved = self.store.metadata(step) if copy is None else copy.metadata
         before = Plan.from_state(saved.plan)
         finished = step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)
         if finished and not self.amend:
             self._check_unchanged(saved, before)
-            return ResumePoint(step, before, saved)
+            return ResumePoint(step, before, saved, copy=copy)
         plan = self._plan_to_follow(saved, step, self.folder, amend=self.amend)
         notes: tuple[str, ...] = ()
         if len(plan.amendments) > len(before.amendments):
             notes = self._plan_notes(saved, before, plan, step)
             saved.early_stopping.evals_since_best = 0  # else a run that ended by `patience` would end again at once
-        return ResumePoint(step, plan, replace(saved, **self.fingerprint), notes)
+        return ResumePoint(step, plan, replace(saved, **self.fingerprint), notes, copy=copy)
 
     def _check_unchanged(self, saved: CheckpointMetadata, plan: Plan) -> None:
         """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
@@ -316,13 +325,18 @@ def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
 
     How many there were in a row is not: a run that was killed must end where one that went on would have.
     """
-    state: TrainState = store.restore(step, like)
+    return _with_bad_steps_forgotten(store.restore(step, like), like)
+
+
+def _with_bad_steps_forgotten(state: TrainState, like: TrainState) -> TrainState:
     none, also = (jax.make_array_from_callback((), like.step.sharding, lambda _: np.int32(0)) for _ in range(2))
     return state._replace(health=state.health._replace(bad_step=none, skipped=also))
 
 
 def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) -> TrainState:
-    """The state that a run begins with, from its own checkpoint or the one that it is forked from."""
+    """The state that a run begins with, from its own checkpoint or copy, or the one that it is forked from."""
+    if start.copy is not None:
+        return _with_bad_steps_forgotten(start.copy.restore(like), like)
     if start.source is None:
         return restore(store, start.step, like)
     with open_checkpoint("fork", start.source) as (theirs, step):

@@ -28,6 +28,7 @@ from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
+from roxxel_dist.train.checkpoint.memory import MemoryTier, open_memory, run_identity
 from roxxel_dist.train.checkpoint.metadata import (
     RESUME_LATEST,
     CheckpointMetadata,
@@ -53,6 +54,7 @@ from roxxel_dist.train.resume import (
     restore,
     restore_start,
     rewind,
+    run_fingerprint,
     with_adapters,
 )
 from roxxel_dist.train.run_lock import hold
@@ -143,6 +145,7 @@ class Trainer:
         self.stopped: bool = False
         self.fetches: int = 0
         self._failed = False
+        self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
         self._deferred: tuple[int, Metrics] | None = None
         self._let_go = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
@@ -162,6 +165,9 @@ class Trainer:
             self.checkpointer: Checkpointer | CheckpointStore = checkpointer or self.store
             self._compiler = AotCompiler(self.mesh)
             undo.callback(self._compiler.close)
+            self._memory = self._open_memory()
+            if self._memory is not None:
+                undo.callback(self._memory.close)
             while True:
                 try:
                     self._init_state(model, amend=amend, origin=origin)
@@ -172,10 +178,20 @@ class Trainer:
             self._init_reporting()
             undo.pop_all()
 
+    def _open_memory(self) -> MemoryTier | None:
+        """The copies in memory, where the job has a place for them; it has looked for one to go on from."""
+        options = self.options
+        made_with = run_fingerprint(self._curriculum, options.seed), options.seed, options.fsdp, options.use_bf16
+        return open_memory(
+            run_identity(self._folder, self.mesh, made_with), self.store.latest_step() or 0,
+            every=options.memory_checkpoint_every, replicas=options.memory_replicas, log=self.logger.text,
+        )  # fmt: skip
+
     def _init_state(self, model: nnx.Module | Callable[[], nnx.Module], *, amend: bool, origin: ResumeSpec) -> None:
         """Find where the run begins, and make the first state; of a run that goes on it has shapes alone."""
         options = self.options
-        start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin)
+        copy = self._memory and self._memory.newest
+        start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin, copy=copy)
         self._split, self._state, hparams = init_state(
             model, InitialState(self._optimizer), self.mesh, fsdp=options.fsdp,
             dtype=jnp.bfloat16 if options.use_bf16 else None, restored=start.step > 0, load=start.load,
@@ -217,7 +233,8 @@ class Trainer:
         if self.step:
             with self._progress.doing("restore"):
                 self._state = restore_start(self.store, self.start, self._state)
-                if self.start.source is None and not self.store.has_digests(self.step):
+                on_disk = self.start.source is None and self.start.copy is None
+                if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
@@ -275,6 +292,8 @@ class Trainer:
                 self._timeline.open()
                 self._progress.say("start")
                 self._metrics.log_startup(self._sharding, self.start, finished=self.finished)
+                if self._memory is not None and not self.finished:
+                    self._memory.begin(self._state, self.step, resumed=self.start.copy is not None)
                 if self.start.source is not None:  # from here on the run needs no other one
                     self._save(self.step)
                 while not (self.finished or self.stopped):
@@ -330,9 +349,8 @@ class Trainer:
             if self._profiler is not None:
                 self._profiler.after(done, metrics.scalars["loss"])
 
-            self.stopped = stop_requested(done) and done < self.last_step
-            save = self._checkpoints.save_requested(done) or self.stopped or due("checkpoint", done)
-            if save or due("eval", done):
+            save, copy = self._asked_to_keep(done)
+            if save or copy or due("eval", done):
                 self._wait_for_devices()
                 self._verification.wait(done)
                 self._timer.pause()
@@ -341,9 +359,7 @@ class Trainer:
                     self._check_health(self._fetch(metrics.health))
                 best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
                 out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
-                if save or best or out_of_patience:
-                    self._progress.say("save")
-                    self._save(done, losses.get("val_loss"))
+                self._keep(done, losses.get("val_loss"), save=save or best or out_of_patience, copy=copy)
                 self._timer.resume()
             self.step = done
             if out_of_patience:
@@ -391,7 +407,25 @@ class Trainer:
         means = self._validation.summarize(self._fetch(losses), shape) if losses else {}
         return means | run_eval_fn(self._eval_fn, self.state, self.logger.text)
 
+    def _asked_to_keep(self, done: int) -> tuple[bool, bool]:
+        """Whether to save a checkpoint after a step, as it is due or asked for; whether to copy the state in memory."""
+        self.stopped = stop_requested(done) and done < self.last_step
+        save = self._checkpoints.save_requested(done) or self.stopped
+        save = save or self.options.is_due("checkpoint", done, self.last_step)
+        return save, self._memory is not None and self._memory.due(done) and done < self.last_step
+
+    def _keep(self, done: int, val_loss: float | None, *, save: bool, copy: bool) -> None:
+        if save:
+            self._progress.say("save")
+            self._save(done, val_loss)
+        if self._memory is not None and copy:  # behind the save: the copy says what is on its way to the disk
+            pending = self.store.pending_step if self._needed else None
+            self._memory.save(done, self._state, self._checkpoint_metadata(done).to_dict(), pending)
+
     def _save(self, done: int, val_loss: float | None = None) -> None:
+        options = self.options
+        forever = done in (options.keep_steps or ()) or (options.keep_every and done % options.keep_every == 0)
+        self._needed = bool(forever or val_loss is not None or options.on_bad_step == "rewind")
         self._checkpoints.save(done, self._state, self._checkpoint_metadata(done), val_loss)
 
     def _checkpoint_metadata(self, done: int) -> CheckpointMetadata:
@@ -441,6 +475,8 @@ class Trainer:
             except DamagedCheckpoint as damage:
                 self._set_aside(damage)
         self.step, self.plan, self._metadata = step, plan, metadata
+        if self._memory is not None:
+            self._memory.drop(step)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
         self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
         self._deferred = None
@@ -494,6 +530,8 @@ class Trainer:
         """
         self.logger.close()
         self.store.close(CRASH_LIMIT_S if self._failed else None)
+        if self._memory is not None:
+            self._memory.close(CRASH_LIMIT_S if self._failed else None)
         self._compiler.close()
         self._let_go()
 

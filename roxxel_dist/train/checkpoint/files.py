@@ -311,7 +311,7 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, keys_to_data(like))
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=not whole)
-    return _data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
+    return data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
 
 
 def is_convertible(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]]) -> bool:
@@ -348,7 +348,7 @@ def restore_converted(
     shapes = {name: leaf.shape for name, leaf in wanted.items()}
     places = {name: leaf.sharding for name, leaf in wanted.items()}
     made = jax.jit(partial(layout.convert, shapes=shapes), out_shardings=places)(old)
-    return _data_to_keys(jax.tree.unflatten(tree, [made[name] for name in wanted]), like)
+    return data_to_keys(jax.tree.unflatten(tree, [made[name] for name in wanted]), like)
 
 
 def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -419,7 +419,9 @@ def keys_to_data(state: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
 
 
-def _data_to_keys(state: Any, like: Any) -> Any:
+def data_to_keys(state: Any, like: Any) -> Any:
+    """The reverse; `like` says which leaves are keys."""
+
     def back(leaf: Any, model: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if _is_key(model) else leaf
 

@@ -132,6 +132,11 @@ class CheckpointStore:
         """The newest of `steps`, or None."""
         return max(self._saved, default=None)
 
+    @property
+    def pending_step(self) -> int | None:
+        """The step that is being saved; None where nobody knows of one."""
+        return self._pending[0].step if self._pending else None
+
     def latest_of_all(self) -> int | None:
         """The newest checkpoint as rank 0 knows it, on every rank; all ask together.
 

@@ -1,5 +1,6 @@
 """The metrics of a run: rows of the log, the progress bar, and the lines that announce the run and its phases."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.distributed import process_count, process_index
+from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.loggers.base import LogQueue
@@ -66,7 +68,9 @@ class MetricsLogger:
         if finished:
             self._log.text(f"this run is finished: step {self._start_step} is restored, nothing to do")
         elif self._start_step:
-            self._log.text(f"resuming after step {self._start_step} of {self._last_step}, from {start.whence}")
+            again = max(0, int(os.environ.get(REACHED_ENV) or 0) - self._start_step)
+            lost = f"; {again} steps are done again" if again else ""
+            self._log.text(f"resuming after step {self._start_step} of {self._last_step}, from {start.whence}{lost}")
         for note in start.notes:
             self._log.text(note)
 

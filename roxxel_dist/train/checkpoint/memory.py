@@ -1,0 +1,622 @@
+"""The memory tier: copies of the state in shared memory, from which a job that was killed goes on.
+
+A generation is the state after one step. Two are kept in turn. Each rank copies its blocks into a file (`blocks.py`) in
+the folder that the launcher keeps for the job on each host; what follows, in a thread, are the digests, the neighbour's
+copy (`replicas.py`) and the report to rank 0. The next generation is begun when all ranks have ended that of before, so
+the file that it overwrites is never one of the newest whole generation.
+
+Rank 0 says one step ahead whether to take a generation, into which file, and when it is looked at next, in the way of
+`cluster/save_requests.py`.
+"""
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import re
+import secrets
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.cluster.distributed import (
+    barrier,
+    broadcast_from_primary,
+    gather_to_primary,
+    is_primary,
+    process_count,
+    process_index,
+    unique_key,
+    wait_for_key,
+)
+from roxxel_dist.cluster.exit_codes import MEMORY_ENV
+from roxxel_dist.cluster.jax_private import key_value_store
+from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.blocks import (
+    BlockFile,
+    BlockTable,
+    DamagedFile,
+    Header,
+    bounds,
+    header_room,
+    layout,
+    read_blocks,
+    read_header,
+)
+from roxxel_dist.train.checkpoint.digests import digest
+from roxxel_dist.train.checkpoint.layout import LAYOUT
+from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
+from roxxel_dist.train.checkpoint.replicas import (
+    COPY,
+    CopyServer,
+    address_towards,
+    block_files,
+    fetch_blocks,
+    read_key,
+    send_file,
+)
+
+SHARE = 0.01
+"""Of the time of the steps: what generations may take with `auto`."""
+FIRST_AFTER = 2
+"""Steps before the first generation of a process; the first steps are not like others."""
+LOOK_AGAIN = 8
+"""Steps until rank 0 looks again, where it does not know yet what a generation costs."""
+REPORT_LIMIT_S = 600.0
+"""Seconds that all ranks together may take for a generation, after the copy."""
+ANNOUNCEMENT_LIMIT_S = 3600.0
+"""Seconds that the other ranks wait for rank 0, which may have to validate or to write for long."""
+KEPT_ANNOUNCEMENTS = 16
+SLACK = 1.1
+"""Of the memory that is needed, so much must be free: others need some too."""
+OWN = ".own"
+"""How the name of a file of this host's blocks ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """What rank 0 says about a step, to all ranks."""
+
+    generation: str = ""
+    """The generation to take; empty for none."""
+    slot: int = 0
+    """Which of a rank's two files holds it."""
+    next_step: int = 0
+    """The step that the next announcement is about."""
+    off: str = ""
+    """Why there are no more generations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How a rank's part of a generation, or of the preparations, went."""
+
+    problem: str = ""
+    neighbour: str = ""
+    """Why the neighbour does not have it, where it should."""
+    seconds: float = 0.0
+    """That the loop waited; and, where the devices are CPUs, what they had less of meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What a rank has looked through in shared memory when the job begins."""
+
+    address: tuple[str, int] | None = None
+    """Where other hosts can fetch blocks of this rank's host."""
+    generations: list[dict[str, Any]] = field(default_factory=list)
+    """Of each file: its header without the places of the blocks, and the numbers of its whole blocks."""
+    damaged: list[str] = field(default_factory=list)
+
+
+class Generation:
+    """A whole generation that a job finds when it begins."""
+
+    def __init__(self, tier: "MemoryTier", header: Header, slot: int, here: Collection[int]) -> None:
+        self.step: int = header.step
+        self.metadata: CheckpointMetadata = CheckpointMetadata.from_dict(header.metadata)
+        self.header, self.slot = header, slot
+        self._tier, self._here = tier, frozenset(here)
+
+    @property
+    def whence(self) -> str:
+        """Where it is taken from, in words."""
+        return (
+            "the copy in shared memory" if len(self._here) == self.header.total else "copies in several hosts' memory"
+        )
+
+    def restore(self, like: Any) -> Any:
+        """The state, where `like` lies. All ranks call it together.
+
+        Raises ValueError where the state has become another one, or a host that had blocks is gone.
+        """
+        return self._tier.restore(self.header, self._here, like)
+
+
+def run_identity(run: Path, mesh: Any, settings: Sequence[Any]) -> str:
+    """What must be equal for a generation to be taken: the run, its data and plan, the devices, how arrays lie."""
+    devices = [(device.id, device.process_index) for device in mesh.devices.flat]
+    text = json.dumps([str(run.absolute()), LAYOUT, list(mesh.shape.items()), devices, *settings])
+    return digest(text.encode())
+
+
+def exchange(name: str, value: str) -> list[str]:
+    """Every rank's value, on every rank."""
+    if process_count() == 1:
+        return [value]
+    values = gather_to_primary(name, value)
+    return json.loads(broadcast_from_primary(name, json.dumps(values)))
+
+
+class MemoryTier:
+    """The generations of one run. All ranks make the same calls. Made by `open_memory`.
+
+    Attributes:
+        newest: the generation to go on from, if it is newer than what is on disk.
+    """
+
+    def __init__(
+        self, folder: Path, hosts: Sequence[int], run: str, *, every: int | None, replicas: int | None,
+        log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._hosts, self._run, self._every, self._log = folder, hosts, run, every, log
+        self._rank, self._host = process_index(), hosts[process_index()]
+        self._locals = [rank for rank, host in enumerate(hosts) if host == self._host]
+        self._server: CopyServer | None = None
+        self._replicas = replicas if replicas is not None else int(len(set(hosts)) > 1)
+        self._strict = replicas == 1
+        self._inventories: list[Inventory] = []
+        self.newest: Generation | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
+        self._job: Future[list[Report]] | None = None
+        self._next: int | None = None  # the step that the next announcement is about; None where there is none
+        self._announcement: Announcement | None = None
+        self._key: str | None = None
+        self._old_keys: deque[str] = deque()
+        self._files: list[BlockFile] = []
+        self._waited = 0.0
+        # Of rank 0 alone.
+        self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
+        self._count, self._slot, self._last = 0, 0, 0
+        self._costs: deque[float] = deque(maxlen=3)
+        self._clock: tuple[int, float] | None = None
+        self._said: set[str] = set()
+
+    # At the start of a process.
+
+    def look(self, disk_step: int) -> None:
+        """Find the newest whole generation that is newer than the step on disk; every rank learns the same."""
+        if self._replicas and len(set(self._hosts)) > 1:
+            try:
+                address = address_towards(os.environ["ROXXEL_COORDINATOR"])
+                self._server = CopyServer(self._folder, address, read_key(self._folder), self._log)
+            except (OSError, ValueError) as error:
+                self._log(f"no copies of a neighbour are kept here: {error}")
+        mine = self._inventory()
+        texts = exchange("memory", json.dumps(asdict(mine)))
+        self._inventories = [Inventory(**json.loads(text)) for text in texts]
+        for line in dict.fromkeys(line for each in self._inventories for line in each.damaged):
+            self._say(f"{line}: it is passed over")
+        everywhere: dict[str, set[int]] = {}
+        here: dict[str, set[int]] = {}
+        headers: dict[str, tuple[Header, int]] = {}
+        for rank, inventory in enumerate(self._inventories):
+            for entry in inventory.generations:
+                header = Header(**entry["header"])
+                name = header.generation
+                headers[name] = header, entry["slot"]
+                everywhere.setdefault(name, set()).update(entry["numbers"])
+                if self._hosts[rank] == self._host:
+                    here.setdefault(name, set()).update(entry["numbers"])
+        for name, (header, slot) in sorted(headers.items(), key=lambda item: (-item[1][0].step, item[0])):
+            lost = header.pending is not None and header.pending > disk_step
+            if header.step > disk_step and not lost and len(everywhere[name]) == header.total:
+                self.newest = Generation(self, header, slot, here.get(name, set()))
+                return
+
+    def _inventory(self) -> Inventory:
+        """This rank's share of the files here, each compared with its digests."""
+        inventory = Inventory(address=self._server.address if self._server else None)
+        for path in block_files(self._folder)[self._locals.index(self._rank) :: len(self._locals)]:
+            step = None
+            try:
+                header = read_header(path)
+                if header is None or header.run != self._run:
+                    continue
+                step = header.step
+                read_blocks(path, header)
+            except DamagedFile as error:
+                of = "a generation" if step is None else f"the generation of step {step}"
+                inventory.damaged.append(f"{of} in shared memory is damaged ({path}: {error})")
+            except OSError:  # another rank's, that it has taken away meanwhile
+                continue
+            else:
+                numbers, slot = sorted(header.blocks), int(path.name[0])
+                inventory.generations.append(
+                    {"header": vars(replace(header, blocks={})), "numbers": numbers, "slot": slot}
+                )
+        return inventory
+
+    def restore(self, header: Header, here: Collection[int], like: Any) -> Any:
+        """See `Generation.restore`."""
+        leaves, tree = jax.tree.flatten(files.keys_to_data(like))
+        table = BlockTable(files.keys_to_data(like), self._hosts)
+        if table.identity != header.table:
+            raise ValueError(
+                f"the copy of step {header.step} in {self._folder} is of another model or optimizer than the run has "
+                f"now: start the job anew, and it goes on from its checkpoint"
+            )
+        needed = {n for n, block in enumerate(table.blocks) if self._rank in block.ranks}
+        blocks: dict[int, Any] = {}
+        for path in block_files(self._folder):
+            with contextlib.suppress(DamagedFile, OSError):
+                other = read_header(path)
+                if other is not None and other.generation == header.generation:
+                    mine = needed & other.blocks.keys() - blocks.keys()
+                    # Copied: a device may read the memory that it is given for as long as the array lives.
+                    blocks |= {n: bytearray(view) for n, view in read_blocks(path, other, sorted(mine)).items()}
+        for rank, inventory in enumerate(self._inventories):
+            if self._hosts[rank] == self._host or inventory.address is None or not needed - blocks.keys():
+                continue
+            theirs = {
+                number
+                for entry in inventory.generations
+                if entry["header"]["generation"] == header.generation
+                for number in entry["numbers"]
+            }
+            if missing := theirs & needed - blocks.keys():
+                blocks |= fetch_blocks(inventory.address, read_key(self._folder), header.generation, missing)
+        if missing := needed - blocks.keys():
+            raise ValueError(
+                f"the copy of step {header.step} in memory has no block {min(missing)} any more: a host that had it "
+                f"is gone, or memory_replicas is 0; start the job again"
+            )
+
+        def part(leaf: int, index: Any) -> np.ndarray:
+            shape = leaves[leaf].shape
+            block = bounds(index, shape)
+            data = np.frombuffer(blocks[table.number(leaf, block)], np.uint8).view(np.dtype(leaves[leaf].dtype))
+            return data.reshape([end - first for first, end in block])
+
+        arrays = [
+            jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, number))
+            for number, leaf in enumerate(leaves)
+        ]
+        return files.data_to_keys(jax.tree.unflatten(tree, arrays), like)
+
+    # While it trains.
+
+    def begin(self, state: Any, step: int, *, resumed: bool) -> None:
+        """Take the memory, in the background. `resumed`: the state is that of `newest`, which is kept until then."""
+        state = files.keys_to_data(state)
+        self._table = BlockTable(state, self._hosts)
+        self._numbers = self._table.kept_by(self._rank)
+        self._pieces = self._table.pieces(state, self._numbers)
+        self._on_cpu = jax.local_devices()[0].platform == "cpu"
+        kept = self.newest if resumed else None
+        self._slot = 1 - kept.slot if kept else 0
+        self._next = self._first_after(step)
+        self._clock, self._last = None, step
+        self._submit(partial(self._prepare, kept.header.generation if kept else None))
+
+    def due(self, step: int) -> bool:
+        """Whether to take a generation after `step`. Every rank calls this once a step, at the same place.
+
+        Raises:
+            TimeoutError: rank 0 did not come to the step before within an hour.
+            LostRankError: a rank is lost, by jax's own heartbeat.
+        """
+        if self._next is None:
+            return False
+        if self._clock is None:
+            self._clock = step, time.monotonic()
+        self._announcement = None
+        if step == self._next:
+            begun = time.perf_counter()
+            self._announcement = self._hear(step)
+            self._waited = time.perf_counter() - begun
+            self._next = self._announcement.next_step
+            if self._announcement.off:
+                self._next = None
+                self._release()
+        if self._next is not None and step == self._next - 1 and process_count() > 1:
+            self._key = unique_key("generation")
+            if is_primary():
+                key_value_store().key_value_set(self._key, json.dumps(asdict(self._decide(step + 1, step))))
+                self._old_keys.append(self._key)
+                if len(self._old_keys) > KEPT_ANNOUNCEMENTS:
+                    key_value_store().key_value_delete(self._old_keys.popleft())
+        return self._announcement is not None and self._announcement.generation != ""
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None) -> None:
+        """Take the generation that `due` has announced; returns when the state may change, and be donated.
+
+        Args:
+            step: steps done; their rows are on disk, and their losses were looked at.
+            state: the train state.
+            metadata: `CheckpointMetadata.to_dict` of it.
+            pending: the step whose checkpoint is on its way to the disk, if it must not be missing there.
+        """
+        assert self._announcement is not None
+        slot, name = self._announcement.slot, self._announcement.generation
+        self.settle()
+        begun = time.perf_counter()
+        leaves = jax.tree.leaves(files.keys_to_data(state))
+        arrays = [leaves[leaf].addressable_data(piece) for leaf, piece in self._pieces]
+        file = self._files[slot]
+        file.invalidate()
+        if not self._on_cpu:
+            for array in arrays:
+                array.copy_to_host_async()
+        for place, array in enumerate(arrays):
+            file.write(place, np.asarray(array))
+        seconds = self._waited + time.perf_counter() - begun
+        header = Header(
+            generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
+            pending=pending, metadata=metadata,
+        )  # fmt: skip
+        self._submit(partial(self._finish, file, slot, header, seconds))
+
+    def settle(self) -> None:
+        """Until this rank has ended what it began in the background."""
+        if self._job is not None:
+            wait([self._job])
+
+    def drop(self, step: int) -> None:
+        """Void all generations: the run goes back to `step`. All ranks call it together."""
+        self.settle()
+        barrier("generations")  # what a neighbour sends has come
+        if self._next is not None or self._files:
+            for file in self._files:
+                file.invalidate()
+            if self._rank == self._locals[0]:
+                for path in block_files(self._folder):
+                    if path.name.endswith(COPY) or not self._is_mine(path):
+                        path.unlink(missing_ok=True)
+        barrier("generations")
+        self._key, self._announcement = None, None
+        if self._next is not None:
+            self._next, self._last, self._clock = self._first_after(step), step, None
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Let go of threads and connections; the files stay, for the next attempt. Waits for so many seconds."""
+        if self._job is not None:
+            wait([self._job], limit_s)
+        self._thread.shutdown(wait=limit_s is None, cancel_futures=True)
+        for file in self._files:
+            file.close()
+        if self._server is not None:
+            self._server.close()
+
+    # In the thread.
+
+    def _submit(self, job: Callable[[], Report]) -> None:
+        def work() -> list[Report]:
+            began = time.thread_time()
+            try:
+                report = job()
+            except Exception as error:
+                report = Report(problem=f"rank {self._rank}: {files.cause(error)}")
+            if self._on_cpu:
+                spent = (time.thread_time() - began) / (os.cpu_count() or 1)
+                report = replace(report, seconds=report.seconds + spent)
+            try:
+                texts = gather_to_primary("generations", json.dumps(asdict(report)), REPORT_LIMIT_S)
+            except Exception as error:  # a rank is gone: the job ends soon, by others
+                return [Report(problem=files.cause(error))]
+            return [Report(**json.loads(text)) for text in texts]
+
+        self._job = self._thread.submit(work)
+
+    def _prepare(self, kept: str | None) -> Report:
+        """Make room: take away what no generation needs, and take the memory for two."""
+        if kept is not None:
+            barrier("restored", REPORT_LIMIT_S)  # of all ranks, before any file goes
+        if self._rank == self._locals[0]:
+            for path in block_files(self._folder):
+                if not self._holds(path, kept) and not (self._is_mine(path) and path.name.endswith(OWN)):
+                    path.unlink(missing_ok=True)
+        sizes = [self._table.blocks[number].nbytes for number in self._numbers]
+        if problem := self._no_room():
+            return Report(problem=problem)
+        for slot in (0, 1):
+            path = self._folder / f"{slot}-{self._rank}{OWN}"
+            holds = self._holds(path, kept)
+            self._files.append(BlockFile(path, sizes))
+            if not holds:
+                self._files[slot].invalidate()
+        return Report()
+
+    def _release(self) -> None:
+        """Give the memory back."""
+        for slot in (0, 1):
+            (self._folder / f"{slot}-{self._rank}{OWN}").unlink(missing_ok=True)
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def _holds(self, path: Path, generation: str | None) -> bool:
+        """Whether a file is a part of a generation."""
+        with contextlib.suppress(DamagedFile, OSError):
+            header = read_header(path) if generation is not None else None
+            return header is not None and header.generation == generation
+        return False
+
+    def _is_mine(self, path: Path) -> bool:
+        """Whether a rank of this host writes the file now."""
+        return int(re.split(r"[-.]", path.name)[1]) in self._locals
+
+    def _no_room(self) -> str:
+        """Why shared memory cannot hold two generations of this host, and of its neighbour, or nothing."""
+
+        def size(host: int) -> int:
+            ranks = [rank for rank, other in enumerate(self._hosts) if other == host]
+            kept = [self._table.kept_by(rank) for rank in ranks]
+            return sum(
+                2 * (layout([self._table.blocks[n].nbytes for n in numbers])[1] + header_room(len(numbers)))
+                for numbers in kept
+            )
+
+        before = (self._host - 1) % (max(self._hosts) + 1)
+        copies = size(before) if self._server is not None and self._table.only_on(before) else 0
+        taken = sum(path.stat().st_blocks * 512 for path in block_files(self._folder))
+        needed = max(0, size(self._host) + copies - taken)
+        free = min(shutil.disk_usage(self._folder).free, available_memory())
+        if needed * SLACK > free:
+            return (
+                f"on the host of rank {self._rank} {self._folder} has room for {free / 1e6:.0f} MB, and two "
+                f"generations take {needed * SLACK / 1e6:.0f} MB"
+            )
+        return ""
+
+    def _finish(self, file: BlockFile, slot: int, header: Header, seconds: float) -> Report:
+        """Make this rank's part valid, and give it to the neighbour."""
+        size = file.finish(header, self._numbers)
+        return Report(seconds=seconds, neighbour=self._send(file, slot, size))
+
+    def _send(self, file: BlockFile, slot: int, size: int) -> str:
+        """Give the neighbour what is on this host alone; returns the problem, or nothing."""
+        if not self._replicas or not self._table.only_on(self._host):
+            return ""
+        number = (self._host + 1) % (max(self._hosts) + 1)
+        ranks = [rank for rank, host in enumerate(self._hosts) if host == number]
+        neighbour = ranks[self._locals.index(self._rank) % len(ranks)]
+        address = self._inventories[neighbour].address
+        try:
+            if address is None:
+                raise OSError("it does not listen")
+            with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                view = memoryview(data)
+                whole = view[:size]
+                try:
+                    send_file((address[0], address[1]), read_key(self._folder), f"{slot}-{self._rank}", whole)
+                finally:
+                    whole.release()
+                    view.release()
+        except (OSError, ValueError) as error:
+            return f"rank {neighbour}, the neighbour of rank {self._rank}, does not keep its copy ({error})"
+        return ""
+
+    # Rank 0.
+
+    def _first_after(self, step: int) -> int:
+        """The step of the first announcement, for a process that goes on after `step`."""
+        if self._every is None:
+            return step + FIRST_AFTER
+        return (step // self._every + 1) * self._every
+
+    def _hear(self, step: int) -> Announcement:
+        """What is announced for this step."""
+        if process_count() == 1:
+            said = self._decide(step, step)
+        elif self._key is None:  # the first step of all: nothing could be announced before
+            said = Announcement(next_step=self._first_after(step))
+        else:
+            what = f"waited {ANNOUNCEMENT_LIMIT_S:.0f} s for rank 0 to say whether to copy the state (look at its log)"
+            said = Announcement(**json.loads(wait_for_key(self._key, ANNOUNCEMENT_LIMIT_S, what)))
+        self._key = None
+        return said
+
+    def _decide(self, step: int, done: int) -> Announcement:
+        """On rank 0: whether to take a generation at `step`, when `done` steps are done."""
+        every = self._every or LOOK_AGAIN
+        if self._job is not None and not self._job.done():
+            return Announcement(next_step=step + (self._every or 1))
+        if self._job is not None:
+            reports, self._job = self._job.result(), None
+            if off := self._take_in(reports):
+                return Announcement(off=off)
+        if self._every is None and self._costs:
+            begun, since = self._clock or (done, time.monotonic())
+            a_step = (time.monotonic() - since) / max(1, done - begun)
+            every = max(1, math.ceil(max(self._costs) / max(SHARE * a_step, 1e-9)))
+            if step - self._last < every and self._count:
+                return Announcement(next_step=self._last + every)
+        self._count += 1
+        self._last, self._clock = step, (done, time.monotonic())
+        name = f"{self._name}.{self._count}"
+        return Announcement(generation=name, slot=self._slot, next_step=step + every)
+
+    def _take_in(self, reports: Sequence[Report]) -> str:
+        """Learn from the reports of all ranks; returns why there can be no generations, or nothing."""
+        problem = next((report.problem for report in reports if report.problem), "")
+        if not self._count:  # of the preparations
+            if problem:
+                self._say(f"no copies of the state in shared memory: {problem}")
+            return problem
+        if problem:
+            self._say(
+                f"the copy of step {self._last} in shared memory is dropped ({problem}); training goes on, and the "
+                f"next one is tried",
+                about="dropped",
+            )
+            return ""
+        self._slot = 1 - self._slot
+        self._costs.append(max(report.seconds for report in reports))
+        for report in reports:
+            if report.neighbour:
+                self._say(f"{report.neighbour}; training goes on", about=report.neighbour.partition(" (")[0])
+        return ""
+
+    def _say(self, line: str, about: str = "") -> None:
+        """Log a line on rank 0, once for what it is about."""
+        if is_primary() and (about or line) not in self._said:
+            self._said.add(about or line)
+            self._log(line)
+
+
+def available_memory() -> float:
+    """Bytes that the machine can give, as the kernel says it."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else math.inf
+
+
+def open_memory(
+    run: str,
+    disk_step: int,
+    *,
+    every: int | str,
+    replicas: int | None,
+    log: Callable[[str], None],
+) -> MemoryTier | None:
+    """The memory tier of a job, if its launcher keeps a folder for it on every host. All ranks call it together.
+
+    Args:
+        run: see `run_identity`.
+        disk_step: of the newest checkpoint; 0 for none.
+        every: `LoopOptions.memory_checkpoint_every`.
+        replicas: `LoopOptions.memory_replicas`.
+        log: takes lines for people.
+    """
+    if every == 0 or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):
+        return None
+    folder, place = Path(os.environ.get(MEMORY_ENV) or "."), ""
+    if os.environ.get(MEMORY_ENV):
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            place = f"{boot} {status.st_dev} {status.st_ino}"
+    places = exchange("memory folder", place)
+    if not all(places):
+        if every != "auto" and is_primary():
+            log(
+                f"memory_checkpoint_every is {every}, and this job has no folder in shared memory on every host: "
+                f"`roxxel-dist launch` with --max-restarts above 0 makes it"
+            )
+        return None
+    order = list(dict.fromkeys(places))
+    number = None if isinstance(every, str) else every
+    tier = MemoryTier(folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log)
+    tier.look(disk_step)
+    return tier
