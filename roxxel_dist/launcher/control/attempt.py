@@ -13,7 +13,10 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
+from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.control.slow import SlowRankDetector
+from roxxel_dist.launcher.host.usage import Usage
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
@@ -75,6 +78,7 @@ class Attempt:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
         self._detector = HangDetector(self.job.step_timeout)
+        self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
         self.pool.start(self.job, placed)
         for place in placed:
             for rank in place.ranks:
@@ -96,6 +100,7 @@ class Attempt:
                 self._result.lost = self._result.lost or event
                 for rank in host.ranks:
                     self._detector.forget(rank)
+                    self._slow.forget(rank)
                 self._kill()
             case str():
                 self.console.print([f"{host.host}: {event}"])
@@ -107,9 +112,12 @@ class Attempt:
                     self._dump.add(rank, lines)
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
-            case {"type": "progress", "records": records}:
-                for rank, values in records:
-                    self._detector.observe(rank, Record(**values), time.monotonic())
+            case {"type": "progress", "records": records, "usage": usage}:
+                latest = {rank: Record(**values) for rank, values in records}
+                for rank, record in latest.items():
+                    self._detector.observe(rank, record, time.monotonic())
+                for rank, values in usage:
+                    self._slow.observe(rank, latest[rank], Usage(**values), time.monotonic())
                 self._result.reached = max(self._result.reached, self._detector.reached)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
                 self._dump.hosts_left -= 1
@@ -122,6 +130,7 @@ class Attempt:
         result = self._result
         self._exits.append(end)
         self._detector.forget(end.rank)
+        self._slow.forget(end.rank)
         result.reached = max(result.reached, end.step)
         if end.code not in OK_CODES:
             if not end.killed_by_us:
@@ -158,6 +167,8 @@ class Attempt:
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
             self.recorder.update(step=self._result.reached)
+            for slow in [] if self._is_ending() else self._slow.check(now):
+                self.console.info(slow_report(slow))
             hang = self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
                 return
