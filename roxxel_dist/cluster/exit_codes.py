@@ -10,6 +10,9 @@ STATUS_ENV = "ROXXEL_STATUS"
 PIPE_ENV = "ROXXEL_PIPE"
 """DESCRIPTOR:INODE of the pipe by which a rank tells its agent what is no output; see `progress.agent_pipe`."""
 
+MEMORY_ENV = "ROXXEL_MEMORY"
+"""A folder in the memory of the host, for all ranks of the host and all attempts of the job; gone when the job ends.
+At first it has the file `key` alone, with 64 hex digits that are the same on all hosts of the job."""
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""
 

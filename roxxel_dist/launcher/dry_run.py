@@ -4,7 +4,7 @@ import os
 import shlex
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import PIPE_ENV
+from roxxel_dist.cluster.exit_codes import MEMORY_ENV, PIPE_ENV
 from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked, masked_words, shell_line
@@ -34,7 +34,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
         "step_timeout": job.step_timeout,
         "grace": job.grace,
         "exit_timeout": job.exit_timeout,
-        "set_by_the_agent": [ENV, PIPE_ENV],
+        "set_by_the_agent": [ENV, PIPE_ENV, *[MEMORY_ENV] * job.is_restartable],
         "agents": {host: backend.argv(host, *agent_words(backend)) for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
@@ -50,11 +50,13 @@ def as_text(job: JobSpec, backend: Backend) -> str:
     hosts = len({rank["host"] for rank in plan["ranks"]})
     limit = "adaptive" if job.step_timeout is None else f"{job.step_timeout:g} s"
     size = f"{job.nprocs} rank{'s' * (job.nprocs != 1)} on {hosts} host{'s' * (hosts != 1)}"
+    set_by_the_agent = [f"{ENV} (a temporary file)", f"{PIPE_ENV} (a pipe)"]
+    set_by_the_agent += [f"{MEMORY_ENV} (a folder in shared memory)"] * job.is_restartable
     lines = [
         f"run {job.run_id}: {size}, logs in {job.log_dir}",
         f"restarts {job.max_restarts}, step time-out {limit}; nothing was started",
         *(f"agent on {host}: {shlex.join(words)}" for host, words in plan["agents"].items()),
-        f"in {plan['working_directory']}, with the host's variables, {ENV} (a temporary file) and {PIPE_ENV} (a pipe):",
+        f"in {plan['working_directory']}, with the host's variables, {', '.join(set_by_the_agent)}:",
         *(f"{rank['rank']} on {rank['host']}: {shell_line(rank['env'], rank['argv'])}" for rank in plan["ranks"]),
     ]
     return "\n".join(lines)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, PIPE_ENV, REACHED_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, MEMORY_ENV, PIPE_ENV, REACHED_ENV, STATUS_ENV
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
     "ROXXEL_PROGRESS", "ROXXEL_RUN_ID", REACHED_ENV, STATUS_ENV, PIPE_ENV, EXIT_TIMEOUT_ENV,
+    MEMORY_ENV,
 )  # fmt: skip
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
@@ -83,6 +84,11 @@ class JobSpec(HostOptions, JobOptions):
     def total(self) -> int:
         """Ranks of the whole job."""
         return self.nprocs if self.world is None else self.world
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether this launcher starts the whole job again where it fails, not its own part of the ranks alone."""
+        return self.max_restarts > 0 and self.total == self.nprocs
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:

@@ -31,8 +31,9 @@ def say(*words):
     print(*words, flush=True)
 """
 AGENT = """
-os.makedirs(sys.argv[1]); open(sys.argv[1] + "/progress", "w").close()
-guard = os.getpid(); heartbeat = go_on_under_guard(sys.argv[1], float(sys.argv[2]))
+os.makedirs(sys.argv[1] + "/a/b"); open(sys.argv[1] + "/a/b/c", "w").close()
+open(sys.argv[1] + "/progress", "w").close()
+guard = os.getpid(); heartbeat = go_on_under_guard([sys.argv[1]], float(sys.argv[2]))
 rank, out = tree(sys.argv[3])
 say(guard, os.getpid(), rank.keeper, rank.pid, int(out.readline()), int(out.readline()))
 while True:

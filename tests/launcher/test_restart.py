@@ -1,8 +1,11 @@
 """When a job is started again: the tables, and whole jobs."""
 
+import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -230,3 +233,35 @@ def test_ctrl_c_ends_the_pause_before_a_restart(launch: Launch, until: Callable[
     code, _, err = job.wait()
     assert code == 130
     assert "SIGINT: not started again" in err
+
+
+TOLD = """
+import os, time
+from pathlib import Path
+from roxxel_dist.cluster.progress import Progress
+rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), os.environ["ROXXEL_ATTEMPT"]
+if rank == 0:  # a program whose child trains
+    if os.fork():
+        os.wait()
+        raise SystemExit
+    Progress.from_env(rank).enter(5)
+Path(f"tmp.{rank}").write_text(str(os.getpid()))
+os.rename(f"tmp.{rank}", f"pid.{attempt}.{rank}")
+time.sleep(1000 if attempt == "0" else 0)
+"""
+
+
+def test_ps_tells_the_processes_that_train(launch: Launch, until: Callable[..., None], tmp_path: Path) -> None:
+    job = launch("env", sys.executable, "-c", TOLD, environ={"XDG_STATE_HOME": str(tmp_path)}, max_restarts=1)
+    pids = [int(path.read_text()) for path in job.marks("pid.0.*", 2)]
+
+    def ranks() -> list[dict[str, Any]]:
+        words = [sys.executable, "-m", "roxxel_dist", "ps", "--all", "--json"]
+        (entry,) = json.loads(subprocess.check_output(words, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}))
+        return entry["ranks"]
+
+    fields = {"host": socket.gethostname()}
+    until(lambda: ranks() == [{"rank": n, "pid": pids[n], "step": 5 - 5 * n, **fields} for n in (0, 1)], "the ranks")
+    os.kill(pids[1], signal.SIGTERM)
+    assert job.wait()[0] == 0
+    assert ranks() == []

@@ -7,7 +7,7 @@ long ranks may stay when another has ended, and how long a rank may stay in a st
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
@@ -17,7 +17,7 @@ from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.control.slow import SlowRankDetector
 from roxxel_dist.launcher.host.usage import Usage
-from roxxel_dist.launcher.jobs.record import JobRecorder
+from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import Placement
@@ -69,17 +69,20 @@ class Attempt:
     console: Console
     signals: SignalPipe
     recorder: JobRecorder
+    key: str = field(repr=False)
+    """Of the job's folders in memory; a secret."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
     _dump: StackDump | None = None
+    _running: dict[int, RankProcess] = field(default_factory=dict)
 
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
         self._detector = HangDetector(self.job.step_timeout)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
-        self.pool.start(self.job, placed)
+        self.pool.start(self.job, placed, self.key)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())
@@ -92,6 +95,7 @@ class Attempt:
             for number in self.signals.take():
                 self._on_signal(number)
             self._on_clock(time.monotonic())
+        self.recorder.update(ranks=())
         return self._result
 
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
@@ -101,6 +105,7 @@ class Attempt:
                 for rank in host.ranks:
                     self._detector.forget(rank)
                     self._slow.forget(rank)
+                    self._running.pop(rank, None)
                 self._kill()
             case str():
                 self.console.print([f"{host.host}: {event}"])
@@ -110,14 +115,19 @@ class Attempt:
                 self.console.lines(rank, when, lines)
                 if self._dump is not None:
                     self._dump.add(rank, lines)
+            case {"type": "started", "rank": rank, "pid": pid}:
+                self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
             case {"type": "progress", "records": records, "usage": usage}:
-                latest = {rank: Record(**values) for rank, values in records}
+                now, latest = time.monotonic(), {rank: Record(**values) for rank, values in records}
                 for rank, record in latest.items():
-                    self._detector.observe(rank, record, time.monotonic())
+                    self._detector.observe(rank, record, now)
+                    if rank in self._running:
+                        pid = record.pid or self._running[rank].pid
+                        self._running[rank] = replace(self._running[rank], pid=pid, step=record.entered)
                 for rank, values in usage:
-                    self._slow.observe(rank, latest[rank], Usage(**values), time.monotonic())
+                    self._slow.observe(rank, latest[rank], Usage(**values), now)
                 self._result.reached = max(self._result.reached, self._detector.reached)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
                 self._dump.hosts_left -= 1
@@ -131,6 +141,7 @@ class Attempt:
         self._exits.append(end)
         self._detector.forget(end.rank)
         self._slow.forget(end.rank)
+        self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
         if end.code not in OK_CODES:
             if not end.killed_by_us:
@@ -166,9 +177,11 @@ class Attempt:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
-            self.recorder.update(step=self._result.reached)
             for slow in [] if self._is_ending() else self._slow.check(now):
                 self.console.info(slow_report(slow))
+            factors = self._slow.factors
+            ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
+            self.recorder.update(step=self._result.reached, ranks=ranks)
             hang = self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
                 return

@@ -25,7 +25,7 @@ SUSPECT = 1.3
 """The same of each block."""
 FAST = 1.2
 THROTTLED = 0.15
-"""A control group that was throttled for so much more of the time than those of the others explains why a rank waits."""
+"""A group that was throttled for so much more of the time than those of the others explains why a rank waits."""
 MORE_WORK = 1.25
 """A rank that had so many times the CPU time of the others lacks none: it has more to do."""
 PROBES = 8
@@ -135,7 +135,7 @@ class SlowRankDetector:
     @property
     def factors(self) -> dict[int, float]:
         """The ranks that are slow now, and how many times slower than the others."""
-        return {rank: known.said.factor for rank, known in self._ranks.items() if known.said is not None}
+        return {rank: round(known.said.factor, 1) for rank, known in self._ranks.items() if known.said is not None}
 
     def check(self, now: float) -> list[SlowRanks]:
         """What has changed: ranks that are slow now, or slower, or no longer. To be asked every second or so."""

@@ -1,5 +1,6 @@
 """The controller: attempts at a job until one ends it, and the job's exit code."""
 
+import os
 import signal
 import time
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class _Controller:
 
     def run(self) -> JobResult:
         self._attempts: list[AttemptSummary] = []
+        self._key = os.urandom(32).hex()
         selector = HostSelector(self.job, self.backend, self.signals, self.console)
         try:
             while True:
@@ -108,7 +110,13 @@ class _Controller:
             logs = Logs(job, console.info, number)
             try:
                 result = Attempt(
-                    job=job, pool=pool, logs=logs, console=console, signals=self.signals, recorder=self.recorder
+                    job=job,
+                    pool=pool,
+                    logs=logs,
+                    console=console,
+                    signals=self.signals,
+                    recorder=self.recorder,
+                    key=self._key,
                 ).run(placed)
             finally:
                 logs.close()

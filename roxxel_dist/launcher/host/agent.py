@@ -11,7 +11,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +24,10 @@ from functools import partial
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, PIPE_ENV, STACK_SIGNAL, USAGE_S
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, MEMORY_ENV, OK_CODES, PIPE_ENV, STACK_SIGNAL, USAGE_S
 from roxxel_dist.launcher.environment import misleads
-from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending
+from roxxel_dist.launcher.host import memory_folder
+from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending, remove
 from roxxel_dist.launcher.host.usage import Usage, UsageReader
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.placement import worker_argv
@@ -80,8 +80,11 @@ class Rank:
         return self.code is not None and self.output < 0 and self.tree.gone
 
 
-def start_rank(number: int, command: Sequence[str], env: Mapping[str, str]) -> Rank:
-    """Start a rank in a session of its own, with one pipe for all it prints, and one for what it tells its agent."""
+def start_rank(number: int, command: Sequence[str], env: Mapping[str, str], folders: Sequence[str]) -> Rank:
+    """Start a rank in a session of its own, with one pipe for all it prints, and one for what it tells its agent.
+
+    `folders` are the agent's own, see `Tree`.
+    """
     reads, writes = os.pipe()
     hears, tells = os.pipe()
     for fd in (reads, hears, tells):
@@ -101,7 +104,7 @@ def start_rank(number: int, command: Sequence[str], env: Mapping[str, str]) -> R
         )
 
     try:
-        tree = Tree(start, holds=(writes, tells))
+        tree = Tree(start, holds=(writes, tells), folders=folders)
     finally:
         os.close(writes)
         os.close(tells)
@@ -133,12 +136,20 @@ class Agent:
     """The loop of one host."""
 
     def __init__(
-        self, inbox: Decoder, channel: int, heartbeat: int, folder: Path, heartbeat_timeout_s: float = math.inf
+        self,
+        inbox: Decoder,
+        channel: int,
+        heartbeat: int,
+        folder: Path,
+        memory: str | None = None,
+        heartbeat_timeout_s: float = math.inf,
     ) -> None:
         self._inbox = inbox
         self._outbox = Outbox(channel)
         self._heartbeat = heartbeat
         self._progress_file = folder / "progress"
+        self._folders = [str(folder), *([] if memory is None else [memory])]
+        self._own = {progress.ENV: str(self._progress_file), **({} if memory is None else {MEMORY_ENV: memory})}
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._ranks: list[Rank] = []
         self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
@@ -211,8 +222,8 @@ class Agent:
         self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
         for placed in order["ranks"]:
-            env = {**base, **placed["env"], progress.ENV: str(self._progress_file)}
-            rank = start_rank(placed["rank"], worker_argv(order["command"]), env)
+            env = {**base, **placed["env"], **self._own}
+            rank = start_rank(placed["rank"], worker_argv(order["command"]), env, self._folders)
             self._ranks.append(rank)
             self._watch(rank.tree.pidfd, partial(self._note_exit, rank))
             self._watch(rank.tree.fd, partial(self._hear_keeper, rank))
@@ -384,6 +395,17 @@ class Agent:
                     self._watch(rank.output, partial(self._read_output, rank))
 
 
+def _make_memory(path: str, key: str) -> str | None:
+    """The folder, when it is there; None where it cannot be, and a line that says so."""
+    memory_folder.remove_abandoned()
+    try:
+        memory_folder.create(path, key)
+    except OSError as error:
+        print(f"no folder in {memory_folder.SHARED_MEMORY} ({error.strerror})", file=sys.stderr)
+        return None
+    return path
+
+
 def main() -> None:
     """Serve the controller at the other end of stdin and stdout: `agent [HEARTBEAT_TIMEOUT_S]`."""
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
@@ -400,12 +422,17 @@ def main() -> None:
     if not orders:
         return
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))  # in TMPDIR, where it is set
-    heartbeat = go_on_under_guard(str(folder), heartbeat_timeout_s + SLACK_S, channel)
+    key = orders[0].get("key")
+    memory = memory_folder.new_path() if key is not None else None
+    folders = [str(folder), *([] if memory is None else [memory])]
+    heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel)
     try:
-        agent = Agent(inbox, channel, heartbeat, folder, heartbeat_timeout_s)
+        if memory is not None and key is not None:  # only now that somebody else would remove it
+            memory = _make_memory(memory, key)
+        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
         agent.serve(orders)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folders)
     if agent.why:
         sys.exit(agent.why)
 

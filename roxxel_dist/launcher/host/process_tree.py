@@ -9,7 +9,7 @@ threads and cannot fork, starts its keepers as programs: a trial of a sweep is s
 
 A process may only be signalled while its number is its own: children that were not reaped, or by pidfd.
 
-As a program, `process_tree.py CHILD LIMIT FOLDER`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
+As a program, `process_tree.py CHILD LIMIT FOLDER…`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
 keeper. It imports no other file of the package: it must start within milliseconds, without site-packages.
 """
 
@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
@@ -117,6 +117,18 @@ def send(pid: int, started: bytes, number: int) -> None:
             os.close(pidfd)
 
 
+def remove(folders: Iterable[str]) -> None:
+    """Remove folders with all that is in them, as far as that goes. No link is followed."""
+    for folder in folders:
+        for place, names, files in os.walk(folder, topdown=False):
+            for name in (*names, *files):
+                path = os.path.join(place, name)
+                with suppress(OSError):
+                    os.rmdir(path) if name in names and not os.path.islink(path) else os.unlink(path)
+        with suppress(OSError):
+            os.rmdir(folder)
+
+
 class Subreaper:
     """This process, of one thread, as the parent of `child` and of all that `child` leaves.
 
@@ -176,17 +188,20 @@ class Tree:
     Args:
         start: starts the program, as the leader of a session, from inside the keeper.
         holds: descriptors that `start` needs; the keeper closes all others, and these when the program is there.
+        folders: removed by the keeper where this process ends before the program: its guard may be gone too.
 
     Raises:
         ChildProcessError: the program could not be started.
     """
 
-    def __init__(self, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...] = (), folders: Sequence[str] = ()
+    ) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stderr.flush()
         keeper = os.fork()
         if keeper == 0:
-            _run_keeper(far, start, holds)
+            _run_keeper(far, start, holds, folders=folders)
         far.close()
         self._meet(near, keeper)
 
@@ -318,6 +333,7 @@ def _run_keeper(
     start: Callable[[], "subprocess.Popen[bytes]"],
     holds: tuple[int, ...] | None,
     linger_s: float = math.inf,
+    folders: Sequence[str] = (),
 ) -> NoReturn:
     """Start a program and keep it; in a fork (`holds`) with no other files of the agent."""
     try:
@@ -330,7 +346,8 @@ def _run_keeper(
         for fd in holds or ():
             os.close(fd)
         socket.send_fds(control, [b"%d" % program.pid], [os.pidfd_open(program.pid)])
-        _keep(control, program.pid, linger_s)
+        if not _keep(control, program.pid, linger_s):
+            remove(folders)
     except OSError as error:
         with suppress(OSError):
             control.send(str(error).encode()[:1024])
@@ -348,9 +365,12 @@ def _close_all_but(kept: Sequence[int]) -> None:
         os.dup2(null.fileno(), 1)
 
 
-def _keep(control: socket.socket, child: int, linger_s: float) -> None:
-    """Tell how the child ends, and kill what is left `linger_s` later, or when told to, or when nobody can tell."""
-    end = math.inf
+def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
+    """Tell how the child ends, and kill what is left `linger_s` later, or when told to, or when nobody can tell.
+
+    Returns whether there was somebody to tell it to.
+    """
+    end, order = math.inf, KILL
 
     def tell(code: int) -> None:
         nonlocal end
@@ -375,13 +395,14 @@ def _keep(control: socket.socket, child: int, linger_s: float) -> None:
             tree.ask_to_stop(SESSION if order == STOP else GROUP)
     while not tree.kill(KILL_S) and tree.code is None:  # else what is left is the guard's
         continue
+    return order != b""
 
 
-def go_on_under_guard(folder: str, limit_s: float = math.inf, channel: int = 1) -> int:
+def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel: int = 1) -> int:
     """Go on as the child of a guard, which keeps this process's number; returns where `beat` must write.
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
-    kills all that is left, removes `folder` and its files, closes `channel` and stderr and ends as this process did.
+    kills all that is left, removes `folders`, closes `channel` and stderr and ends as this process did.
     Where the guard is killed, the keepers of this process's trees remain, which see its end.
     """
     reads, writes = os.pipe()
@@ -396,7 +417,7 @@ def go_on_under_guard(folder: str, limit_s: float = math.inf, channel: int = 1) 
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)
             os.dup2(channel, 1)
-            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), folder])
+            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), *folders])
         finally:
             os._exit(127)
     os.close(reads)
@@ -411,16 +432,13 @@ def beat(heartbeat: int) -> None:
         os.write(heartbeat, b".")
 
 
-def _guard(child: int, limit_s: float, folder: str) -> NoReturn:
+def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
     tree = Subreaper(child)
     wait_s = None if limit_s == math.inf else limit_s
     while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
         pass
     tree.kill(KILL_S)
-    with suppress(OSError):  # somebody has emptied the temporary folder
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
+    remove(folders)
     code = -signal.SIGKILL if tree.code is None else tree.code
     if code < 0:
         with suppress(OSError):  # not to be done with SIGKILL
@@ -432,4 +450,4 @@ def _guard(child: int, limit_s: float, folder: str) -> NoReturn:
 if __name__ == "__main__":
     if sys.argv[1] == "keep":
         _run_spawned_keeper(float(sys.argv[2]), sys.argv[3:])
-    _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+    _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

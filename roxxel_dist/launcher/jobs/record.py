@@ -46,6 +46,20 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """A rank that runs now."""
+
+    rank: int
+    host: str
+    pid: int
+    """The process that trains, as it says itself; of a program that says nothing, the one that was started."""
+    step: int
+    """The step it has entered; 0 before the first."""
+    slow: float | None = None
+    """How many times slower than the other ranks, where it is slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobRecord:
     """What is known of one job. Paths are absolute, times are seconds since 1970."""
 
@@ -67,6 +81,8 @@ class JobRecord:
     attempt: int = 0
     step: int = 0
     """The largest step that any rank has entered."""
+    ranks: tuple[RankProcess, ...] = ()
+    """Those that run, in their order; as old as `updated`."""
     code: int | None = None
     """The exit code of the job; None where it has not ended, or was lost."""
     detached: bool = False
@@ -157,7 +173,7 @@ def read(path: Path) -> JobRecord | None:
         if record.is_over or not record.is_here or is_alive(record.controller):
             return record
         if was_gone:
-            return replace(record, state="lost")
+            return replace(record, state="lost", ranks=())
         was_gone = True  # read it again: its last words may have come between the two looks
 
 
@@ -167,7 +183,8 @@ def from_values(values: Any) -> JobRecord:
         raise TypeError(f"no record of a job: {values!r}")
     known = {field.name: values[field.name] for field in fields(JobRecord) if field.name in values}
     tuples = {name: tuple(known[name]) for name in ("hosts", "reach") if name in known}
-    return JobRecord(**{**known, **tuples, "controller": Process(**values["controller"])})
+    ranks = tuple(RankProcess(**rank) for rank in known.get("ranks", ()))
+    return JobRecord(**{**known, **tuples, "ranks": ranks, "controller": Process(**values["controller"])})
 
 
 def entries() -> list[JobRecord]:
@@ -270,12 +287,13 @@ class JobRecorder:
         if self.entry.state != "ended":  # an exception of the launcher's own
             self.end(1)
 
-    def update(self, *, step: int = 0, **changes: Any) -> None:
-        """Note changed fields of the record: a step is written once a second at most, the rest at once.
+    def update(self, *, step: int = 0, ranks: tuple[RankProcess, ...] | None = None, **changes: Any) -> None:
+        """Note changed fields of the record: steps and ranks are written once a second at most, the rest at once.
 
         Step 0 changes nothing: a new attempt has come to no step yet.
         """
-        self.entry = replace(self.entry, step=step or self.entry.step, **changes)
+        ranks = self.entry.ranks if ranks is None else ranks
+        self.entry = replace(self.entry, step=step or self.entry.step, ranks=ranks, **changes)
         if self.entry != self._kept and (changes or time.monotonic() >= self._wrote + WRITE_S):
             self._kept = self.entry = replace(self.entry, updated=time.time())
             self._wrote = time.monotonic()
@@ -293,7 +311,7 @@ class JobRecorder:
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""
-        self.update(state="ended", code=code, ended=time.time())
+        self.update(state="ended", code=code, ended=time.time(), ranks=())
         return code
 
 

@@ -129,14 +129,15 @@ class HostPool:
         if link.process.poll() is None:
             link.process.kill()
 
-    def start(self, job: JobSpec, placed: Sequence[Placement]) -> None:
-        """Have an agent on each host start its ranks."""
+    def start(self, job: JobSpec, placed: Sequence[Placement], key: str) -> None:
+        """Have an agent on each host start its ranks. `key` is that of the job's folders in memory."""
         self._looked = time.monotonic()  # nobody was to be heard since the last question
         for place in placed:
             link = self.connect(place.host)
             link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
-            link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total})
+            memory = {"key": key} if job.is_restartable else {}
+            link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total, **memory})
         self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heartbeat.start()
 
