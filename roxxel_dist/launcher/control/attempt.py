@@ -6,8 +6,9 @@ long ranks may stay when another has ended, and how long a rank may stay in a st
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
@@ -120,21 +121,24 @@ class Attempt:
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
             case {"type": "progress", "records": records, "usage": usage}:
-                now, latest = time.monotonic(), {rank: Record(**values) for rank, values in records}
-                for rank, record in latest.items():
-                    self._detector.observe(rank, record, now)
-                    if rank in self._running:
-                        pid = record.pid or self._running[rank].pid
-                        self._running[rank] = replace(self._running[rank], pid=pid, step=record.entered)
-                for rank, values in usage:
-                    self._slow.observe(rank, latest[rank], Usage(**values), now)
-                self._result.reached = max(self._result.reached, self._detector.reached)
+                self._on_progress({rank: Record(**values) for rank, values in records}, usage)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
                 self._dump.hosts_left -= 1
                 self._dump.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}  # as in /proc
                 self._dump.listening |= {rank for rank, _, listens in ranks if listens}
             case {"type": "exit", **values}:
                 self._on_exit(RankExit(host=host.host, **values))
+
+    def _on_progress(self, records: Mapping[int, Record], usage: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        now = time.monotonic()
+        for rank, record in records.items():
+            self._detector.observe(rank, record, now)
+            if rank in self._running:
+                pid = record.pid or self._running[rank].pid
+                self._running[rank] = replace(self._running[rank], pid=pid, step=record.entered)
+        for rank, values in usage:
+            self._slow.observe(rank, records[rank], Usage(**values), now)
+        self._result.reached = max(self._result.reached, self._detector.reached)
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
