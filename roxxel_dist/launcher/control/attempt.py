@@ -16,7 +16,7 @@ from roxxel_dist.launcher.control.hang import Hang, HangDetector
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
-from roxxel_dist.launcher.control.slow import SlowRankDetector
+from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
 from roxxel_dist.launcher.host.usage import Usage
 from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.output.console import Console
@@ -24,7 +24,7 @@ from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.pool import EXIT_LOST, HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -72,6 +72,8 @@ class Attempt:
     recorder: JobRecorder
     key: str = field(repr=False)
     """Of the job's folders in memory; a secret."""
+    keeps_slow: str = ""
+    """Why a host that is slow cannot be replaced; empty where it can."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -182,7 +184,7 @@ class Attempt:
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
             for slow in [] if self._is_ending() else self._slow.check(now):
-                self.console.info(slow_report(slow))
+                self._on_slow(slow)
             factors = self._slow.factors
             ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
@@ -194,6 +196,20 @@ class Attempt:
             living = sum(not host.done for host in self.pool.all)
             self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
             self.pool.order({"type": "dump"})
+
+    def _on_slow(self, slow: SlowRanks) -> None:
+        report = slow_report(slow)
+        self.console.info(report)
+        if not self.job.replace_slow or slow.slowness is None or self._is_ending():
+            return
+        if self.keeps_slow:
+            self.console.info(f"host {slow.host} stays: {self.keeps_slow}")
+            return
+        grace = self.job.grace
+        self.console.info(f"a spare host takes the place of {slow.host}: the ranks get {grace:g} s to save and leave")
+        text = f"{report}; it is replaced (--replace-slow)"
+        self._result.lost = HostLost(host=slow.host, code=EXIT_LOST, text=text, slow=True)
+        self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _end_dump(self, dump: StackDump, now: float) -> None:
         self._dump, self._check_at = None, now + CHECK_S
