@@ -1,9 +1,12 @@
 """Which rank is named as slow: the decision over recorded and made series, and real ranks that are slowed down."""
 
+import contextlib
 import csv
+import dataclasses
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+from cpu_quota import competitors, cpu_share, quota
+from cpu_quota import missing as quota_missing
 
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.slow import PROBES, SlowRankDetector, SlowRanks
 from roxxel_dist.launcher.host.usage import Usage, UsageReader
+from roxxel_dist.launcher.jobs.record import entries
 
 Launch = Callable[..., Any]
 Until = Callable[[Callable[[], Any], str], None]
@@ -199,3 +205,132 @@ def test_the_reader_sees_what_a_process_had() -> None:
     assert second.longest_wait_s <= second.time
     assert reader.read(0) is None
     assert UsageReader().read(2**22 + 1) is None
+
+
+LOCKSTEP = """
+import mmap, os, sys, threading, time
+from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.cluster.speed_probe import SpeedProbe
+rank, ranks = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_NUM_PROCESSES"])
+work_s, steps, folder = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+attempt = os.environ["ROXXEL_ATTEMPT"]
+fd = os.open(f"{folder}/lockstep.{attempt}", os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, 8 * ranks)
+done = memoryview(mmap.mmap(fd, 8 * ranks)).cast("q")
+progress = Progress.from_env(rank)
+def write():  # rank 0 logs
+    with open(f"{folder}/log", "a") as log:
+        while True:
+            end = time.thread_time() + work_s / 5
+            while time.thread_time() < end:
+                log.write("a line\\n")
+            time.sleep(work_s)
+if rank == 0:
+    threading.Thread(target=write, daemon=True).start()
+with SpeedProbe(progress):
+    for step in range(1, steps + 1):
+        progress.enter(step)
+        end = time.thread_time() + work_s
+        while time.thread_time() < end:
+            pass
+        done[rank] = step
+        while min(done) < step and not os.path.exists(f"{folder}/stop"):  # as in a collective
+            time.sleep(work_s / 20)
+        progress.finish(step)
+        if os.path.exists(f"{folder}/stop"):
+            break
+"""
+NAMED = re.compile(r"rank (\d+) on host (\S+) is slow, ([\d.]+) x the others, after step (\d+): (.*)")
+
+
+@dataclass
+class Lockstep:
+    """Ranks without jax that wait for each other in each step."""
+
+    job: Any
+    until: Until
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """As `ps --json` tells of them."""
+        return [dataclasses.asdict(rank) for record in entries() for rank in record.ranks]
+
+    def step(self) -> int:
+        return max((rank["step"] for rank in self.ranks()), default=0)
+
+    def named(self, rank: int, *, within: int) -> float:
+        """The factor of a rank, when it is named; it has so many steps from now on."""
+        begun = self.step()
+        self.until(
+            lambda: {r["rank"] for r in self.ranks() if r["slow"]} or self.step() > begun + within + 60, "a name"
+        )
+        slow = {r["rank"]: r["slow"] for r in self.ranks() if r["slow"]}
+        assert list(slow) == [rank], (slow, begun, self.step())
+        return slow[rank]
+
+    def end(self) -> list[tuple[int, int, float, str]]:
+        """(rank, step, factor, what is seen) of each that was named."""
+        (self.job.folder / "stop").touch()
+        code, _, err = self.job.wait()
+        assert code == 0, err
+        return [(int(m[1]), int(m[4]), float(m[3]), m[5]) for m in NAMED.finditer(err)]
+
+
+@pytest.fixture
+def lockstep(launch: Launch, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lockstep]:
+    """Start ranks in steps of so much CPU time."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def start(work_s: float, steps: int, **job: Any) -> Lockstep:
+        words = ("env", sys.executable, "-c", LOCKSTEP, work_s, steps, tmp_path)
+        return Lockstep(launch(*map(str, words), **job), until)
+
+    return start
+
+
+def slowed(pid: int) -> contextlib.AbstractContextManager[None]:
+    """Half of what a process uses: by a quota, or by other programs on its core where no group can be made."""
+    return competitors(pid, 0, 2) if quota_missing() else quota(pid, cpu_share(pid) / 2)
+
+
+def test_a_rank_at_half_speed_is_named_and_taken_back(lockstep: Callable[..., Lockstep]) -> None:
+    job = lockstep(0.03, 100_000)
+    job.until(lambda: job.step() > 20, "steps")
+    pid = next(rank["pid"] for rank in job.ranks() if rank["rank"] == 1)
+    with slowed(pid):
+        begun = job.step()
+        factor = job.named(1, within=100)
+    job.until(lambda: not any(rank["slow"] for rank in job.ranks()), "its recovery")
+    ((rank, step, said, seen),) = job.end()
+    assert (rank, said) == (1, factor)
+    assert factor >= 1.5
+    assert begun < step
+    assert re.match(r"its process waited \d\d% of the time for a CPU", seen)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(quota_missing() is not None, reason=str(quota_missing()))
+def test_a_rank_at_half_speed_is_named_20_of_20_within_50_steps(lockstep: Callable[..., Lockstep]) -> None:
+    job = lockstep(0.06, 100_000)
+    job.until(lambda: job.step() > 20, "steps")
+    pids = {rank["rank"]: rank["pid"] for rank in job.ranks()}
+    begun = []
+    for number in range(20):
+        rank = number % 2
+        with quota(pids[rank], cpu_share(pids[rank]) / 2):
+            begun.append(job.step())
+            job.named(rank, within=50)
+        job.until(lambda: not any(rank["slow"] for rank in job.ranks()), "its recovery")
+    named = job.end()
+    print(*zip(begun, named, strict=False), sep="\n")
+    assert [rank for rank, *_ in named] == [number % 2 for number in range(20)]
+    assert all(first < step <= first + 50 for first, (_, step, *_) in zip(begun, named, strict=True))
+    assert all("its cgroup was throttled for" in seen for *_, seen in named)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "work_s", "steps"), [(2, 0.02, 10_000), (3, 0.02, 5_000), (10, 0.01, 2_000)])
+def test_an_idle_run_names_nobody(ranks: int, work_s: float, steps: int, lockstep: Callable[..., Lockstep]) -> None:
+    """Also where ten share two cores."""
+    job = lockstep(work_s, steps, nprocs=ranks)
+    assert job.job.process.wait(3600) == 0
+    assert job.end() == []
