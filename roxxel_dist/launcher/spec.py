@@ -51,6 +51,8 @@ class HostOptions:
 
     spare_hosts: int = 0
     """How many of the hosts, the last ones, wait until another one fails, and take its place."""
+    replace_slow: bool = False
+    """Have a spare host take the place of one that is slow, or has a slow rank: all save, and start again with it."""
     min_hosts: int | None = None
     """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
     host_timeout: float = 60.0

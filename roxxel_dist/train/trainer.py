@@ -20,6 +20,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.cluster.speed_probe import SpeedProbe
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
@@ -288,7 +289,7 @@ class Trainer:
             self.go_back()
             own = trackers_for(self._folder, self.last_step, self.step, self._user_logger)
             self.logger.open([*own, self._timeline, *self._trackers])
-            with self.logger, watching_for_stop(), self._checkpoints, self._verification:
+            with self.logger, watching_for_stop(), self._checkpoints, self._verification, SpeedProbe(self._progress):
                 self._timeline.open()
                 self._progress.say("start")
                 self._metrics.log_startup(self._sharding, self.start, finished=self.finished)

@@ -6,21 +6,25 @@ long ranks may stay when another has ended, and how long a rank may stay in a st
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
+from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
+from roxxel_dist.launcher.host.usage import Usage
 from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.pool import EXIT_LOST, HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -68,6 +72,8 @@ class Attempt:
     recorder: JobRecorder
     key: str = field(repr=False)
     """Of the job's folders in memory; a secret."""
+    keeps_slow: str = ""
+    """Why a host that is slow cannot be replaced; empty where it can."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -78,6 +84,7 @@ class Attempt:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
         self._detector = HangDetector(self.job.step_timeout)
+        self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
         self.pool.start(self.job, placed, self.key)
         for place in placed:
             for rank in place.ranks:
@@ -100,6 +107,7 @@ class Attempt:
                 self._result.lost = self._result.lost or event
                 for rank in host.ranks:
                     self._detector.forget(rank)
+                    self._slow.forget(rank)
                     self._running.pop(rank, None)
                 self._kill()
             case str():
@@ -114,14 +122,8 @@ class Attempt:
                 self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
-            case {"type": "progress", "records": records}:
-                for rank, values in records:
-                    record = Record(**values)
-                    self._detector.observe(rank, record, time.monotonic())
-                    if rank in self._running:
-                        pid = record.pid or self._running[rank].pid
-                        self._running[rank] = replace(self._running[rank], pid=pid, step=record.entered)
-                self._result.reached = max(self._result.reached, self._detector.reached)
+            case {"type": "progress", "records": records, "usage": usage}:
+                self._on_progress({rank: Record(**values) for rank, values in records}, usage)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
                 self._dump.hosts_left -= 1
                 self._dump.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}  # as in /proc
@@ -129,10 +131,22 @@ class Attempt:
             case {"type": "exit", **values}:
                 self._on_exit(RankExit(host=host.host, **values))
 
+    def _on_progress(self, records: Mapping[int, Record], usage: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        now = time.monotonic()
+        for rank, record in records.items():
+            self._detector.observe(rank, record, now)
+            if rank in self._running:
+                pid = record.pid or self._running[rank].pid
+                self._running[rank] = replace(self._running[rank], pid=pid, step=record.entered)
+        for rank, values in usage:
+            self._slow.observe(rank, records[rank], Usage(**values), now)
+        self._result.reached = max(self._result.reached, self._detector.reached)
+
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
         self._exits.append(end)
         self._detector.forget(end.rank)
+        self._slow.forget(end.rank)
         self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
         if end.code not in OK_CODES:
@@ -169,7 +183,10 @@ class Attempt:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
-            ranks = tuple(process for _, process in sorted(self._running.items()))
+            for slow in [] if self._is_ending() else self._slow.check(now):
+                self._on_slow(slow)
+            factors = self._slow.factors
+            ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
             hang = self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
@@ -179,6 +196,20 @@ class Attempt:
             living = sum(not host.done for host in self.pool.all)
             self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
             self.pool.order({"type": "dump"})
+
+    def _on_slow(self, slow: SlowRanks) -> None:
+        report = slow_report(slow)
+        self.console.info(report)
+        if not self.job.replace_slow or slow.slowness is None or self._is_ending():
+            return
+        if self.keeps_slow:
+            self.console.info(f"host {slow.host} stays: {self.keeps_slow}")
+            return
+        grace = self.job.grace
+        self.console.info(f"a spare host takes the place of {slow.host}: the ranks get {grace:g} s to save and leave")
+        text = f"{report}; it is replaced (--replace-slow)"
+        self._result.lost = HostLost(host=slow.host, code=EXIT_LOST, text=text, slow=True)
+        self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _end_dump(self, dump: StackDump, now: float) -> None:
         self._dump, self._check_at = None, now + CHECK_S

@@ -39,6 +39,8 @@ class HostLost:
     """When it said something last, by the launcher's clock."""
     with_host: bool = False
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
+    slow: bool = False
+    """Nothing is wrong with its agent: it works too slowly, and is to be replaced."""
     died: bool = False
     """The agent ended before its ranks: that is no consequence of what a rank does."""
 

@@ -68,8 +68,11 @@ class _Controller:
         selector = HostSelector(self.job, self.backend, self.signals, self.console)
         try:
             while True:
-                result = self._attempt(selector.select(len(self._attempts)))
+                ready = selector.select(len(self._attempts))
+                result = self._attempt(ready, keeps_slow="" if selector.has_spare else "no spare host is left")
                 last = self._attempts[-1]
+                if result.lost is not None and result.lost.slow:
+                    selector.set_aside(result.lost.host)
                 decision = next_action(self._attempts, self.job.max_restarts)
                 self.console.print(last.report)
                 if decision.why:
@@ -97,7 +100,7 @@ class _Controller:
             is_retry = bool(self._attempts) or self.job.first_attempt > 0
             return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)
 
-    def _attempt(self, ready: ReadyHosts) -> AttemptResult:
+    def _attempt(self, ready: ReadyHosts, keeps_slow: str) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached = max((attempt.reached for attempt in self._attempts), default=0)
@@ -117,6 +120,7 @@ class _Controller:
                     signals=self.signals,
                     recorder=self.recorder,
                     key=self._key,
+                    keeps_slow=keeps_slow or self._no_restart(),
                 ).run(placed)
             finally:
                 logs.close()
@@ -124,6 +128,11 @@ class _Controller:
         seconds, trains = time.monotonic() - begun, job.command[0] == "train"
         self._attempts.append(summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs)))
         return result
+
+    def _no_restart(self) -> str:
+        """Why an infrastructure failure now would be the end of the job; empty where it would not."""
+        failures = sum(attempt.cause is Cause.INFRASTRUCTURE for attempt in self._attempts)
+        return "" if failures < self.job.max_restarts else "no restart is left (--max-restarts)"
 
     def _tell_first_cause(self) -> None:
         """After restarts in vain: what it was that went wrong first."""

@@ -28,6 +28,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, MEMORY_ENV, OK_CODES, PIP
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending, remove
+from roxxel_dist.launcher.host.usage import Usage, UsageReader
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.placement import worker_argv
 from roxxel_dist.launcher.spec import CONTRACT
@@ -71,6 +72,7 @@ class Rank:
     code: int | None = None  # negative: a signal
     killed_by_us: bool = False  # killed by this agent, and not on its way out before
     told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
+    usage: UsageReader = field(default_factory=UsageReader)
 
     @property
     def settled(self) -> bool:
@@ -244,14 +246,24 @@ class Agent:
         except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
             self.why = "its guard was killed (is memory short on this host?)"
             self._ended = True
-        moved = []
+        moved, usage = [], []
         records = self._records()
         for rank in self._alive():
             record = records[rank.number]
             if record != rank.told:
                 rank.told = record
                 moved.append((rank.number, asdict(record)))
-        self._outbox.send({"type": "progress", "records": moved})
+                if (used := self._usage(rank, record)) is not None:
+                    usage.append((rank.number, asdict(used)))
+        self._outbox.send({"type": "progress", "records": moved, "usage": usage})
+
+    @staticmethod
+    def _usage(rank: Rank, record: progress.Record) -> Usage | None:
+        """What the process that trains has had of the CPUs; None where there is nothing new to tell."""
+        with suppress(OSError):
+            if record.entered and os.getsid(record.pid) == rank.tree.pid:
+                return rank.usage.read(record.pid)
+        return None
 
     def _records(self) -> list[progress.Record]:
         return progress.read(self._progress, self._total) if self._total else []

@@ -55,6 +55,8 @@ class RankProcess:
     """The process that trains, as it says itself; of a program that says nothing, the one that was started."""
     step: int
     """The step it has entered; 0 before the first."""
+    slow: float | None = None
+    """How many times slower than the other ranks, where it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)

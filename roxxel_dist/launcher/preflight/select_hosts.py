@@ -109,6 +109,13 @@ class HostSelector:
         self._job, self._backend, self._signals, self._screen = job, backend, signals, screen
         self._warnings: set[str] = set()
         self._cores: int | None = None
+        self._set_aside: list[str] = []
+        self.has_spare: bool = False
+        """Whether a host was left over when hosts were selected last."""
+
+    def set_aside(self, host: str) -> None:
+        """Use this host only where there are too few others."""
+        self._set_aside.append(host)
 
     def select(self, attempt: int) -> ReadyHosts:
         """Those who start this attempt.
@@ -122,8 +129,9 @@ class HostSelector:
         # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
         port = None if job.port is None else min(job.port + attempt, 65535)
         working = len(working_hosts(job, hosts))
-        assignment = Assignment(hosts=hosts[:working], job=job)
-        present, said = hosts, set[str]()
+        present, said = tuple(host for host in hosts if host not in self._set_aside), set[str]()
+        assignment = assign(job, hosts, present)
+        self._say([assignment.note] if assignment.note else [], said)
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
         deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
         while True:
@@ -140,6 +148,7 @@ class HostSelector:
                 if report.passed:
                     stack.pop_all()
                     self._cores = self._cores or report.cores
+                    self.has_spare = len(present) > working
                     address = f"[{report.address}]" if ":" in report.address else report.address
                     return ReadyHosts(assignment, pool, f"{address}:{report.port}", report.visible, self._cores)
             errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
@@ -147,13 +156,16 @@ class HostSelector:
             to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}
             rest = tuple(host for host in present if host not in to_blame)
             is_replaced = rest != present and len(rest) >= working
-            if not is_replaced and time.monotonic() < deadline:
+            if not (is_replaced or self._set_aside) and time.monotonic() < deadline:
                 self._say(errors, said)
                 if numbers := self._signals.wait(RETRY_S):
                     raise StoppedError(numbers[0])
                 continue
             may_shrink = is_retry and rest != present and job.min_hosts is not None and len(rest) >= job.min_hosts
-            if not (is_replaced or may_shrink):
+            if self._set_aside and not is_replaced:  # a slow host is better than none
+                rest = tuple(host for host in hosts if host in rest or host in self._set_aside)
+                self._set_aside.clear()
+            elif not (is_replaced or may_shrink):
                 raise NotReadyError("\n".join(errors), unreachable=bool(report.unreachable))
             present = rest
             assignment = assign(job, hosts, present)

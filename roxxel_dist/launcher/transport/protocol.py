@@ -3,7 +3,8 @@
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
 To the agent:  start (command, ranks: [{rank, env}], total, key) · stop (grace) · kill (after) · dump · alive
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
-                progress (records: [[rank, record]], those that changed; every half second, also where none did) ·
+                progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
+                every half second, also where none did) ·
                 dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
 """
 

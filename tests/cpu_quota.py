@@ -1,0 +1,81 @@
+"""Real ways to take CPU time from a process: a quota of a control group, or competitors on its only core."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+PERIOD_US = 100_000
+BUSY = "while True: pass"
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def missing() -> str | None:
+    """Why no control group can be made here, or None."""
+    for top in (GROUPS / "cpu", GROUPS):
+        if (top / "cgroup.procs").exists() and os.access(top / "cgroup.procs", os.W_OK):
+            return None
+    return "a quota needs the right to write into /sys/fs/cgroup, which root of a machine has"
+
+
+def cpu_share(pid: int, seconds: float = 2.0) -> float:
+    """CPUs that a process uses."""
+    process, begun = psutil.Process(pid), time.monotonic()
+    before = sum(process.cpu_times()[:2])
+    time.sleep(seconds)
+    return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begun)
+
+
+@contextlib.contextmanager
+def quota(pid: int, cpus: float) -> Iterator[None]:
+    """A control group of its own for a process, with so many CPUs (version 1 or 2)."""
+    first = (GROUPS / "cpu" / "cgroup.procs").exists()
+    top = GROUPS / "cpu" if first else GROUPS
+    group = top / f"roxxel-test-{pid}"
+    group.mkdir()
+    try:
+        if first:
+            (group / "cpu.cfs_quota_us").write_text(str(round(cpus * PERIOD_US)))
+        else:
+            with contextlib.suppress(OSError):
+                (top / "cgroup.subtree_control").write_text("+cpu")
+            (group / "cpu.max").write_text(f"{round(cpus * PERIOD_US)} {PERIOD_US}")
+        home = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        paths = {line.split(":")[1]: line.split(":", 2)[2] for line in home}
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the process may be gone
+            back = next(path for names, path in paths.items() if names == "" or "cpu" in names.split(","))
+            if first:
+                back = next(path for names, path in paths.items() if "cpu" in names.split(","))
+            (top / back.strip("/") / "cgroup.procs").write_text(str(pid))
+        end = time.monotonic() + 10
+        while group.exists():
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            assert time.monotonic() < end, f"{group} is in use"
+
+
+@contextlib.contextmanager
+def competitors(pid: int, core: int, count: int) -> Iterator[None]:
+    """Other programs, each in a session of its own, on the core to which all threads of a process are bound."""
+    threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+    before = os.sched_getaffinity(pid)
+    others = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)]
+    try:
+        for process in (*threads, *(other.pid for other in others)):
+            os.sched_setaffinity(process, {core})
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        with contextlib.suppress(OSError):
+            for thread in threads:
+                os.sched_setaffinity(thread, before)
