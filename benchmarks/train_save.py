@@ -26,7 +26,7 @@ ROUNDS = 7
 
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
-        print(table([*saving(Path(folder)), *restoring(Path(folder))]))
+        print(table([*saving(Path(folder)), *digests(Path(folder)), *restoring(Path(folder))]))
 
 
 def saving(folder: Path, rounds: int = ROUNDS) -> list[Result]:
@@ -70,6 +70,51 @@ def saving(folder: Path, rounds: int = ROUNDS) -> list[Result]:
             measured=1000 * (median(after) - median(quiet)),
         ),
     ]
+
+
+def digests(folder: Path, rounds: int = ROUNDS) -> list[Result]:
+    """What hashing adds to a save and to a restore of 240 MB: the same with digests and without, in turns."""
+    state = make_state(SHAPE)
+    costs: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    stores = {hashed: CheckpointStore(folder / f"hashed {hashed}", 1, digests=hashed) for hashed in (True, False)}
+    for number in range(2 * rounds):
+        hashed = number % 2 == 0
+        store = stores[hashed]
+
+        def save(store: CheckpointStore = store, number: int = number) -> None:
+            store.save(number, state, {})
+            store.wait()
+
+        def restore(store: CheckpointStore = store, number: int = number) -> None:
+            jax.block_until_ready(store.restore(number, state))
+
+        for what, call in (("save", save), ("restore", restore)):
+            costs.setdefault((what, hashed), []).append(cost(call))
+    for store in stores.values():
+        store.close()
+    results = []
+    for what, target in (("save", 0.03), ("restore", 0.10)):
+        for unit, name in enumerate(("CPU time", "wall time")):
+            # The least of several: what other programs on the machine add is no part of it.
+            with_them, without = (min(each[unit] for each in costs[what, hashed][1:]) for hashed in (True, False))
+            results.append(
+                Result(
+                    what=f"digests in a {what} of 240 MB, more {name}",
+                    against="x one without",
+                    measured=with_them / without - 1,
+                    target=target if unit == 0 else None,
+                    at_most=True,
+                )
+            )
+            results.append(Result(what=f"{what} of 240 MB without, {name}", against="ms", measured=1000 * without))
+    return results
+
+
+def cost(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of all the process's threads, and of the clock."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    call()
+    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def restoring(folder: Path) -> list[Result]:

@@ -19,6 +19,7 @@ from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokeni
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
 from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
+from roxxel_dist.train.checkpoint.digests import TABLE, DigestTable, FileDigest
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.hf_folder import HF_CONFIG
 from roxxel_dist.train.weight_files import LIMIT, NEWEST, write_tensors, write_weights
@@ -77,6 +78,8 @@ def export_run(
                 _write_hf(folder, weights, params, limit)
             else:
                 _write_own(folder, weights, params, format, limit)
+            written = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir())}
+            DigestTable(step=weights.step, files=written).write(folder / TABLE)
             _put(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

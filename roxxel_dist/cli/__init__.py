@@ -125,6 +125,7 @@ COMMANDS = {
     "eval": "roxxel_dist.cli.models:evaluate",
     "generate": "roxxel_dist.cli.models:generate",
     "export": "roxxel_dist.cli.models:export",
+    "verify": "roxxel_dist.cli.verify:verify",
     "report": "roxxel_dist.cli.report:report",
     "sweep": "roxxel_dist.cli.sweep:sweep",
     "launch": "roxxel_dist.cli:launch_group",

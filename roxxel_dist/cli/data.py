@@ -95,17 +95,31 @@ class VerifyArgs:
 def data_verify(words: list[str]) -> int:
     """Check every block of every shard."""
     args = parse(VerifyArgs, words, "data verify")
-    with usage_errors():
-        from roxxel_dist.data.build.progress import Progress
-        from roxxel_dist.data.dataset import Roxxel
-        from roxxel_dist.data.verify import find_damage
+    from roxxel_dist.data.discovery import NoShardsError
 
+    with usage_errors():
         try:
-            opened = Roxxel(args.path)
-        except ValueError as error:  # the files are there, and what opening checks is wrong already
-            print(error)
-            return EXIT_FAILED
-        with opened as dataset:
-            damage = list(find_damage(dataset.shards, Progress(True), args.workers))
-            print(*damage or [f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"], sep="\n")
-    return EXIT_FAILED if damage else 0
+            whole, lines = verify_shards(args.path, args.workers)
+        except NoShardsError as error:
+            whole, lines = False, [str(error)]
+        print(*lines, sep="\n")
+    return 0 if whole else EXIT_FAILED
+
+
+def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str]]:
+    """(Whether all shards are whole, what to say of them). Raises ValueError where there are none."""
+    from roxxel_dist.data.build.progress import Progress
+    from roxxel_dist.data.dataset import Roxxel
+    from roxxel_dist.data.discovery import NoShardsError
+    from roxxel_dist.data.verify import find_damage
+
+    try:
+        opened = Roxxel(path)
+    except NoShardsError:
+        raise
+    except ValueError as error:  # the files are there, and what opening checks is wrong already
+        return False, [str(error)]
+    with opened as dataset:
+        damage = list(find_damage(dataset.shards, Progress(True), workers))
+        whole = f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"
+    return not damage, damage or [whole]

@@ -73,7 +73,12 @@ class HfFolder(TensorFiles):
             raise
 
     def params(self) -> dict[str, np.ndarray]:
-        """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32."""
+        """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32.
+
+        Raises ValueError where one does not agree with its digest.
+        """
+        for name in self.digests:
+            self.read(name)
         found = {name: self._part(name, (slice(None),) * len(own.shape)) for name, own in self.tensors.items()}
         # Where norms or routers are stored wider than the rest: a model computes in one type, as it does for others.
         kind = found["embedding.embedding"].dtype
@@ -93,9 +98,10 @@ class HfFolder(TensorFiles):
     def restore_params(self, like: Mapping[str, Any]) -> Leaves:
         """The parameters, placed and of the types as `like`; each process reads the parts that it holds.
 
-        Raises ValueError where they are of another model.
+        Raises ValueError where they are of another model, or do not agree with their digests.
         """
         self.check_params(like)
+        self.check_together()
         return {
             name: jax.make_array_from_callback(
                 leaf.shape, leaf.sharding,

@@ -1,6 +1,6 @@
 """Weights that a run begins with or, with adapters, stands on: those of another run, or of a folder of Hugging Face.
 
-A checkpoint of adapters holds nothing of its base: it names the run and the step, and keeps a fingerprint of them.
+A checkpoint of adapters holds nothing of its base: it names the run and the step, with a fingerprint of the weights.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from roxxel_dist.train.weight_files import NEWEST, TensorFiles, has_tensors
 
 INITIALIZED_FROM = "initialized_from"
 """What a run's record calls the checkpoint that its weights come from."""
-FINGERPRINT_KIND = "metadata:"
+OF_METADATA, OF_DIGESTS = "metadata:", "digests:"
+"""How a fingerprint begins: of what a checkpoint, or a folder, says of itself, or of the digests of its weights."""
 
 
 @contextlib.contextmanager
@@ -149,31 +150,35 @@ def check_base(base: BaseModelRef) -> None:
     """Raises ValueError where the weights that adapters stand on are gone, or others."""
     cure = f"put {base.checkpoint} back or, if it was moved, name its new place: resume with init_from=NEW_PLACE"
     try:
-        now = fingerprint(base.checkpoint)
+        now = fingerprint(base.checkpoint, of_digests=not base.fingerprint.startswith(OF_METADATA))
     except ValueError as error:
         raise ValueError(f"the weights that the adapters stand on are gone: {error}; {cure}") from error
     # Earlier versions kept a hash of all weights, which says nothing here.
-    if base.fingerprint.startswith(FINGERPRINT_KIND) and now != base.fingerprint:
+    if base.fingerprint.startswith((OF_METADATA, OF_DIGESTS)) and now != base.fingerprint:
         raise ValueError(
             f"init_from is {base.checkpoint}: its weights are not those that the adapters were trained for "
             f"({base.fingerprint}, now {now}): {cure}"
         )
 
 
-def fingerprint(source: CheckpointRef) -> str:
-    """By which the base of adapters is known again: of the metadata of a checkpoint, not of its weights.
+def fingerprint(source: CheckpointRef, *, of_digests: bool = True) -> str:
+    """By which the base of adapters is known again: the digests of its weights.
 
-    Of a checkpoint: its losses, the run's data and curriculum, which stay when the run goes back to it. Of a folder of
-    Hugging Face: the names and shapes of its tensors and the size of its files. Raises ValueError where it is gone.
+    Where it has none, or they are not to be used, what it says of itself. Of a checkpoint: its losses, the run's data
+    and curriculum, which stay when the run goes back to it. Of a folder of Hugging Face: the names and shapes of its
+    tensors and the size of its files. Raises ValueError where it is gone.
     """
     if is_hf_folder(source.run):
         with _errors_of(source), TensorFiles(source.run) as files:
             about: Any = [files.bytes, files.shapes()]
+            digests = json.dumps(sorted(files.digests.items())) if files.digests else ""
     else:
         with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
-            saved = store.metadata(step)
+            saved, digests = store.metadata(step), store.fingerprint(step)
             about = [store.val_loss(step), saved.early_stopping.best_loss, saved.corpus, saved.curriculum]
-    return FINGERPRINT_KIND + hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    kind = OF_DIGESTS if digests and of_digests else OF_METADATA
+    text = digests if kind == OF_DIGESTS else json.dumps(about, sort_keys=True)
+    return kind + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def with_base(config: Any) -> tuple[Any, str]:

@@ -2,7 +2,8 @@
 
 A model's parameters in one file:
 
-    {"step": 300, "params": {"embedding.embedding": float32[512, 64], "blocks.0.attention.qkv.kernel": …}}
+    {"step": 300, "params": {"embedding.embedding": float32[512, 64], "blocks.attention.qkv.kernel": …},
+     "digests": {"embedding.embedding": "ac37…", …}, "digest": "51e0…"}
 
 in flax's msgpack format: `flax.serialization.msgpack_restore(path.read_bytes())` gives it back, as NumPy arrays of the
 type that the run trained in (bfloat16 stays bfloat16). The names are those of the checkpoint, and of
@@ -11,6 +12,9 @@ type that the run trained in (bfloat16 stays bfloat16). The names are those of t
 Arrays by name in one file of safetensors, or in several that an index tells of, as Hugging Face has them:
 
     model.safetensors, or model-00001-of-00002.safetensors … and model.safetensors.index.json
+
+Both carry digests (xxh3-128), which are compared when they are read: of each array, and of all of a msgpack file but
+the last 32 bytes, which are that one.
 """
 
 import contextlib
@@ -25,15 +29,19 @@ from flax import serialization
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_count, process_index
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.train.checkpoint.digests import LENGTH, digest, is_sealed, seal
 
 NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
 """The files of a run that hold the weights of its newest and of its best checkpoint."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-STEP, PARAMS = "step", "params"
+STEP, PARAMS, DIGESTS, DIGEST = "step", "params", "digests", "digest"
 """In what the files say about themselves."""
 LIMIT = 2_000_000_000
 """Bytes that the parameters of one msgpack file stay below."""
+CHECK_LIMIT_S = 3600.0
+"""Seconds that processes may differ in how long they read their shares."""
 HEAD = 64
 """Bytes at the beginning of a msgpack file that are enough to know the step."""
 
@@ -48,11 +56,15 @@ class TensorFiles:
         self.bytes: int = 0
         """Of the files together."""
         self._file_of: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}
+        """Of the arrays, by name; empty of files that this program has not written."""
+        self._folder: Path = folder
         with contextlib.ExitStack() as opened:
             for path in _paths(folder):
                 file = opened.enter_context(_open(path))
                 self._file_of |= dict.fromkeys(file.keys(), file)
                 self.bytes += path.stat().st_size
+                self.digests |= _digests_in(path, file)
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -77,10 +89,28 @@ class TensorFiles:
         return int(text) if text.isdecimal() else None
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A part of an array, or all of it."""
-        if not index:
-            return self._file_of[name].get_tensor(name)
-        return self._file_of[name].get_slice(name)[index]
+        """A part of an array, or all of it, which is compared with its digest; ValueError where it does not agree."""
+        if index:
+            return self._file_of[name].get_slice(name)[index]
+        array = self._file_of[name].get_tensor(name)
+        if name in self.digests and digest(array) != self.digests[name]:
+            raise ValueError(f"{self._folder}: {name} does not agree with its digest: put the file back")
+        return array
+
+    def check_together(self) -> None:
+        """Compare all arrays that have a digest with it; each process reads its share. All call it together.
+
+        Raises ValueError, on all, where one does not agree.
+        """
+        problem = ""
+        try:
+            for name in sorted(self.digests)[process_index() :: process_count()]:
+                self.read(name)
+        except (ValueError, SafetensorError) as error:
+            problem = str(error)
+        problem = next(filter(None, gather_to_primary("weights", problem, CHECK_LIMIT_S)), "")
+        if problem := broadcast_from_primary("weights", problem, CHECK_LIMIT_S):
+            raise ValueError(problem)
 
 
 def has_tensors(folder: Path) -> bool:
@@ -111,6 +141,17 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is no file of safetensors, or is damaged ({error}): put it back") from error
 
 
+def _digests_in(path: Path, file: Any) -> dict[str, str]:
+    text = (file.metadata() or {}).get(DIGESTS)
+    try:
+        digests = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: its digests cannot be read ({error}): put it back") from error
+    if digests and digests.keys() != set(file.keys()):
+        raise ValueError(f"{path} is damaged: its digests are of other arrays: put it back")
+    return digests
+
+
 def write_tensors(
     folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], limit: int, step: int
 ) -> None:
@@ -129,15 +170,20 @@ def write_tensors(
         taken += size
     metadata = {"format": "pt", STEP: str(step)}  # the first: transformers refuses files that do not say it
     if len(files) == 1:
-        save_file(dict(arrays), folder / WHOLE, metadata)
+        _save(dict(arrays), folder / WHOLE, metadata)
         return
     where = {}
     for i, names in enumerate(files):
         path = folder / f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        save_file(dict(next(arrays) for _ in names), path, metadata)
+        _save(dict(next(arrays) for _ in names), path, metadata)
         where |= dict.fromkeys(names, path.name)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
     write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _save(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
+    digests = {name: digest(array) for name, array in arrays.items()}
+    save_file(arrays, path, {**metadata, DIGESTS: json.dumps(digests)})
 
 
 def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> None:
@@ -145,8 +191,10 @@ def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> No
 
     They are in memory about three times while it lasts. Raises OSError, and the file is as it was.
     """
+    digests = {name: digest(np.asarray(array)) for name, array in params.items()}
+    tree = {STEP: step, PARAMS: dict(params), DIGESTS: digests, DIGEST: "0" * LENGTH}
     # In place: a copy of the tree would have its names sorted, and `step_of` reads the first.
-    write_file(path, serialization.msgpack_serialize({STEP: step, PARAMS: dict(params)}, in_place=True))
+    write_file(path, seal(serialization.msgpack_serialize(tree, in_place=True)))
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
@@ -154,11 +202,16 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
 
     Raises OSError where it cannot be read, and ValueError where it is no such file.
     """
+    data = path.read_bytes()
     try:
-        tree: Any = serialization.msgpack_restore(path.read_bytes())
+        tree: Any = serialization.msgpack_restore(data)
+        if is_sealed(data) is False:
+            digests = tree.get(DIGESTS, {})
+            wrong = [name for name, array in tree[PARAMS].items() if digest(array) != digests.get(name)]
+            raise ValueError(f"{', '.join(wrong[:3]) or 'the file'} does not agree with its digest")
         return tree[PARAMS], tree[STEP]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
+        raise ValueError(f"{path} holds no weights, or is damaged ({error}): put the right file back") from error
 
 
 def step_of(path: Path) -> int | None:

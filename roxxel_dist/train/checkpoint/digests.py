@@ -6,7 +6,7 @@ on the device; who wrote each; its step; and, at its end, its own digest.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,17 @@ from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
 TABLE = "digests.json"
 VERSION = 1
+DAMAGED = ".damaged"
+"""Behind the step of a checkpoint that was set aside; with a number where there is one already."""
 LENGTH = 32
 """Hexadecimal digits of a digest."""
 CHUNK = 1 << 20
 """Bytes of a file that are read at once: they stay in the processor's cache until they are hashed."""
 THREADS = 4
+SEALED, SEAL = b"\x84", b"\xa6digest\xd9\x20"
+"""How a sealed file of msgpack begins, a map of four, and what stands before its digest: a key, and a text of 32."""
+Progress = Callable[[int], None]
+"""Takes how many bytes more have been read."""
 Bounds = tuple[tuple[int, int], ...]
 """Where a block of an array begins and ends, in each dimension."""
 
@@ -39,35 +45,71 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+class BlockDigest(NamedTuple):
+    """A block of an array as it left the device, and where its bytes are."""
+
+    bounds: Bounds
+    digest: str
+    rank: int
+    """Who wrote it."""
+    file: str = ""
+    """The path of the file that its bytes are in, as they were in memory; empty where they are in none, or not so."""
+    offset: int = 0
+    size: int = 0
+
+    def lies_within(self, bounds: Bounds) -> bool:
+        """Whether all of it is between these."""
+        return all(low <= a and b <= high for (a, b), (low, high) in zip(self.bounds, bounds, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{start}:{stop}" for start, stop in self.bounds) + "]"
+
+
 class FileDigest(NamedTuple):
     """A file as it was written."""
 
     size: int
     digest: str
+    """Of what lies outside of blocks."""
     rank: int = 0
 
     @classmethod
-    def of(cls, path: Path, rank: int = 0, progress: Callable[[int], None] | None = None) -> Self:
-        """Read, not mapped: a file that is cut meanwhile would end the process. Raises OSError."""
-        size, state, buffer = 0, xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+    def of(cls, path: Path, rank: int = 0, blocks: Iterable[BlockDigest] = ()) -> Self:
+        """The blocks in it are not read: their digests stand for their bytes. Raises OSError."""
+        blocks = list(blocks)
+        outside, _ = _hash_file(path, blocks, frozenset(blocks))
+        return cls(path.stat().st_size, outside, rank)
+
+
+def _hash_file(
+    path: Path, blocks: Iterable[BlockDigest], skipped: Set[BlockDigest], progress: Progress | None = None
+) -> tuple[str, dict[BlockDigest, str]]:
+    """(digest of what lies outside of blocks, of each block but those `skipped`). Raises OSError.
+
+    Read, not mapped: a file that is cut meanwhile would end the process.
+    """
+    outside, inside, buffer = xxhash.xxh3_128(), {}, memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+
+        def read(state: Any, until: int | None) -> None:
+            while until is None or file.tell() < until:
+                count = file.readinto(buffer if until is None else buffer[: until - file.tell()])
+                if not count:
+                    return
                 state.update(buffer[:count])
-                size += count
                 if progress is not None:
                     progress(count)
-        return cls(size, state.hexdigest(), rank)
 
-
-class BlockDigest(NamedTuple):
-    """A block of an array as it left the device."""
-
-    bounds: Bounds
-    digest: str
-    rank: int
-
-    def __str__(self) -> str:
-        return "[" + ",".join(f"{start}:{stop}" for start, stop in self.bounds) + "]"
+        for block in sorted(blocks, key=lambda block: block.offset):
+            read(outside, block.offset)
+            if block in skipped:
+                file.seek(block.offset + block.size)
+                continue
+            state = xxhash.xxh3_128()
+            read(state, block.offset + block.size)
+            inside[block] = state.hexdigest()
+        read(outside, None)
+    return outside.hexdigest(), inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +151,7 @@ class DigestTable:
         if saved["version"] != VERSION:
             raise ValueError(f"{path.name} is of version {saved['version']}, which this program cannot read")
         blocks = {
-            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), text, rank) for bounds, text, rank in blocks)
+            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), *rest) for bounds, *rest in blocks)
             for name, blocks in saved["blocks"].items()
         }
         files = {name: FileDigest(*entry) for name, entry in saved["files"].items()}
@@ -118,52 +160,75 @@ class DigestTable:
     def fingerprint(self, prefix: str) -> str:
         """The digest of the blocks whose arrays' names begin with `prefix`: by it weights are known again."""
         mine = {name: blocks for name, blocks in sorted(self.blocks.items()) if name.startswith(prefix)}
-        content = [[name, sorted((bounds, text) for bounds, text, _ in blocks)] for name, blocks in mine.items()]
+        content = [[name, sorted((block.bounds, block.digest) for block in blocks)] for name, blocks in mine.items()]
         return digest(json.dumps(content).encode())
 
     def check_files(
-        self, folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], None] | None = None
+        self,
+        folder: Path,
+        part: int = 0,
+        parts: int = 1,
+        *,
+        compared: Set[tuple[str, Bounds]] = frozenset(),
+        progress: Progress | None = None,
     ) -> list[str]:
-        """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
+        """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing.
 
-        def check(name: str) -> str:
-            saved = self.files[name]
+        Blocks that are `compared`, by name and bounds, when they are read from the files are not hashed here too.
+        """
+        inside: dict[str, dict[BlockDigest, str]] = {}
+        for name, blocks in self.blocks.items():
+            for block in blocks:
+                if block.file:
+                    inside.setdefault(block.file, {})[block] = name
+
+        def skipped(file: str) -> frozenset[BlockDigest]:
+            blocks = inside.get(file, {})
+            return frozenset(block for block, name in blocks.items() if (name, block.bounds) in compared)
+
+        def check(file: str) -> list[str]:
+            saved, blocks = self.files[file], inside.get(file, {})
+            by = f", written by rank {saved.rank}"
             try:
-                now = FileDigest.of(folder / name, saved.rank, progress)
+                size = (folder / file).stat().st_size
+                if size != saved.size:
+                    return [f"{file} has {size:,} bytes instead of {saved.size:,}{by}"]
+                outside, hashed = _hash_file(folder / file, blocks, skipped(file), progress)
             except OSError as error:
-                return f"{name} {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"
-            if now.size != saved.size:
-                return f"{name} has {now.size:,} bytes instead of {saved.size:,}"
-            return "" if now == saved else f"{name} does not agree with its digest"
+                return [f"{file} {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}{by}"]
+            wrong = [f"{blocks[block]}{block} in {file}" for block, text in hashed.items() if text != block.digest]
+            wrong += [file] if outside != saved.digest else []
+            return [f"{what} does not agree with its digest{by}" for what in wrong]
 
+        def work(file: str) -> int:
+            return self.files[file].size - sum(block.size for block in skipped(file))
+
+        mine = _shares({file: work(file) for file in self.files}, parts)[part]
         with ThreadPoolExecutor(THREADS) as threads:
-            mine = self._share(part, parts)
-            return [
-                f"{problem}, written by rank {self.files[name].rank}"
-                for name, problem in zip(mine, threads.map(check, mine), strict=True)
-                if problem
-            ]
-
-    def _share(self, part: int, parts: int) -> list[str]:
-        """The largest files first, each to the share that has the least."""
-        sizes, shares = [0] * parts, [[] for _ in range(parts)]
-        for name in sorted(self.files, key=lambda name: (-self.files[name].size, name)):
-            least = sizes.index(min(sizes))
-            sizes[least] += self.files[name].size
-            shares[least].append(name)
-        return shares[part]
+            return [problem for problems in threads.map(check, mine) for problem in problems]
 
     def check_array(self, name: str, bounds: Bounds, data: Callable[[], np.ndarray]) -> list[str]:
         """What is wrong with the elements of an array within `bounds`, as far as whole blocks lie within them."""
         problems, here = [], None
         for block in self.blocks.get(name, ()):
-            if not all(low <= a and b <= high for (a, b), (low, high) in zip(block.bounds, bounds, strict=True)):
+            if not block.lies_within(bounds):
                 continue
             here = data() if here is None else here
             inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(block.bounds, bounds, strict=True))
             if digest(np.asarray(here[inner])) != block.digest:
-                problems.append(f"{name}{block} does not agree with its digest, written by rank {block.rank}")
+                where = f"{name}{block}" + (f" in {block.file}" if block.file else "")
+                problems.append(f"{where} does not agree with its digest, written by rank {block.rank}")
         return problems
+
+
+def _shares(work: Mapping[str, int], parts: int) -> list[list[str]]:
+    """The largest first, each to the share that has the least."""
+    sizes, shares = [0] * parts, [[] for _ in range(parts)]
+    for name in sorted(work, key=lambda name: (-work[name], name)):
+        least = sizes.index(min(sizes))
+        sizes[least] += work[name]
+        shares[least].append(name)
+    return shares
 
 
 def merge(parts: Iterable[DigestTable], **own: Any) -> DigestTable:
@@ -183,13 +248,31 @@ def in_words(problems: Sequence[str], limit: int = 3) -> str:
     return "; ".join([*problems[:limit], *more])
 
 
-def check_checkpoint(checkpoint: Path, step: int, progress: Callable[[int], None] | None = None) -> list[str]:
+def check_checkpoint(checkpoint: Path, step: int, progress: Progress | None = None) -> list[str]:
     """What is wrong with the files of a checkpoint; nothing of one without digests that can be read."""
     try:
         _, table = read_verified(checkpoint, step)
     except ValueError as error:
         return [str(error)]
     return [] if table is None else table.check_files(checkpoint, progress=progress)
+
+
+def seal(data: bytes) -> bytes:
+    """A file of msgpack whose last value is a digest, with the digest of all before that."""
+    return b"".join([memoryview(data)[:-LENGTH], digest(memoryview(data)[:-LENGTH]).encode()])
+
+
+def is_sealed(data: bytes) -> bool | None:
+    """Whether a file that was sealed is as it was; None of one that was not."""
+    if data[:1] != SEALED and data[-len(SEAL) - LENGTH : -LENGTH] != SEAL:
+        return None
+    return data[-len(SEAL) - LENGTH :] == SEAL + digest(memoryview(data)[:-LENGTH]).encode()
+
+
+def damaged_ones(folder: Path) -> list[str]:
+    """The names of the checkpoints in a folder that were set aside."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name for name in names if DAMAGED in name and name.partition(DAMAGED)[0].isdecimal())
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.digests import (
+    DAMAGED,
     TABLE,
     BlockDigest,
     Bounds,
@@ -42,10 +43,9 @@ from roxxel_dist.train.checkpoint.digests import (
     read_verified,
 )
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
+from roxxel_dist.train.checkpoint.ocdbt import places
 
 STATE, PARAMS = "state", "params/"
-DAMAGED = ".damaged"
-"""Behind the step of a checkpoint that was set aside; with a number where there is one already."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -111,12 +111,6 @@ def set_aside(checkpoint: Path) -> Path:
     checkpoint.rename(aside)
     sync_folder(checkpoint.parent)
     return aside
-
-
-def damaged_ones(folder: Path) -> list[str]:
-    """The names of the checkpoints that were set aside."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(name for name in names if DAMAGED in name and name.partition(DAMAGED)[0].isdecimal())
 
 
 def complete(folder: Path) -> dict[int, float | None]:
@@ -224,8 +218,12 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 def _shards(leaf: Any) -> Iterator[tuple[Bounds, Any]]:
     for shard in getattr(leaf, "addressable_shards", ()):
-        indices = (part.indices(size) for part, size in zip(shard.index, leaf.shape, strict=True))
-        yield tuple((start, stop) for start, stop, _ in indices), shard
+        yield _bounds(shard.index, leaf.shape), shard
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    indices = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in indices)
 
 
 def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, ...]]:
@@ -233,14 +231,27 @@ def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, 
     digests: dict[str, tuple[BlockDigest, ...]] = {}
     while blocks:
         name, bounds, data = blocks.pop()
-        digests[name] = (*digests.get(name, ()), BlockDigest(bounds, digest(data), rank))
+        digests[name] = (*digests.get(name, ()), BlockDigest(bounds, digest(data), rank, size=data.nbytes))
     return digests
 
 
 def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
     """Leave the digests of what this rank has written where rank 0 finds them. Its files are final by now."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
-    files = {str(path.relative_to(temporary)): FileDigest.of(path, rank) for path in files_below(own)}
+    where, folder = places(own), str(own.relative_to(temporary))
+    inside: dict[str, list[BlockDigest]] = {}
+
+    def located(name: str, block: BlockDigest) -> BlockDigest:
+        place = where.get((name.replace("/", "."), block.bounds))
+        if place is None or place.size != block.size:
+            return block._replace(size=0)
+        block = block._replace(file=f"{folder}/{place.file}", offset=place.offset)
+        inside.setdefault(block.file, []).append(block)
+        return block
+
+    blocks = {name: tuple(located(name, block) for block in theirs) for name, theirs in blocks.items()}
+    names = {str(path.relative_to(temporary)): path for path in files_below(own)}
+    files = {name: FileDigest.of(path, rank, inside.get(name, ())) for name, path in names.items()}
     (temporary / f"{TABLE}.{rank}").write_text(DigestTable(step=step, files=files, blocks=blocks).to_json())
 
 
@@ -274,6 +285,18 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
     write_file(checkpoint / META, meta)
     if table is not None:
         replace(table, meta=(new,)).write(checkpoint / TABLE)
+
+
+def compared(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> frozenset[tuple[str, Bounds]]:
+    """The blocks that `check_arrays` will look at, on one rank or another, in a state that is placed as `like`."""
+    blocks: set[tuple[str, Bounds]] = set()
+    for name, leaf in _named(like):
+        is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not _is_key(leaf)
+        if not is_same or getattr(leaf, "sharding", None) is None:
+            continue
+        there = {_bounds(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
+        blocks |= {(name, b.bounds) for b in table.blocks.get(name, ()) if any(b.lies_within(each) for each in there)}
+    return frozenset(blocks)
 
 
 def check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:
@@ -375,6 +398,28 @@ def read_arrays(checkpoint: Path, like: Any) -> Any:
     args = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
     with quiet_orbax(), contextlib.closing(array_handler()) as handler:
         return handler.restore(epath.Path(checkpoint / STATE), args=args)
+
+
+def read_named(checkpoint: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    """The same by their names in `shapes`."""
+    with quiet_orbax(), contextlib.closing(array_handler()) as handler:
+        tree = handler.metadata(epath.Path(checkpoint / STATE)).tree
+        named = partial(jax.tree_util.keystr, simple=True, separator="/")
+        item = jax.tree.map_with_path(
+            lambda path, leaf: (
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if named(path) in names else ocp.PLACEHOLDER
+            ),
+            tree,
+        )
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+        arrays = _named(handler.restore(epath.Path(checkpoint / STATE), args=args))
+    return {name: array for name, array in arrays if name in names}
+
+
+def bytes_of(kind: str) -> int:
+    """Of an element of a type, by its name."""
+    return jnp.dtype(kind).itemsize
 
 
 def cause(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from roxxel_dist.cluster.distributed import (
 )
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.digests import DigestTable, in_words, read_verified
+from roxxel_dist.train.checkpoint.digests import Bounds, DigestTable, damaged_ones, in_words, read_verified
 from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile
 
@@ -329,6 +329,11 @@ class CheckpointStore:
         """Whether a checkpoint can be verified; those of earlier versions cannot. It raises what `meta` does."""
         return self._read(step)[1] is not None
 
+    def fingerprint(self, step: int) -> str:
+        """A digest of the parameters of a checkpoint, as its table has them; empty where it has none."""
+        table = self._read(step)[1]
+        return "" if table is None else table.fingerprint(files.PARAMS)
+
     def check(self, step: int) -> None:
         """Compare `meta.json` and every file of a checkpoint with their digests, without a look at the arrays.
 
@@ -372,7 +377,7 @@ class CheckpointStore:
 
     def check_not_all_damaged(self) -> None:
         """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
-        names = json.loads(broadcast_from_primary(self._name, json.dumps(files.damaged_ones(self.folder))))
+        names = json.loads(broadcast_from_primary(self._name, json.dumps(damaged_ones(self.folder))))
         if names and not self._saved:
             raise ValueError(self._nothing_whole(names))
 
@@ -399,27 +404,28 @@ class CheckpointStore:
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
         old, checkpoint = self._check(step, like, whole=whole), self.folder / str(step)
         saved, table = self._read(step)
-        table = table if self._digests else None
-        state, problems, unreadable = None, list[str](), ""
-        with ThreadPoolExecutor(1) as beside:
-            wrong_files = beside.submit(self._wrong_files, step, table)
-            try:  # of a damaged file too: what is in it has a name then
-                if old is not None:
-                    state = files.restore_converted(self._handler, checkpoint, old.shapes, like)
-                else:
-                    state = files.restore_state(self._handler, checkpoint, like, whole=whole)
-                    problems = [] if table is None else files.check_arrays(state, table, saved.shapes)
-            except Exception as error:  # Orbax has no error of its own for what it cannot read
-                unreadable = files.cause(error)
-        problems = wrong_files.result() + problems
-        self._agree(step, problems or ([unreadable] if unreadable else []))
+        table, state, problems = table if self._digests else None, None, list[str]()
+        if table is not None:
+            compared = files.compared(like, table, saved.shapes) if old is None else frozenset()
+            self._agree(step, self._wrong_files(step, table, compared))  # Orbax is given nothing that is damaged
+        try:
+            if old is not None:
+                state = files.restore_converted(self._handler, checkpoint, old.shapes, like)
+            else:
+                state = files.restore_state(self._handler, checkpoint, like, whole=whole)
+                problems = [] if table is None else files.check_arrays(state, table, saved.shapes)
+        except Exception as error:  # Orbax has no error of its own for what it cannot read
+            problems = [files.cause(error)]
+        self._agree(step, problems)
         return state
 
-    def _wrong_files(self, step: int, table: DigestTable | None) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's files."""
+    def _wrong_files(
+        self, step: int, table: DigestTable | None, compared: Set[tuple[str, Bounds]] = frozenset()
+    ) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's files; blocks that are `compared` are not read."""
         if table is None:
             return []
-        return table.check_files(self.folder / str(step), process_index(), process_count())
+        return table.check_files(self.folder / str(step), process_index(), process_count(), compared=compared)
 
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""

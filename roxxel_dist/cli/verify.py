@@ -1,0 +1,102 @@
+"""The command verify: whether what is on disk is what was written."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tyro
+
+from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED
+from roxxel_dist.config import UsageError
+
+LARGE = 1 << 30
+"""Bytes above which the progress is shown."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyArgs:
+    """Comparison of the checkpoints of a run, of an export or of shards with their digests; exits with 1 where
+    something is damaged. It reads only."""
+
+    path: tyro.conf.Positional[str]
+    """RUN for all its checkpoints, RUN@STEP for one; a folder of checkpoints; what `export` has made, or a file of
+    weights; shards: a folder, a file, or a pattern."""
+    deep: bool = False
+    """Read the arrays of checkpoints and exports too, and compare each with the digest that it had on the device."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+def verify(words: list[str]) -> int:
+    """Compare checkpoints, exports or shards with their digests."""
+    args = parse(VerifyArgs, words, "verify")
+    from roxxel_dist.train.checkpoint import verify as found
+    from roxxel_dist.train.checkpoint.metadata import CheckpointRef
+
+    ref = CheckpointRef.parse(args.path)
+    folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
+    steps = found.steps_of(folder)
+    if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
+        known = ", ".join(map(str, steps)) or "none"
+        raise UsageError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
+    verdicts: list[Any] = []
+    if steps or folder != ref.run:
+        steps = steps if ref.step is None else [ref.step]
+        weights = ref.step is None and folder != ref.run and found.is_export(ref.run)
+        paths = [folder / str(step) for step in steps]
+        with _progress(found.size_of(paths)) as advance:
+            for verdict in found.verify_checkpoints(folder, steps, advance, deep=args.deep):
+                verdicts += _shown(verdict, args)
+        for verdict in found.set_aside(folder) if ref.step is None else ():
+            verdicts += _shown(verdict, args)
+        for verdict in found.verify_export(ref.run, lambda _: None, deep=args.deep) if weights else ():
+            verdicts += _shown(verdict, args)
+        if not verdicts:
+            raise UsageError(f"PATH is {args.path}: {folder} has no checkpoint yet")
+    elif found.is_export(ref.run):
+        with _progress(found.size_of([ref.run])) as advance:
+            for verdict in found.verify_export(ref.run, advance, deep=args.deep):
+                verdicts += _shown(verdict, args)
+    else:
+        return _verify_shards(args)
+    damaged = any(verdict.state == "damaged" for verdict in verdicts)
+    if args.json:
+        parts = [dataclasses.asdict(verdict) for verdict in verdicts]
+        print(json.dumps({"path": args.path, "whole": not damaged, "parts": parts}, indent=2))
+    return EXIT_FAILED if damaged else 0
+
+
+def _shown(verdict: Any, args: VerifyArgs) -> list[Any]:
+    if not args.json:
+        print(verdict, flush=True)
+    return [verdict]
+
+
+def _verify_shards(args: VerifyArgs) -> int:
+    from roxxel_dist.cli.data import verify_shards
+    from roxxel_dist.config import usage_errors
+    from roxxel_dist.data.discovery import NoShardsError
+
+    if args.deep:
+        raise UsageError("--deep is of checkpoints and exports: of shards every block is read anyway; leave it out")
+    with usage_errors():
+        try:
+            whole, lines = verify_shards(args.path)
+        except NoShardsError as error:
+            raise ValueError(
+                f"PATH is {args.path}, which holds no checkpoints, weights or shards: name a run, an export or shards"
+            ) from error
+    print(json.dumps({"path": args.path, "whole": whole, "lines": lines}, indent=2) if args.json else "\n".join(lines))
+    return 0 if whole else EXIT_FAILED
+
+
+@contextmanager
+def _progress(size: int) -> Iterator[Callable[[int], None]]:
+    """On standard error; of little nothing is shown."""
+    from roxxel_dist.data.build.progress import Progress
+
+    with Progress(size >= LARGE).bar("verify", max(1, size)) as advance:
+        yield advance

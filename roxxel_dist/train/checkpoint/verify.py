@@ -1,0 +1,178 @@
+"""What `roxxel-dist verify` finds out: whether checkpoints and exports are what was written. No jax, but for `deep`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from roxxel_dist.train.checkpoint.digests import (
+    TABLE,
+    DigestTable,
+    Progress,
+    damaged_ones,
+    digest,
+    files_below,
+    is_sealed,
+    read_verified,
+)
+
+AT_ONCE = 1 << 30
+"""Bytes of arrays that are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a checkpoint, or an export, is whole."""
+
+    name: str
+    """Such as "step 300", or a file's name."""
+    state: Literal["whole", "unverified", "damaged", "set aside"]
+    """Unverified: it has no digests. Set aside: it was damaged, and a run has gone on from another one."""
+    problems: tuple[str, ...] = ()
+    """What does not agree, and who wrote it."""
+    files: int = 0
+    bytes: int = 0
+    """Of all files together."""
+
+    def __str__(self) -> str:
+        size = f"{self.files:,} files, {self.bytes / 1e6:,.1f} MB"
+        why = {"unverified": f"{size}, no digests", "set aside": f"{size}, damaged"}.get(self.state, size)
+        return f"{self.name}: {self.state} ({'; '.join(self.problems) or why})"
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, whole or not."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def verify_checkpoints(folder: Path, steps: list[int], progress: Progress, *, deep: bool) -> Iterator[Verdict]:
+    """Of each step; the files alone, or with `deep` the arrays in them too."""
+    for step in steps:
+        checkpoint = folder / str(step)
+        problems: list[str] = []
+        try:
+            saved, table = read_verified(checkpoint, step)
+        except ValueError as error:
+            problems, table = [str(error)], None
+            state = "damaged"
+        else:
+            if table is not None:
+                problems = table.check_files(checkpoint, progress=progress)
+                if deep:
+                    problems += _wrong_arrays(checkpoint, table, saved.shapes)
+            state = "damaged" if problems else "unverified" if table is None else "whole"
+        yield _verdict(f"step {step}", state, problems, checkpoint)
+
+
+def set_aside(folder: Path) -> Iterator[Verdict]:
+    """The checkpoints in a folder that were set aside."""
+    for name in damaged_ones(folder):
+        yield _verdict(name, "set aside", [], folder / name)
+
+
+def size_of(paths: list[Path]) -> int:
+    """The bytes of some files, and of those in some folders."""
+    return sum(size for path in paths for _, size in _sizes(path))
+
+
+def _sizes(path: Path) -> list[tuple[Path, int]]:
+    paths = files_below(path) if path.is_dir() else [path]
+    return [(file, file.stat().st_size) for file in paths if file.is_file()]
+
+
+def _verdict(name: str, state: Any, problems: list[str], path: Path) -> Verdict:
+    sizes = [size for _, size in _sizes(path)]
+    return Verdict(name=name, state=state, problems=tuple(problems), files=len(sizes), bytes=sum(sizes))
+
+
+def _wrong_arrays(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list[Any]]) -> list[str]:
+    """What is wrong with the arrays of a checkpoint, which are read by groups that memory has room for."""
+    from roxxel_dist.train.checkpoint import files
+
+    problems: list[str] = []
+    group: list[str] = []
+    size = 0
+    for name, (*shape, kind) in shapes.items():
+        group.append(name)
+        size += prod(shape) * (8 if "key<" in kind else files.bytes_of(kind))
+        if size >= AT_ONCE:
+            problems, group, size = problems + _wrong_group(checkpoint, table, shapes, group), [], 0
+    return problems + _wrong_group(checkpoint, table, shapes, group)
+
+
+def _wrong_group(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list[Any]], names: list[str]) -> list[str]:
+    from roxxel_dist.train.checkpoint import files
+
+    if not names:
+        return []
+    try:
+        arrays = files.read_named(checkpoint, names)
+    except Exception as error:  # Orbax has no error of its own for what it cannot read
+        if len(names) == 1:
+            return [f"{names[0]} cannot be read ({files.cause(error)})"]
+        middle = len(names) // 2
+        halves = names[:middle], names[middle:]
+        return [problem for half in halves for problem in _wrong_group(checkpoint, table, shapes, half)]
+    return files.check_whole_arrays(arrays, table, shapes)
+
+
+def is_export(path: Path) -> bool:
+    """Whether a folder, or a file, holds weights for other programs."""
+    return bool(_weights_in(path)) or (path / TABLE).is_file()
+
+
+def _weights_in(path: Path) -> list[Path]:
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [path for path in paths if path.suffix in (".msgpack", ".safetensors") and path.is_file()]
+
+
+def verify_export(path: Path, progress: Progress, *, deep: bool) -> Iterator[Verdict]:
+    """Of what `export` has made, with its table: one for all; and one for each file of weights, where there is none,
+    or with `deep`."""
+    has_table = (path / TABLE).is_file()
+    if has_table:
+        try:
+            problems = DigestTable.read(path / TABLE).check_files(path, progress=progress)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems = [str(error)]
+        yield _verdict(path.name, "damaged" if problems else "whole", problems, path)
+    for weights in [] if has_table and not deep else _weights_in(path):
+        state, problems = _check_msgpack(weights) if weights.suffix == ".msgpack" else _check_safetensors(weights)
+        if not has_table:
+            progress(weights.stat().st_size)
+        yield _verdict(weights.name, state, problems, weights)
+
+
+def _check_msgpack(path: Path) -> tuple[str, list[str]]:
+    try:
+        sealed = is_sealed(path.read_bytes())
+    except OSError as error:
+        return "damaged", [str(error)]
+    if sealed is None:
+        return "unverified", []
+    return ("whole", []) if sealed else ("damaged", [f"{path.name} does not agree with its digest"])
+
+
+def _check_safetensors(path: Path) -> tuple[str, list[str]]:
+    import ml_dtypes  # noqa: F401  (numpy has no bfloat16 of its own)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            text = (file.metadata() or {}).get("digests")
+            if text is None:
+                return "unverified", []
+            digests, names = json.loads(text), file.keys()
+            problems = [f"{name} has no digest" for name in names if name not in digests]
+            problems += [f"{name} is missing" for name in digests if name not in names]
+            for name in names:
+                if name in digests and digest(np.asarray(file.get_tensor(name))) != digests[name]:
+                    problems.append(f"{name} does not agree with its digest")
+    except (OSError, ValueError, SafetensorError) as error:
+        return "damaged", [f"{path.name} cannot be read ({error})"]
+    return "damaged" if problems else "whole", problems
