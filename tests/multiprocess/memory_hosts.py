@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,9 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 
+if os.environ["ROXXEL_PROCESS_ID"] == "1":  # its clock is a day ahead
+    here = time.time
+    time.time = lambda: here() + 86_400
 folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 initialize()
 data = Roxxel(folder / "corpus_*.rox")
