@@ -79,6 +79,8 @@ ANNOUNCEMENT_LIMIT_S = 3600.0
 KEPT_ANNOUNCEMENTS = 16
 SLACK = 1.1
 """Of the memory that is needed, so much must be free: others need some too."""
+IN_USE: set[Path] = set()
+"""Folders that a trainer of this process has: another one beside it has no copies."""
 OWN = ".own"
 """How the name of a file of this host's blocks ends."""
 
@@ -186,8 +188,7 @@ class MemoryTier:
         self._files: list[BlockFile] = []
         self._waited = 0.0
         # Of rank 0 alone.
-        self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
-        self._count, self._slot, self._last = 0, 0, 0
+        self._name, self._count, self._slot, self._last = "", 0, 0, 0
         self._costs: deque[float] = deque(maxlen=3)
         self._clock: tuple[int, float] | None = None
         self._said: set[str] = set()
@@ -298,13 +299,15 @@ class MemoryTier:
 
     def begin(self, state: Any, step: int, *, resumed: bool) -> None:
         """Take the memory, in the background. `resumed`: the state is that of `newest`, which is kept until then."""
+        self.settle()
         state = files.keys_to_data(state)
         self._table = BlockTable(state, self._hosts)
         self._numbers = self._table.kept_by(self._rank)
         self._pieces = self._table.pieces(state, self._numbers)
         self._on_cpu = jax.local_devices()[0].platform == "cpu"
         kept = self.newest if resumed else None
-        self._slot = 1 - kept.slot if kept else 0
+        self._slot, self._count = 1 - kept.slot if kept else 0, 0
+        self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
         self._next = self._first_after(step)
         self._clock, self._last = None, step
         self._submit(partial(self._prepare, kept.header.generation if kept else None))
@@ -393,8 +396,9 @@ class MemoryTier:
         if self._job is not None:
             wait([self._job], limit_s)
         self._thread.shutdown(wait=limit_s is None, cancel_futures=True)
-        for file in self._files:
-            file.close()
+        if self._job is None or self._job.done():
+            self._close_files()
+        IN_USE.discard(self._folder)
         if self._server is not None:
             self._server.close()
 
@@ -422,6 +426,7 @@ class MemoryTier:
         """Make room: take away what no generation needs, and take the memory for two."""
         if kept is not None:
             barrier("restored", REPORT_LIMIT_S)  # of all ranks, before any file goes
+        self._close_files()
         if self._rank == self._locals[0]:
             for path in block_files(self._folder):
                 if not self._holds(path, kept) and not (self._is_mine(path) and path.name.endswith(OWN)):
@@ -441,6 +446,9 @@ class MemoryTier:
         """Give the memory back."""
         for slot in (0, 1):
             (self._folder / f"{slot}-{self._rank}{OWN}").unlink(missing_ok=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files:
             file.close()
         self._files = []
@@ -599,9 +607,9 @@ def open_memory(
         replicas: `LoopOptions.memory_replicas`.
         log: takes lines for people.
     """
-    if every == 0 or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):
-        return None
     folder, place = Path(os.environ.get(MEMORY_ENV) or "."), ""
+    if every == 0 or folder in IN_USE or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):
+        return None
     if os.environ.get(MEMORY_ENV):
         with contextlib.suppress(OSError):
             status = folder.stat()
@@ -619,4 +627,5 @@ def open_memory(
     number = None if isinstance(every, str) else every
     tier = MemoryTier(folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log)
     tier.look(disk_step)
+    IN_USE.add(folder)
     return tier
