@@ -465,21 +465,22 @@ class Trainer:
         """Restore the last checkpoint, and leave the rows of the bad step out."""
         self._wait_for_devices()
         self._progress.say("restore")
-        # Of shapes alone: there may be no room for two states.
-        like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
         while True:
+            step, plan, metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
             try:
-                step, plan, metadata = rewind(self.store, bad, self.plan, self._metadata, self.options)
-                self._state = like
-                self._state = restore(self.store, step, like)
+                self.store.check(step)
                 break
             except DamagedCheckpoint as damage:
                 self._set_aside(damage)
-        self.step, self.plan, self._metadata = step, plan, metadata
+        self.plan, self._metadata = plan, metadata
         if self._memory is not None:
             self._memory.drop(step)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
         self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
+        # Of shapes alone: there may be no room for two states.
+        like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
+        del self._state
+        self._state, self.step = restore(self.store, step, like), step
         self._deferred = None
         self.logger.text(f"{bad}\ngoing back to step {step}; the rows of step {bad.step} are left out")
         self.logger.rewind(step)

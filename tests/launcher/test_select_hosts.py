@@ -19,8 +19,16 @@ from roxxel_dist.launcher.spec import JobSpec
 Asked = list[tuple[str, ...]]
 
 
-def select(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], attempt: int, **more: Any) -> Asked:
-    """The hosts that were looked at, in order, until some can start: the last ones."""
+def select(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gone: set[str],
+    attempt: int,
+    slow: tuple[str, ...] = (),
+    spare: bool | None = None,
+    **more: Any,
+) -> Asked:
+    """The hosts that were looked at, in order, until some can start: the last ones. `spare`: whether one is left."""
     asked: Asked = []
 
     def check_job_hosts(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
@@ -34,7 +42,11 @@ def select(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: set[str], atte
         **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
     )
     with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals:
-        ready = HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(attempt)
+        selector = HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen)
+        for host in slow:
+            selector.set_aside(host)
+        ready = selector.select(attempt)
+        assert spare in (None, selector.has_spare)
     assert ready.assignment.hosts == asked[-1]
     assert ready.assignment.job.nprocs == 2 * len(asked[-1])
     return asked
@@ -46,6 +58,16 @@ def test_spare_hosts_wait_until_another_fails(tmp_path: Path, monkeypatch: pytes
     assert select(tmp_path, monkeypatch, {"a"}, 0, spare_hosts=2) == [("a", "b"), ("b", "c")]
     patient = {"spare_hosts": 2, "host_timeout": 1000}
     assert select(tmp_path, monkeypatch, {"b", "c"}, 1, **patient) == [("a", "b"), ("a", "c"), ("a", "d")]
+
+
+def test_a_slow_host_is_used_only_where_too_few_others_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"spare_hosts": 2, "host_timeout": 1000}  # nobody is waited for: a slow host is there
+    assert select(tmp_path, monkeypatch, set(), 1, ("a",), spare=True, **two) == [("b", "c")]
+    assert select(tmp_path, monkeypatch, set(), 1, ("a", "c"), spare=False, **two) == [("b", "d")]
+    assert select(tmp_path, monkeypatch, {"b"}, 1, ("a",), spare=False, **two) == [("b", "c"), ("c", "d")]
+    assert select(tmp_path, monkeypatch, {"b"}, 1, ("a", "c"), **two) == [("b", "d"), ("a", "c")]
 
 
 def test_fewer_hosts_than_work_when_the_spare_ones_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def test_the_reader_sees_what_a_process_had() -> None:
 
 
 LOCKSTEP = """
-import mmap, os, sys, threading, time
+import mmap, os, signal, sys, threading, time
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.cluster.speed_probe import SpeedProbe
 rank, ranks = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_NUM_PROCESSES"])
@@ -218,6 +218,7 @@ fd = os.open(f"{folder}/lockstep.{attempt}", os.O_RDWR | os.O_CREAT)
 os.ftruncate(fd, 8 * ranks)
 done = memoryview(mmap.mmap(fd, 8 * ranks)).cast("q")
 progress = Progress.from_env(rank)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(42))  # saved
 def write():  # rank 0 logs
     with open(f"{folder}/log", "a") as log:
         while True:
@@ -307,10 +308,30 @@ def test_a_rank_at_half_speed_is_named_and_taken_back(lockstep: Callable[..., Lo
     assert re.match(r"its process waited \d\d% of the time for a CPU", seen)
 
 
+def test_a_spare_host_takes_the_place_of_a_slow_one(lockstep: Callable[..., Lockstep]) -> None:
+    """Hosts are agents on this machine; in the second attempt the spare one is left, and then none."""
+    job = lockstep(0.01, 100_000, hosts=["a", "b", "c"], spare_hosts=1, replace_slow=True, max_restarts=3)
+    job.until(lambda: job.step() > 10, "steps")
+    first = {rank["host"]: rank["pid"] for rank in job.ranks()}
+    with slowed(first["b"]):
+        job.until(lambda: {"a", "c"} == {rank["host"] for rank in job.ranks() if rank["step"] > 10}, "the spare host")
+    second = {rank["host"]: rank["pid"] for rank in job.ranks()}
+    with slowed(second["a"]):
+        job.until(lambda: any(rank["slow"] for rank in job.ranks()), "a name")
+    (job.job.folder / "stop").touch()
+    code, _, err = job.job.wait()
+    assert code == 0
+    assert "a spare host takes the place of b: the ranks get 30 s to save and leave" in err
+    assert re.search(r"rank 1 on host b is slow, .* x the others, .*; it is replaced \(--replace-slow\)", err)
+    assert "restart 1 of 3" in err
+    assert "going on without b, with c instead" in err
+    assert "host a stays: no spare host is left" in err
+
+
 @pytest.mark.long
 @pytest.mark.skipif(quota_missing() is not None, reason=str(quota_missing()))
 def test_a_rank_at_half_speed_is_named_20_of_20_within_50_steps(lockstep: Callable[..., Lockstep]) -> None:
-    job = lockstep(0.06, 100_000)
+    job = lockstep(0.04, 100_000)
     job.until(lambda: job.step() > 20, "steps")
     pids = {rank["rank"]: rank["pid"] for rank in job.ranks()}
     begun = []

@@ -155,15 +155,20 @@ class SlowRankDetector:
         waited = _Others([known.block.share(known.block.longest_wait_s) for known in ranks])
         throttled = _Others([known.block.share(known.block.throttled_s) for known in ranks])
         cpu = _Others([known.block.cpu_s / known.block.steps for known in ranks])
+
+        def has_more_work(block: _Sum) -> bool:
+            return block.cpu_s / block.steps > MORE_WORK * cpu.median(block.cpu_s / block.steps)
+
         probe = _Others([min(known.probes) for known in ranks if len(known.probes) == PROBES])
         for known in ranks:
             block, factor, by_probe = known.block, 1.0, 0.0
             lost, quota = block.share(block.longest_wait_s), block.share(block.throttled_s)
-            is_throttled = quota - throttled.median(quota) >= THROTTLED
-            has_less = block.cpu_s / block.steps <= MORE_WORK * cpu.median(block.cpu_s / block.steps)
-            waits = block.stretch >= SUSPECT * stretch.median(block.stretch)
-            if waits and (is_throttled or has_less):  # how much shorter its steps were if it waited as the others do
-                factor = 1 / max(0.05, 1 - (lost - waited.median(lost)))
+            more, limited = lost - waited.median(lost), quota - throttled.median(quota)
+            is_throttled = limited >= THROTTLED and more >= 0
+            if is_throttled:  # on a loaded machine the others wait for as long, for other reasons
+                factor = 1 / max(0.05, 1 - (more if more >= 1 - 1 / SLOW else min(lost, limited)))
+            elif block.stretch >= SUSPECT * stretch.median(block.stretch) and not has_more_work(block):
+                factor = 1 / max(0.05, 1 - more)
             if len(known.probes) == PROBES and probe.others:
                 by_probe = min(known.probes) / probe.median(min(known.probes))
             known.blocks.append(
@@ -195,7 +200,8 @@ class SlowRankDetector:
         if all(block.factor < FAST for block in blocks):
             known.said = None
             return True
-        if all(not said.factor / CHANGED < block.factor < said.factor * CHANGED for block in blocks):
+        differs = all(not said.factor / CHANGED < block.factor < said.factor * CHANGED for block in blocks)
+        if differs and now.factor >= SUSPECT:
             known.said = now
             return True
         return False
