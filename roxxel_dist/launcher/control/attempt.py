@@ -68,6 +68,8 @@ class Attempt:
     recorder: JobRecorder
     key: str = field(repr=False)
     """Of the job's folders in memory; a secret."""
+    spares: str
+    """Whether hosts keep warm spares: on, off, auto."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -78,7 +80,7 @@ class Attempt:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
         self._detector = HangDetector(self.job.step_timeout)
-        self.pool.start(self.job, placed, self.key)
+        self.pool.start(self.job, placed, self.key, self.spares)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())
