@@ -15,6 +15,7 @@ from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
 from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.transport.pool import HostPool
 
 Asked = list[tuple[str, ...]]
 
@@ -41,8 +42,9 @@ def select(
     job = JobSpec(
         **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
     )
-    with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals:
-        selector = HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen)
+    backend = SshBackend(["a", "b", "c", "d"])
+    with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals, HostPool(backend) as pool:
+        selector = HostSelector(job, backend, signals, screen, pool)
         for host in slow:
             selector.set_aside(host)
         ready = selector.select(attempt)
@@ -108,10 +110,12 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
     monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
     job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
     job = replace(job, micro_batches=(8,))
+    backend = SshBackend(["a", "b", "c", "d"])
     with (
         Console(all_ranks=False) as screen,
         SignalPipe(screen.info) as signals,
+        HostPool(backend) as pool,
         pytest.raises(NotReadyError, match="b does not reach a"),
     ):
-        HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(1)
+        HostSelector(job, backend, signals, screen, pool).select(1)
     assert asked == [("a", "b", "c", "d"), ("a", "b")]
