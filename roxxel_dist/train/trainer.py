@@ -203,9 +203,12 @@ class Trainer:
         if not self.finished:
             self._validation.check(*self.plan.shapes)
             datasets = {**self._curriculum.datasets, **validation}
-            check_vocabulary(
-                self._split, self._loss_fn, self._like, self._hparams, self.mesh, self.plan.shapes[0], datasets
-            )
+            # What the built-in model gives is known without a trace of it.
+            known = size if type(model) is TransformerBuilder else None
+            if known is None or known < max(data.vocab_size or 0 for data in datasets.values()):
+                check_vocabulary(
+                    self._split, self._loss_fn, self._like, self._hparams, self.mesh, self.plan.shapes[0], datasets
+                )
             self._compile_phase(self.step)
         if self.step:
             with self._progress.doing("restore"):

@@ -20,16 +20,19 @@ X = jnp.arange(4.0)
 def compiled():
     """The names of what XLA compiles from here on, or jax finds in its own cache."""
     names = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _, **more: names.append(more["fun_name"]) if event.endswith("backend_compile_duration") else None
-    )
+
+    def listen(event: str, duration_secs: float, **more: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(more["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     return names
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path):
     """jax's cache in an empty folder, and no listeners afterwards."""
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.values["jax_compilation_cache_dir"]  # pyright: ignore[reportAttributeAccessIssue]
     compilation_cache.set_cache_dir(str(tmp_path / "jax"))
     compilation_cache.reset_cache()
     yield
@@ -209,8 +212,10 @@ def test_two_processes_write_at_once(tmp_path):
         for _ in range(2)
     ]
     for process in both:
+        assert process.stdout
         assert process.stdout.readline() == b"ready\n"
     for process in both:
+        assert process.stdin
         process.stdin.write(b"\n")
         process.stdin.flush()
     for process in both:

@@ -24,9 +24,9 @@ log = (folder / f"events-{attempt_number()}-{process_index()}").open("a", buffer
 names = {"/jax/core/compile/backend_compile_duration": "compiled", "/jax/core/compile/jaxpr_trace_duration": "traced"}
 
 
-def listen(event, _, fun_name="", **more):
+def listen(event: str, duration_secs: float, **more: str | int) -> None:
     if event in names:
-        log.write(f"{names[event]} {fun_name}\n")
+        log.write(f"{names[event]} {more.get('fun_name')}\n")
 
 
 def kill_once(step):
