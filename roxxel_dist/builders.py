@@ -32,7 +32,7 @@ from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import import_function
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
@@ -168,7 +168,7 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
     rngs = {"params": config.seed, "dropout": config.seed + 1}
     if config.model is None:
         shape = dataclasses.replace(config.part(ModelConfig), attention=kernel)
-        return lambda: Transformer(shape, nnx.Rngs(**rngs))
+        return TransformerBuilder(shape, **rngs)
     make = import_function("model", config.model)
 
     def build() -> nnx.Module:

@@ -1,6 +1,7 @@
 """A decoder-only Transformer."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -251,3 +252,18 @@ class Transformer(nnx.Module):
     def modules(self) -> Iterator[nnx.Module]:
         """The model and every module in it, such as each `LoRALinear`."""
         return (module for _, module in nnx.iter_modules(self))
+
+
+@dataclass(frozen=True)
+class TransformerBuilder:
+    """Makes a `Transformer`, with the same weights each time. It says of itself all that the model follows from."""
+
+    config: ModelConfig
+    params: int
+    """The seed of the weights."""
+    dropout: int
+    """The seed of dropout."""
+
+    def __call__(self) -> Transformer:
+        """A new model; to be called under jit."""
+        return Transformer(self.config, nnx.Rngs(params=self.params, dropout=self.dropout))

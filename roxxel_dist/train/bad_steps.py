@@ -40,9 +40,9 @@ class LossMonitorState(NamedTuple):
     """int32[]: bad steps without a good one between, up to now."""
 
     @classmethod
-    def initial(cls) -> "LossMonitorState":
-        """Before the first step."""
-        zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    def initial(cls, zeros: Callable[..., Any] = jnp.zeros) -> "LossMonitorState":
+        """Before the first step; made with `zeros`, jax's or numpy's, which compiles nothing."""
+        zero, none = zeros((), jnp.float32), zeros((), jnp.int32)
         return cls(mean=zero, good=none, bad_step=none, bad_loss=zero, bad_norm=zero, skipped=none, in_a_row=none)
 
 

@@ -1,5 +1,7 @@
 """Compilation ahead of time: programs are compiled in a background thread before the step that needs them.
 
+What was compiled once is kept on disk, and loaded when the job is started again (`cluster/executables.py`).
+
 With `SHARE_COMPILATION`, processes that need the same program at about the same time, such as the trials of a sweep,
 compile it once: the first one holds a file lock, and the others wait and read it from jax's compilation cache. That is
 for processes that are alone: several that train together may exchange measurements while they compile (XLA's autotuning
@@ -13,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster.distributed import barrier
+from roxxel_dist.cluster.executables import ExecutableStore, compile_kept, program_name
 from roxxel_dist.train.config import SHARE_COMPILATION
 
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0
@@ -35,8 +39,12 @@ class AotCompiler:
 
     def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
         self.mesh: Mesh = mesh
+        self.identity: str | None = None
+        """What all programs are made of, in words that are the same in the next process; None where nobody can say. A
+        program that is known by it is not traced again."""
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
+        self._store = ExecutableStore.beside_jax_cache()
         self._programs: dict[Hashable, Future[Any]] = {}
         self._shared: set[Hashable] = set()
         self.seconds: dict[Hashable, float] = {}
@@ -81,9 +89,9 @@ class AotCompiler:
     def _compile(self, key: Hashable, jitted: Any, args: Any) -> Any:
         start = time.perf_counter()
         with jax.set_mesh(self.mesh):
-            lowered = jitted.lower(*args)
-            with compile_lock(lowered, self._options):
-                program = lowered.compile(compiler_options=self._options)
+            name = None if self.identity is None else program_name(self.identity, jitted, args, self._options)
+            lock = partial(compile_lock, options=self._options)
+            program = compile_kept(self._store, jitted, args, self._options, name, lock)
         self.seconds[key] = time.perf_counter() - start
         return program
 

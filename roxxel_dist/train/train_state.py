@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
+from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes, parameter_sharding
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
@@ -238,7 +239,7 @@ def init_state(
         leaves: dict[str, Any] = {name: like[name] for name in given}
         with jax.set_mesh(mesh), _logged_if_slow(f"initialising {size:,} parameters"):
             for program in _init_programs(split, compute, like, mesh, given):
-                leaves |= jax.block_until_ready(program())
+                leaves |= jax.block_until_ready(_kept(program)())
     if load is not None and (split.frozen.names or not restored):
         leaves |= load({name: leaves[name] for name in _loaded(split)})
     return split, *_assemble(split, leaves, init_optimizer, mesh, shapes=restored)
@@ -262,10 +263,10 @@ def _assemble(
     if isinstance(init_optimizer, InitialState):  # one of our optimizers: it is told how it sees the parameters
         init_optimizer = init_optimizer.for_model(split.params.matrices)
     program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
-    opt_state = program.eval_shape(params) if shapes else program(params)
+    opt_state = program.eval_shape(params) if shapes else _kept(program, params)(params)
     place = _shape_of if shapes else _spread
     step, health = jax.tree.map(
-        lambda leaf: place(leaf, everywhere), (jnp.zeros((), jnp.int32), LossMonitorState.initial())
+        lambda leaf: place(leaf, everywhere), (np.zeros((), np.int32), LossMonitorState.initial(np.zeros))
     )
     return TrainState(step, params, rest, opt_state, health), hparams
 
@@ -347,23 +348,29 @@ def _init_programs(
     like: Mapping[str, jax.ShapeDtypeStruct],
     mesh: Mesh,
     given: Collection[str] = (),
-) -> list[Callable[[], Leaves]]:
+) -> list[Any]:
     """The jitted programs that compute all leaves but the `given` ones, cast and placed as `like`.
 
-    Hparams have a program of their own: they are constants in it, and the large one is then the same for all rates.
+    Hparams have a program of their own: they are constants in it, and the large one is then the same for all rates. So
+    has the rest: it is all that a restored run computes, which then compiles nothing that its beginning did not.
     """
     # XLA for CPU schedules for parallel work unless told otherwise, with scratch memory for many random arrays at once.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
 
-    def program(names: Sequence[str]) -> Callable[[], Leaves]:
+    def program(names: Sequence[str]) -> Any:
         def make() -> Leaves:
             return {name: _cast(leaf, like[name].dtype) for name, leaf in compute(names).items()}
 
         return jax.jit(make, out_shardings={name: like[name].sharding for name in names}, compiler_options=options)
 
-    computed = [name for name in split.params.names + split.frozen.names + split.rest.names if name not in given]
-    return [program(names) for names in (split.hparams.names, computed) if names]
+    weights = [name for name in split.params.names + split.frozen.names if name not in given]
+    return [program(names) for names in (split.hparams.names, weights, split.rest.names) if names]
+
+
+def _kept(jitted: Any, *args: Any) -> Any:
+    """The compiled program, as it is kept on disk."""
+    return compile_kept(ExecutableStore.beside_jax_cache(), jitted, args)
 
 
 def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
@@ -408,13 +415,13 @@ def _optimizer_program(init: Callable[[Leaves], Any], params: Mapping[str, Any],
     return jax.jit(init, out_shardings=jax.tree.map_with_path(place, jax.eval_shape(init, params)))
 
 
-def _spread(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A copy of `leaf` on a mesh that other processes share; all have the same value already."""
+def _spread(leaf: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A copy of `leaf`, of jax or numpy, on a mesh that other processes share; all have the same value already."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _spread(jax.random.key_data(leaf), sharding)
         wrap = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(leaf))
         return jax.jit(wrap, out_shardings=sharding)(data)
-    if not leaf.is_fully_addressable:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     value = np.array(leaf)  # a copy: the state is donated, and the caller's arrays must survive that
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
+from roxxel_dist.cluster.executables import all_installed
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
@@ -26,6 +27,8 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
@@ -45,7 +48,7 @@ from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.logger import Logger
 from roxxel_dist.train.loggers.metrics import MetricsLogger
-from roxxel_dist.train.optimizer import InitialState, as_optimizer
+from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, as_optimizer
 from roxxel_dist.train.profiler import Profiler
 from roxxel_dist.train.resume import (
     ResumePoint,
@@ -172,7 +175,7 @@ class Trainer:
             while True:
                 try:
                     self._init_state(model, amend=amend, origin=origin)
-                    self._init_programs(validation or {HELD_OUT: held_out})
+                    self._init_programs(model, validation or {HELD_OUT: held_out})
                     break
                 except DamagedCheckpoint as damage:  # all ranks are here: it is again as if that step were never saved
                     self._set_aside(damage)
@@ -206,7 +209,7 @@ class Trainer:
         numbers = self._optimizer.settings(self.plan.total_steps) | {SPIKE_FACTOR: options.spike_factor}
         self._hparams = {**hparams, **scalars_on(self.mesh, numbers)}
 
-    def _init_programs(self, validation: Mapping[str, Roxxel]) -> None:
+    def _init_programs(self, model: Any, validation: Mapping[str, Roxxel]) -> None:
         """Begin to compile the first phase, and load the checkpoint meanwhile."""
         options = self.options
         # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
@@ -217,6 +220,7 @@ class Trainer:
             grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
         self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
+        self._compiler.identity = self._identity(model, dtype)
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
@@ -227,9 +231,12 @@ class Trainer:
         if not self.finished:
             self._validation.check(*self.plan.shapes)
             datasets = {**self._curriculum.datasets, **validation}
-            check_vocabulary(
-                self._split, self._loss_fn, self._like, self._hparams, self.mesh, self.plan.shapes[0], datasets
-            )
+            # What the built-in model gives is known without a trace of it.
+            known = size if type(model) is TransformerBuilder else None
+            if known is None or known < max(data.vocab_size or 0 for data in datasets.values()):
+                check_vocabulary(
+                    self._split, self._loss_fn, self._like, self._hparams, self.mesh, self.plan.shapes[0], datasets
+                )
             self._compile_phase(self.step)
         if self.step:
             with self._progress.doing("restore"):
@@ -245,6 +252,17 @@ class Trainer:
         self.logger.text(self.store.set_aside(damage))
         if is_primary() and (cursor := read_cursor(self._folder)):  # a run that was finished is so no longer
             write_cursor(self._folder, self.store.latest_step() or 0, cursor.get("last_step", 0), finished=False)
+
+    def _identity(self, model: Any, dtype: Any) -> str | None:
+        """All that the programs are made of, but for their arguments; None where code of the user's is a part of them.
+
+        That may read whatever it likes while it is traced, so it is traced each time.
+        """
+        built_in = type(model) is TransformerBuilder and type(self._optimizer) is NamedOptimizer
+        if not built_in or self._loss_fn is not token_losses or not all_installed():
+            return None
+        parts = model, self._optimizer, self._sharding, self._grad_accum, dtype, self.options.on_bad_step
+        return repr((token_losses.__name__, *parts))
 
     def _init_reporting(self) -> None:
         """What logs and keeps the run; nothing is written yet."""

@@ -1,0 +1,44 @@
+"""Run by every rank, as `train` is: names what it traces and compiles, and rank 1 kills itself once in attempt 0."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+from roxxel_dist.cli.train import train
+from roxxel_dist.cluster import executables
+from roxxel_dist.cluster.distributed import process_index
+from roxxel_dist.cluster.exit_codes import attempt_number
+
+if "--as-train" in sys.argv:  # this file is no part of a program, as it only listens
+    sys.argv.remove("--as-train")
+    executables._module_files = lambda files=executables._module_files: [f for f in files() if f != __file__]
+folder, words = Path(sys.argv[1]), sys.argv[2:]
+run = folder / "run"
+log = (folder / f"events-{attempt_number()}-{process_index()}").open("a", buffering=1)
+names = {"/jax/core/compile/backend_compile_duration": "compiled", "/jax/core/compile/jaxpr_trace_duration": "traced"}
+
+
+def listen(event: str, duration_secs: float, **more: str | int) -> None:
+    if event in names:
+        log.write(f"{names[event]} {more.get('fun_name')}\n")
+
+
+def kill_once(step):
+    rows = run / "metrics.jsonl"
+    saved = run / "checkpoints" / "5"
+    while not (saved.exists() and rows.exists() and f'"step": {step},' in rows.read_text()):
+        time.sleep(0.01)
+    (folder / "before.jsonl").write_text(rows.read_text())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+jax.monitoring.register_event_duration_secs_listener(listen)
+if attempt_number() == 0 and process_index() == 1:
+    threading.Thread(target=kill_once, args=(json.loads(os.environ["KILL_AT"]),), daemon=True).start()
+sys.exit(train(words))

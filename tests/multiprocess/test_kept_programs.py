@@ -1,0 +1,56 @@
+"""A job that is started again compiles nothing, on any rank, and computes the same bits."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from commands import environment, make_corpus, rows
+
+SCRIPT = Path(__file__).parent / "kept_programs.py"
+PHASES = "[{steps: 6, batch_size: 8, seq_len: 33}, {steps: 6, batch_size: 4, seq_len: 65}]"
+
+
+def events(folder, attempt, kind):
+    """What each rank has compiled or traced in an attempt, in order."""
+    lines = [(folder / f"events-{attempt}-{rank}").read_text().splitlines() for rank in range(2)]
+    return [[line.split(" ", 1)[1] for line in of_rank if line.startswith(kind)] for of_rank in lines]
+
+
+def test_a_second_attempt_compiles_nothing_on_any_rank(tmp_path):
+    make_corpus(tmp_path)
+    train = [
+        "--config",
+        "tiny.yaml",
+        "--data_path",
+        "data",
+        "--run_dir",
+        "run",
+        "--phases",
+        PHASES,
+        "--eval_every",
+        "2",
+    ]
+    words = [sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", 2, "--devices-per-proc", 2]
+    words += ["--max-restarts", 1, "--", "python", SCRIPT, "--as-train", tmp_path, *train]
+    env = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"), KILL_AT="9")
+    result = subprocess.run([*map(str, words)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    resumed = re.search(r"resuming after step (\d+)", result.stdout)
+    assert resumed, result.stdout
+    for first, second in zip(events(tmp_path, 0, "compiled"), events(tmp_path, 1, "compiled"), strict=True):
+        assert {"jit(make)", "jit(step)", "jit(evaluate)"} <= set(first)
+        assert second == []
+    # What is all the package's own is not traced again either.
+    for first, second in zip(events(tmp_path, 0, "traced"), events(tmp_path, 1, "traced"), strict=True):
+        assert {"step", "evaluate"} <= set(first)
+        assert not {"step", "evaluate"} & set(second)
+    before = [json.loads(line) for line in (tmp_path / "before.jsonl").read_text().splitlines()]
+    after = rows(tmp_path / "run")
+    again = [row for row in before if row["step"] > int(resumed[1])]
+    assert again
+    for row in again:
+        assert row["train_loss"] == after[row["step"]]["train_loss"]
+        assert row.get("val_loss") == after[row["step"]].get("val_loss")
+    assert max(after) == 12
