@@ -72,7 +72,7 @@ def test_a_fine_tune_starts_from_the_base_and_gets_better(work):
 def test_what_is_written_down(work):
     record = load_yaml(work / "tuned" / "config.yaml")["record"]["initialized_from"]
     assert (record["run"], record["step"]) == (str(work / "base"), 40)
-    assert record["fingerprint"].startswith("metadata:")
+    assert record["fingerprint"].startswith("digests:")
     meta = json.loads((work / "tuned" / "checkpoints" / "16" / "meta.json").read_text())
     names = [name for name in meta["shapes"] if name.startswith("params/")]
     assert len(names) == 8
