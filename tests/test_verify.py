@@ -26,7 +26,7 @@ def kept(tmp_path_factory):
     run = tmp_path_factory.mktemp("kept") / "run"
     store = CheckpointStore(run / "checkpoints")
     for step in (1, 2, 3):
-        store.save(step, {"params": {"a": jnp.full((300, 70), step, jnp.bfloat16), "b": jnp.arange(9.0)}}, {})
+        store.save(step, {"params": {"a": jnp.full((300, 70), step, jnp.bfloat16), "b": jnp.arange(9.0)}}, {"x": step})
     store.close()
     return run
 
