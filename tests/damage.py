@@ -43,6 +43,7 @@ def damage(checkpoints, step, kind, seed):
         if data != before:
             path.write_bytes(data)
             return path.name
+        assert kind != "old meta", f"{path} and that of step {other.name} are the same"
 
 
 def copy_damaged(run, folder, kind, seed, newest=1):

@@ -242,7 +242,9 @@ def test_what_cannot_be_evaluated(work, capsys):
     assert "data_path is text.txt: there are no shards" in refused(capsys, "run", "--data_path", "text.txt")
     meta = work / "run" / "checkpoints" / "7" / "meta.json"
     meta.write_text(meta.read_text()[:100])
-    assert "the checkpoint of step 7 is damaged" in refused(capsys, "run")
+    said = refused(capsys, "run")
+    assert "the checkpoint of step 7 in" in said
+    assert "is damaged: meta.json does not agree with its digest, written by rank 0; the next older whole" in said
     for path in work.glob("data_*.rox"):
         path.unlink()
     assert "Put the data of run back, or name it with --data_path" in refused(capsys, "run@6")

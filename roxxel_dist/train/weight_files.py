@@ -211,7 +211,7 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
             raise ValueError(f"{', '.join(wrong[:3]) or 'the file'} does not agree with its digest")
         return tree[PARAMS], tree[STEP]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"{path} holds no weights, or is damaged ({error}): put the right file back") from error
+        raise ValueError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
 
 
 def step_of(path: Path) -> int | None:

@@ -3,9 +3,16 @@
 import re
 import shutil
 
+import jax.numpy as jnp
 import pytest
-from damage import KINDS, copy_damaged, rows_of, state_of
-from runs import make, saved, told
+from damage import KINDS, copy_damaged, damage, rows_of, state_of
+from flax import nnx
+from runs import PHASES, losses, make, saved, told, train
+
+from roxxel_dist import Checkpointer, Phase
+from roxxel_dist.train.checkpoint.digests import DigestTable
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec
+from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 
 SEEDS = 15
 LAST = 13
@@ -37,3 +44,88 @@ def test_the_next_older_whole_one_is_taken(corpus, finished_run, tmp_path, kind)
 def test_many_damages(corpus, finished_run, tmp_path, kind):
     for seed in range(1, 1 + SEEDS):
         check_resumed(corpus, finished_run, tmp_path, kind, seed, newest=1 + seed % 2)
+
+
+def test_none_whole_is_an_error_and_never_a_new_run(corpus, finished_run, tmp_path):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    for step in saved(run):
+        damage(run / "checkpoints", step, "flip", step)
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole \(step 13: .*; step 12: .*step 1: "):
+        make(corpus, run, max_to_keep=None)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    for step in saved(run):
+        (run / "checkpoints" / str(step)).rename(run / "checkpoints" / f"{step}.damaged")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole \(.*13.damaged"):
+        make(corpus, run, max_to_keep=None)
+    assert losses(run) == losses(finished_run)
+
+
+def test_what_is_set_aside_is_not_counted_and_not_swept(corpus, finished_run, tmp_path):
+    run, _ = copy_damaged(finished_run, tmp_path / "run", "truncation", 1)
+    (run / "checkpoints" / f"{LAST}.damaged").mkdir()
+    train(corpus, run, max_to_keep=1)
+    left = {path.name for path in (run / "checkpoints").iterdir()}
+    assert left == {f"{LAST}.damaged", f"{LAST}.damaged2", str(LAST), str(best(run))}
+
+
+def best(run):
+    return min((loss, step) for step, _, loss in losses(run) if loss is not None)[1]
+
+
+def test_damage_while_it_is_read(tmp_path):
+    """Behind the look at its files, by a process beside this one: what Orbax then reads is compared too."""
+    state = {"params": {"a": jnp.arange(60000.0)}}
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, state, {})
+    store.wait()
+    table = DigestTable.read(tmp_path / "2" / "digests.json")
+    largest = max((tmp_path / "2" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    compared = frozenset(("params/a", block.bounds) for block in table.blocks["params/a"])
+    data = bytearray(largest.read_bytes())
+    data[5000] ^= 1
+    largest.write_bytes(data)
+    assert table.check_files(tmp_path / "2", compared=compared) == []  # as it was found before the damage
+    with pytest.raises(DamagedCheckpoint, match=r"step 2 .*params/a\[0:60000\] in state/.* does not agree .* rank 0"):
+        store.restore(2, state)
+    store.close()
+
+
+def test_a_reader_of_another_run_renames_nothing(corpus, finished_run, tmp_path):
+    run, step = copy_damaged(finished_run, tmp_path / "other", "flip", 3, newest=2)
+    hint = rf"step {LAST} in .* is damaged: .*; the next older whole one is of step {step}: name that"
+    reader = CheckpointStore(run / "checkpoints", read_only=True)
+    with pytest.raises(DamagedCheckpoint, match=hint):
+        reader.check(LAST)
+    reader.close()
+    longer, origin = [*PHASES[:2], Phase(9, 8, 33)], ResumeSpec(fork=CheckpointRef(run, LAST))
+    with pytest.raises(ValueError, match=hint):
+        make(corpus, tmp_path / "fork", longer, origin=origin)
+    assert saved(run) == saved(finished_run)
+
+
+def test_a_checkpointer_takes_the_next_older_one(tmp_path, caplog):
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    with Checkpointer(tmp_path / "c", model) as checkpointer:
+        for step in (1, 2):
+            model.kernel[...] = jnp.full((3, 3), step)
+            checkpointer.save(step)
+    damage(tmp_path / "c", 2, "flip", 0)
+    with Checkpointer(tmp_path / "c", model) as checkpointer:
+        assert checkpointer.restore() == 1
+        assert (model.kernel[...] == 1).all()
+    assert "the checkpoint of step 2" in caplog.text
+    assert (tmp_path / "c" / "2.damaged").is_dir()
+
+
+def test_going_back_is_no_damage(tmp_path):
+    """A run that goes back writes `meta.json` anew, and the table with it."""
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"params": {"a": jnp.arange(9.0)}}, {"x": 1})
+    store.save(2, {"params": {"a": jnp.arange(9.0)}}, {"x": 1})
+    store.wait()
+    store.delete_later(1, {"x": 2})
+    assert store.meta(1) == {"x": 2}
+    store.check(1)
+    store.close()
