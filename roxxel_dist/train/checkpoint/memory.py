@@ -140,9 +140,9 @@ class Generation:
     def restore(self, like: Any) -> Any:
         """The state, where `like` lies. All ranks call it together.
 
-        Raises ValueError where the state has become another one, or a host that had blocks is gone.
+        Raises ValueError where the state has become another one, and OSError where a host that had blocks is gone.
         """
-        return self._tier.restore(self.header, self._here, like)
+        return self._tier.restore(self.header, like)
 
 
 def run_identity(run: Path, mesh: Any, settings: Sequence[Any]) -> str:
@@ -161,24 +161,19 @@ def exchange(name: str, value: str) -> list[str]:
 
 
 class MemoryTier:
-    """The generations of one run. All ranks make the same calls. Made by `open_memory`.
-
-    Attributes:
-        newest: the generation to go on from, if it is newer than what is on disk.
-    """
+    """The generations of one run. All ranks make the same calls. Made by `open_memory`."""
 
     def __init__(
         self, folder: Path, hosts: Sequence[int], run: str, *, every: int | None, replicas: int | None,
-        log: Callable[[str], None],
+        log: Callable[[str], None], rows: Sequence[Path],
     ) -> None:  # fmt: skip
+        self._logs = rows
         self._folder, self._hosts, self._run, self._every, self._log = folder, hosts, run, every, log
         self._rank, self._host = process_index(), hosts[process_index()]
         self._locals = [rank for rank, host in enumerate(hosts) if host == self._host]
         self._server: CopyServer | None = None
         self._replicas = replicas if replicas is not None else int(len(set(hosts)) > 1)
-        self._strict = replicas == 1
         self._inventories: list[Inventory] = []
-        self.newest: Generation | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._job: Future[list[Report]] | None = None
         self._next: int | None = None  # the step that the next announcement is about; None where there is none
@@ -195,8 +190,8 @@ class MemoryTier:
 
     # At the start of a process.
 
-    def look(self, disk_step: int) -> None:
-        """Find the newest whole generation that is newer than the step on disk; every rank learns the same."""
+    def look(self) -> None:
+        """Learn, with all other ranks, which blocks of which generations are whole, and where."""
         if self._replicas and len(set(self._hosts)) > 1:
             try:
                 address = address_towards(os.environ["ROXXEL_COORDINATOR"])
@@ -208,22 +203,34 @@ class MemoryTier:
         self._inventories = [Inventory(**json.loads(text)) for text in texts]
         for line in dict.fromkeys(line for each in self._inventories for line in each.damaged):
             self._say(f"{line}: it is passed over")
-        everywhere: dict[str, set[int]] = {}
-        here: dict[str, set[int]] = {}
-        headers: dict[str, tuple[Header, int]] = {}
+
+    def newest(self, disk_step: int) -> Generation | None:
+        """The newest whole generation, if it is newer than the checkpoint on disk; the same on every rank."""
+        parts: dict[str, list[tuple[int, Header, dict[str, Any]]]] = {}
         for rank, inventory in enumerate(self._inventories):
             for entry in inventory.generations:
                 header = Header(**entry["header"])
-                name = header.generation
-                headers[name] = header, entry["slot"]
-                everywhere.setdefault(name, set()).update(entry["numbers"])
-                if self._hosts[rank] == self._host:
-                    here.setdefault(name, set()).update(entry["numbers"])
-        for name, (header, slot) in sorted(headers.items(), key=lambda item: (-item[1][0].step, item[0])):
-            lost = header.pending is not None and header.pending > disk_step
-            if header.step > disk_step and not lost and len(everywhere[name]) == header.total:
-                self.newest = Generation(self, header, slot, here.get(name, set()))
-                return
+                parts.setdefault(header.generation, []).append((rank, header, entry))
+        for some in sorted(parts.values(), key=lambda some: (-some[0][1].step, some[0][1].generation)):
+            _, header, entry = some[0]
+            lost = any((part.pending or 0) > disk_step for _, part, _ in some)
+            if header.step > disk_step and not lost and self._is_whole(some):
+                here = {n for rank, _, part in some if self._hosts[rank] == self._host for n in part["numbers"]}
+                return Generation(self, header, entry["slot"], here)
+        return None
+
+    def _is_whole(self, parts: Sequence[tuple[int, Header, Mapping[str, Any]]]) -> bool:
+        """Whether each host has, or can fetch, what its ranks need of a generation."""
+        total, needs = parts[0][1].total, {header.rank: set(header.needs) for _, header, _ in parts}
+        for host in set(self._hosts):
+            there: set[int] = set()
+            for rank, _, entry in parts:
+                if self._hosts[rank] == host or self._inventories[rank].address is not None:
+                    there.update(entry["numbers"])
+            ranks = [rank for rank, other in enumerate(self._hosts) if other == host]
+            if len(there) < total and not all(rank in needs and needs[rank] <= there for rank in ranks):
+                return False
+        return True
 
     def _inventory(self) -> Inventory:
         """This rank's share of the files here, each compared with its digests."""
@@ -248,7 +255,7 @@ class MemoryTier:
                 )
         return inventory
 
-    def restore(self, header: Header, here: Collection[int], like: Any) -> Any:
+    def restore(self, header: Header, like: Any) -> Any:
         """See `Generation.restore`."""
         leaves, tree = jax.tree.flatten(files.keys_to_data(like))
         table = BlockTable(files.keys_to_data(like), self._hosts)
@@ -278,10 +285,7 @@ class MemoryTier:
             if missing := theirs & needed - blocks.keys():
                 blocks |= fetch_blocks(inventory.address, read_key(self._folder), header.generation, missing)
         if missing := needed - blocks.keys():
-            raise ValueError(
-                f"the copy of step {header.step} in memory has no block {min(missing)} any more: a host that had it "
-                f"is gone, or memory_replicas is 0; start the job again"
-            )
+            raise OSError(f"the copy of step {header.step} in memory has no block {min(missing)} any more")
 
         def part(leaf: int, index: Any) -> np.ndarray:
             shape = leaves[leaf].shape
@@ -297,15 +301,15 @@ class MemoryTier:
 
     # While it trains.
 
-    def begin(self, state: Any, step: int, *, resumed: bool) -> None:
-        """Take the memory, in the background. `resumed`: the state is that of `newest`, which is kept until then."""
+    def begin(self, state: Any, step: int, kept: Generation | None) -> None:
+        """Take the memory, in the background. The generation that the state was taken from is kept for the time."""
         self.settle()
         state = files.keys_to_data(state)
         self._table = BlockTable(state, self._hosts)
         self._numbers = self._table.kept_by(self._rank)
+        self._needs = [n for n, block in enumerate(self._table.blocks) if self._rank in block.ranks]
         self._pieces = self._table.pieces(state, self._numbers)
         self._on_cpu = jax.local_devices()[0].platform == "cpu"
-        kept = self.newest if resumed else None
         self._slot, self._count = 1 - kept.slot if kept else 0, 0
         self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
         self._next = self._first_after(step)
@@ -366,7 +370,7 @@ class MemoryTier:
         seconds = self._waited + time.perf_counter() - begun
         header = Header(
             generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
-            pending=pending, metadata=metadata,
+            pending=pending, metadata=metadata, rank=self._rank, needs=self._needs,
         )  # fmt: skip
         self._submit(partial(self._finish, file, slot, header, seconds))
 
@@ -480,7 +484,9 @@ class MemoryTier:
         taken = sum(path.stat().st_blocks * 512 for path in block_files(self._folder))
         needed = max(0, size(self._host) + copies - taken)
         free = min(shutil.disk_usage(self._folder).free, available_memory())
-        if needed * SLACK > free:
+        if self._server is not None and needed * SLACK > free >= (needed - copies) * SLACK:
+            self._server.refusal = f"its shared memory has room for {free / 1e6:.0f} MB"
+        elif needed * SLACK > free:
             return (
                 f"on the host of rank {self._rank} {self._folder} has room for {free / 1e6:.0f} MB, and two "
                 f"generations take {needed * SLACK / 1e6:.0f} MB"
@@ -489,6 +495,10 @@ class MemoryTier:
 
     def _finish(self, file: BlockFile, slot: int, header: Header, seconds: float) -> Report:
         """Make this rank's part valid, and give it to the neighbour."""
+        if is_primary() and len(set(self._hosts)) > 1:  # another host may go on from it, when this one is gone
+            for log in self._logs:
+                with contextlib.suppress(OSError), log.open("rb") as rows:
+                    os.fsync(rows.fileno())
         size = file.finish(header, self._numbers)
         return Report(seconds=seconds, neighbour=self._send(file, slot, size))
 
@@ -592,20 +602,20 @@ def available_memory() -> float:
 
 def open_memory(
     run: str,
-    disk_step: int,
     *,
     every: int | str,
     replicas: int | None,
     log: Callable[[str], None],
+    rows: Sequence[Path] = (),
 ) -> MemoryTier | None:
     """The memory tier of a job, if its launcher keeps a folder for it on every host. All ranks call it together.
 
     Args:
         run: see `run_identity`.
-        disk_step: of the newest checkpoint; 0 for none.
         every: `LoopOptions.memory_checkpoint_every`.
         replicas: `LoopOptions.memory_replicas`.
         log: takes lines for people.
+        rows: the files of the run's rows, which no copy may be ahead of.
     """
     folder, place = Path(os.environ.get(MEMORY_ENV) or "."), ""
     if every == 0 or folder in IN_USE or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):
@@ -625,7 +635,9 @@ def open_memory(
         return None
     order = list(dict.fromkeys(places))
     number = None if isinstance(every, str) else every
-    tier = MemoryTier(folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log)
-    tier.look(disk_step)
+    tier = MemoryTier(
+        folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log, rows=rows
+    )
+    tier.look()
     IN_USE.add(folder)
     return tier
