@@ -27,8 +27,9 @@ from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
+from roxxel_dist.train.checkpoint.generations import run_identity
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
-from roxxel_dist.train.checkpoint.memory import MemoryTier, open_memory, run_identity
+from roxxel_dist.train.checkpoint.memory import MemoryTier, open_memory
 from roxxel_dist.train.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key

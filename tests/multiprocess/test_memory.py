@@ -95,7 +95,9 @@ def test_a_lost_host_comes_back_from_its_neighbour(killed, hosts, whole):
     assert codes == [0, 0], said
     step, rest = resumed(said)
     assert int(step) in (10, 12)
-    assert rest.startswith(f"the copies in the memory of several hosts; {13 - int(step)} steps are done again")
+    assert rest.startswith(
+        f"the copy in shared memory, in part that of a neighbour; {13 - int(step)} steps are done again"
+    )
     assert result(killed) == whole
 
 
