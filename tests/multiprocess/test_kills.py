@@ -150,7 +150,7 @@ def test_killed_twenty_times_it_is_the_same_run(work):
 @pytest.fixture
 def memory():
     """A job's folder in shared memory, which outlives each of its processes."""
-    folder = Path(tempfile.mkdtemp(prefix="roxxel-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
     (folder / "key").write_text("ab" * 32)
     yield folder
     shutil.rmtree(folder)

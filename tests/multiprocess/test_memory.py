@@ -23,7 +23,7 @@ TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 @pytest.fixture
 def hosts():
     """The folders of two hosts, with the job's key."""
-    folders = [Path(tempfile.mkdtemp(prefix="roxxel-", dir="/dev/shm")) for _ in range(2)]
+    folders = [Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm")) for _ in range(2)]
     for folder in folders:
         (folder / "key").write_text("5a" * 32)
     yield folders

@@ -25,7 +25,7 @@ TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 @pytest.fixture
 def folder(monkeypatch):
     """What the launcher keeps for a job."""
-    path = Path(tempfile.mkdtemp(prefix="roxxel-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
     (path / "key").write_text("ab" * 32)
     monkeypatch.setenv("ROXXEL_MEMORY", str(path))
     yield path
