@@ -95,7 +95,7 @@ def take_turns(trainer: Any, block: int) -> tuple[float, float, list[float]]:
 @contextmanager
 def memory_folder() -> Iterator[None]:
     """As the launcher makes it for a job."""
-    folder = tempfile.mkdtemp(prefix="roxxel-bench-", dir="/dev/shm")
+    folder = tempfile.mkdtemp(prefix="bench-memory-", dir="/dev/shm")
     os.environ[MEMORY_ENV] = folder
     try:
         yield

@@ -16,7 +16,7 @@ import numpy as np
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.checkpoint.memory import Generation
+from roxxel_dist.train.checkpoint.generations import Generation
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions

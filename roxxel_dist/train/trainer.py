@@ -31,8 +31,9 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
+from roxxel_dist.train.checkpoint.generations import run_identity
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
-from roxxel_dist.train.checkpoint.memory import MemoryTier, open_memory, run_identity
+from roxxel_dist.train.checkpoint.memory import MemoryTier, open_memory
 from roxxel_dist.train.checkpoint.metadata import (
     RESUME_LATEST,
     CheckpointMetadata,
@@ -183,18 +184,19 @@ class Trainer:
             undo.pop_all()
 
     def _open_memory(self) -> MemoryTier | None:
-        """The copies in memory, where the job has a place for them; it has looked for one to go on from."""
+        """The copies in memory, where the job has a place for them."""
         options = self.options
         made_with = run_fingerprint(self._curriculum, options.seed), options.seed, options.fsdp, options.use_bf16
         return open_memory(
-            run_identity(self._folder, self.mesh, made_with), self.store.latest_step() or 0,
+            run_identity(self._folder, self.mesh, made_with),
             every=options.memory_checkpoint_every, replicas=options.memory_replicas, log=self.logger.text,
+            rows=[self._folder / name for name in ("training_log.csv", "metrics.jsonl")],
         )  # fmt: skip
 
     def _init_state(self, model: nnx.Module | Callable[[], nnx.Module], *, amend: bool, origin: ResumeSpec) -> None:
         """Find where the run begins, and make the first state; of a run that goes on it has shapes alone."""
         options = self.options
-        copy = self._memory and self._memory.newest
+        copy = self._memory and self._memory.newest(self.store.latest_step() or 0)
         start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin, copy=copy)
         self._split, self._state, hparams = init_state(
             model, InitialState(self._optimizer), self.mesh, fsdp=options.fsdp,
@@ -312,7 +314,7 @@ class Trainer:
                 self._progress.say("start")
                 self._metrics.log_startup(self._sharding, self.start, finished=self.finished)
                 if self._memory is not None and not self.finished:
-                    self._memory.begin(self._state, self.step, resumed=self.start.copy is not None)
+                    self._memory.begin(self._state, self.step, self.start.copy)
                 if self.start.source is not None:  # from here on the run needs no other one
                     self._save(self.step)
                 while not (self.finished or self.stopped):

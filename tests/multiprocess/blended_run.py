@@ -1,8 +1,13 @@
 """Run by the tests: `blended_run.py DATA RUN STEP` trains by one curriculum up to STEP, then by an amended one.
 
 Started again it goes on where it was, as a person's script would. `make_corpora(DATA)` makes what it reads.
+
+With MEMORY_EVERY it copies its state in memory at each so-many-th step; with DIE_IN_COPY it ends itself by kill -9 in
+the middle of the so-many-th block that it copies.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.train.checkpoint.blocks import BlockFile
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 
@@ -50,7 +56,8 @@ def train(data: Path, run: Path, phases: list[Phase], **options: object) -> None
     with Roxxel(data / "text_*.rox") as text, Roxxel(data / "notes_*.rox") as notes:
         trainer = Trainer(
             model, optimizer, Curriculum(text, phases, {"notes": notes}), token_losses, run, log_every=1, eval_every=20,
-            eval_iters=2, checkpoint_every=SAVE_EVERY, val_fraction=0.1, **options,
+            eval_iters=2, checkpoint_every=SAVE_EVERY, val_fraction=0.1,
+            memory_checkpoint_every=int(os.environ.get("MEMORY_EVERY", "0")), **options,
         )  # fmt: skip
         try:
             trainer.run()
@@ -58,7 +65,24 @@ def train(data: Path, run: Path, phases: list[Phase], **options: object) -> None
             trainer.close()
 
 
+def die_in_copy(blocks: int) -> None:
+    """kill -9 when so many blocks were copied, and half of the next one."""
+    write = BlockFile.write
+    left = iter(range(blocks))
+
+    def cut(file: BlockFile, place: int, array: np.ndarray) -> None:
+        if next(left, None) is None:
+            flat = array.reshape(-1)
+            write(file, place, flat[: flat.size // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(file, place, array)
+
+    BlockFile.write = cut
+
+
 if __name__ == "__main__":
+    if "DIE_IN_COPY" in os.environ:
+        die_in_copy(int(os.environ["DIE_IN_COPY"]))
     data, run, until = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     saved = [int(step.name) for step in (run / "checkpoints").glob("*") if step.name.isdecimal()]
     if max(saved, default=0) <= until:  # a run that was amended is refused the curriculum of before

@@ -38,7 +38,7 @@ enter = trainer._progress.enter
 
 def entered(step, phase):
     """A machine that is switched off: nothing of it is left."""
-    if step == kill_at + 1 and process_index() == 1:
+    if kill_at and step == kill_at + 1 and process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     enter(step, phase)
 

@@ -5,9 +5,13 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,11 +35,11 @@ MOMENTS = {
 """Steps at which each kind of kill may come: at those a save is under way, or their row has just been logged."""
 
 
-def start(work, run):
+def start(work, run, **more):
     words = [sys.executable, "-u", SCRIPT, work / "data", work / run, AMEND_AFTER]
     with (work / f"{run}.txt").open("a") as log:
         return subprocess.Popen(
-            [*map(str, words)], env=environment(JAX_NUM_CPU_DEVICES="2"), stdout=log, stderr=subprocess.STDOUT
+            [*map(str, words)], env=environment(JAX_NUM_CPU_DEVICES="2", **more), stdout=log, stderr=subprocess.STDOUT
         )
 
 
@@ -141,3 +145,55 @@ def test_killed_and_started_again_it_is_the_same_run(work):
 @pytest.mark.timeout(900)
 def test_killed_twenty_times_it_is_the_same_run(work):
     assert kill_again_and_again(work, "many", 20, random.randrange(1 << 30)) == 20
+
+
+@pytest.fixture
+def memory():
+    """A job's folder in shared memory, which outlives each of its processes."""
+    folder = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
+    (folder / "key").write_text("ab" * 32)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def kill_with_copies(work, memory, count, seed):
+    """After how many kills, at random moments and in the middle of copies, the run went on as if without."""
+    expected, chance, equal, run, done = numbers(work / "whole"), random.Random(seed), 0, 0, 0
+    print(f"seed {seed}")
+    for number in range(count):
+        if done > LAST - 20:
+            run, done = run + 1, 0
+        name, more = f"copies-{run}", {"ROXXEL_MEMORY": str(memory), "MEMORY_EVERY": "2"}
+        if in_copy := number % 3 == 0:
+            more["DIE_IN_COPY"] = str(chance.randrange(20, 120))
+        process = start(work, name, **more)
+        try:
+            if not in_copy:
+                until = done + chance.randrange(3, 6)
+                wait_for(
+                    lambda until=until, name=name: max(rows(work / name), default=0) >= until, what=f"step {until}"
+                )
+                time.sleep(chance.uniform(0, 0.1))
+                process.kill()
+            assert process.wait(240) == -signal.SIGKILL, (work / f"{name}.txt").read_text()
+        finally:
+            process.kill()
+            process.wait()
+        found = numbers(work / name)
+        done = max(found)
+        same = list(found) == list(range(1, done + 1)) and all(found[i] == expected[i] for i in found)
+        equal += same
+        print(f"killed {'in a copy' if in_copy else 'at random'} at step {done}: {'equal' if same else 'DIFFERENT'}")
+    process = start(work, name, ROXXEL_MEMORY=str(memory), MEMORY_EVERY="2")
+    assert process.wait(240) == 0
+    assert numbers(work / name) == expected
+    text = "".join(path.read_text() for path in work.glob("copies-*.txt"))
+    print(Counter(re.findall(r"resuming after step \d+ of \d+, from (.*)", text)))
+    assert text.count("from the copy in shared memory") > count / 2
+    shutil.rmtree(work / name)
+    return equal
+
+
+@pytest.mark.timeout(1800)
+def test_killed_forty_times_with_copies_in_memory_it_is_the_same_run(work, memory):
+    assert kill_with_copies(work, memory, 40, random.randrange(1 << 30)) == 40

@@ -23,7 +23,7 @@ TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 @pytest.fixture
 def hosts():
     """The folders of two hosts, with the job's key."""
-    folders = [Path(tempfile.mkdtemp(prefix="roxxel-", dir="/dev/shm")) for _ in range(2)]
+    folders = [Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm")) for _ in range(2)]
     for folder in folders:
         (folder / "key").write_text("5a" * 32)
     yield folders
@@ -95,7 +95,9 @@ def test_a_lost_host_comes_back_from_its_neighbour(killed, hosts, whole):
     assert codes == [0, 0], said
     step, rest = resumed(said)
     assert int(step) in (10, 12)
-    assert rest.startswith(f"the copies in the memory of several hosts; {13 - int(step)} steps are done again")
+    assert rest.startswith(
+        f"the copy in shared memory, in part that of a neighbour; {13 - int(step)} steps are done again"
+    )
     assert result(killed) == whole
 
 

@@ -25,7 +25,7 @@ TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 @pytest.fixture
 def folder(monkeypatch):
     """What the launcher keeps for a job."""
-    path = Path(tempfile.mkdtemp(prefix="roxxel-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
     (path / "key").write_text("ab" * 32)
     monkeypatch.setenv("ROXXEL_MEMORY", str(path))
     yield path
@@ -225,6 +225,7 @@ def test_a_memory_that_is_full_drops_a_copy_and_not_the_training(
 
 def header(**fields):
     known = {"generation": "a.1", "step": 3, "run": "", "table": "", "total": 2, "pending": None, "metadata": {}}
+    known |= {"rank": 0, "needs": [0, 5]}
     return Header(**known | fields)
 
 
@@ -248,7 +249,7 @@ def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):
     """Rank 0 counts what a generation took of the loop, and chooses the steps to the next one by it."""
     made = make(corpus, tmp_path / "run")
     tier = made._memory
-    tier.begin(made._state, 0, resumed=False)
+    tier.begin(made._state, 0, None)
     tier.settle()
     decide = tier._decide
     assert decide(2, 2).generation  # nobody knows yet what it takes

@@ -28,7 +28,9 @@ def file(tmp_path):
     written = BlockFile(tmp_path / "1-3.own", [5 << 20, 40])
     written.write(0, np.arange(5 << 20, dtype=np.uint8))
     written.write(1, np.full(10, 7, np.float32))
-    header = Header(generation="g.1", step=9, run="", table="", total=2, pending=None, metadata={})
+    header = Header(
+        generation="g.1", step=9, run="", table="", total=2, pending=None, metadata={}, rank=3, needs=[4, 6]
+    )
     size = written.finish(header, [4, 6])
     written.close()
     return memoryview(written.path.read_bytes())[:size]

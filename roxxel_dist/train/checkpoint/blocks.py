@@ -114,6 +114,10 @@ class Header:
     """Blocks of the whole state."""
     pending: int | None
     """The step whose checkpoint was being written to disk, if it must not be missing; else None."""
+    rank: int
+    """Whose blocks these are."""
+    needs: Sequence[int]
+    """The blocks on the devices of that rank; what is not here is in the files of its neighbours on the host."""
     metadata: Mapping[str, Any]
     """`CheckpointMetadata.to_dict`."""
     blocks: Mapping[int, tuple[int, int, str]] = field(default_factory=dict)

@@ -19,9 +19,9 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ import numpy as np
 
 from roxxel_dist.cluster.distributed import (
     barrier,
-    broadcast_from_primary,
     gather_to_primary,
     is_primary,
     process_count,
@@ -47,21 +46,16 @@ from roxxel_dist.train.checkpoint.blocks import (
     BlockTable,
     DamagedFile,
     Header,
-    bounds,
     header_room,
     layout,
-    read_blocks,
     read_header,
 )
-from roxxel_dist.train.checkpoint.digests import digest
-from roxxel_dist.train.checkpoint.layout import LAYOUT
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
+from roxxel_dist.train.checkpoint.generations import Generation, Generations, exchange
 from roxxel_dist.train.checkpoint.replicas import (
     COPY,
     CopyServer,
     address_towards,
     block_files,
-    fetch_blocks,
     read_key,
     send_file,
 )
@@ -110,75 +104,19 @@ class Report:
     """That the loop waited; and, where the devices are CPUs, what they had less of meanwhile."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inventory:
-    """What a rank has looked through in shared memory when the job begins."""
-
-    address: tuple[str, int] | None = None
-    """Where other hosts can fetch blocks of this rank's host."""
-    generations: list[dict[str, Any]] = field(default_factory=list)
-    """Of each file: its header without the places of the blocks, and the numbers of its whole blocks."""
-    damaged: list[str] = field(default_factory=list)
-
-
-class Generation:
-    """A whole generation that a job finds when it begins."""
-
-    def __init__(self, tier: "MemoryTier", header: Header, slot: int, here: Collection[int]) -> None:
-        self.step: int = header.step
-        self.metadata: CheckpointMetadata = CheckpointMetadata.from_dict(header.metadata)
-        self.header, self.slot = header, slot
-        self._tier, self._here = tier, frozenset(here)
-
-    @property
-    def whence(self) -> str:
-        """Where it is taken from, in words."""
-        return (
-            "the copy in shared memory" if len(self._here) == self.header.total else "copies in several hosts' memory"
-        )
-
-    def restore(self, like: Any) -> Any:
-        """The state, where `like` lies. All ranks call it together.
-
-        Raises ValueError where the state has become another one, or a host that had blocks is gone.
-        """
-        return self._tier.restore(self.header, self._here, like)
-
-
-def run_identity(run: Path, mesh: Any, settings: Sequence[Any]) -> str:
-    """What must be equal for a generation to be taken: the run, its data and plan, the devices, how arrays lie."""
-    devices = [(device.id, device.process_index) for device in mesh.devices.flat]
-    text = json.dumps([str(run.absolute()), LAYOUT, list(mesh.shape.items()), devices, *settings])
-    return digest(text.encode())
-
-
-def exchange(name: str, value: str) -> list[str]:
-    """Every rank's value, on every rank."""
-    if process_count() == 1:
-        return [value]
-    values = gather_to_primary(name, value)
-    return json.loads(broadcast_from_primary(name, json.dumps(values)))
-
-
 class MemoryTier:
-    """The generations of one run. All ranks make the same calls. Made by `open_memory`.
-
-    Attributes:
-        newest: the generation to go on from, if it is newer than what is on disk.
-    """
+    """The generations of one run. All ranks make the same calls. Made by `open_memory`."""
 
     def __init__(
         self, folder: Path, hosts: Sequence[int], run: str, *, every: int | None, replicas: int | None,
-        log: Callable[[str], None],
+        log: Callable[[str], None], rows: Sequence[Path],
     ) -> None:  # fmt: skip
+        self._logs = rows
         self._folder, self._hosts, self._run, self._every, self._log = folder, hosts, run, every, log
         self._rank, self._host = process_index(), hosts[process_index()]
         self._locals = [rank for rank, host in enumerate(hosts) if host == self._host]
         self._server: CopyServer | None = None
         self._replicas = replicas if replicas is not None else int(len(set(hosts)) > 1)
-        self._strict = replicas == 1
-        self._inventories: list[Inventory] = []
-        self.newest: Generation | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._job: Future[list[Report]] | None = None
         self._next: int | None = None  # the step that the next announcement is about; None where there is none
@@ -195,122 +133,37 @@ class MemoryTier:
 
     # At the start of a process.
 
-    def look(self, disk_step: int) -> None:
-        """Find the newest whole generation that is newer than the step on disk; every rank learns the same."""
+    def look(self) -> None:
+        """Learn, with all other ranks, which generations there are."""
         if self._replicas and len(set(self._hosts)) > 1:
             try:
                 address = address_towards(os.environ["ROXXEL_COORDINATOR"])
                 self._server = CopyServer(self._folder, address, read_key(self._folder), self._log)
             except (OSError, ValueError) as error:
                 self._log(f"no copies of a neighbour are kept here: {error}")
-        mine = self._inventory()
-        texts = exchange("memory", json.dumps(asdict(mine)))
-        self._inventories = [Inventory(**json.loads(text)) for text in texts]
-        for line in dict.fromkeys(line for each in self._inventories for line in each.damaged):
-            self._say(f"{line}: it is passed over")
-        everywhere: dict[str, set[int]] = {}
-        here: dict[str, set[int]] = {}
-        headers: dict[str, tuple[Header, int]] = {}
-        for rank, inventory in enumerate(self._inventories):
-            for entry in inventory.generations:
-                header = Header(**entry["header"])
-                name = header.generation
-                headers[name] = header, entry["slot"]
-                everywhere.setdefault(name, set()).update(entry["numbers"])
-                if self._hosts[rank] == self._host:
-                    here.setdefault(name, set()).update(entry["numbers"])
-        for name, (header, slot) in sorted(headers.items(), key=lambda item: (-item[1][0].step, item[0])):
-            lost = header.pending is not None and header.pending > disk_step
-            if header.step > disk_step and not lost and len(everywhere[name]) == header.total:
-                self.newest = Generation(self, header, slot, here.get(name, set()))
-                return
+        address = self._server.address if self._server else None
+        self._found = Generations(self._folder, self._hosts, self._run, address, self._log)
 
-    def _inventory(self) -> Inventory:
-        """This rank's share of the files here, each compared with its digests."""
-        inventory = Inventory(address=self._server.address if self._server else None)
-        for path in block_files(self._folder)[self._locals.index(self._rank) :: len(self._locals)]:
-            step = None
-            try:
-                header = read_header(path)
-                if header is None or header.run != self._run:
-                    continue
-                step = header.step
-                read_blocks(path, header)
-            except DamagedFile as error:
-                of = "a generation" if step is None else f"the generation of step {step}"
-                inventory.damaged.append(f"{of} in shared memory is damaged ({path}: {error})")
-            except OSError:  # another rank's, that it has taken away meanwhile
-                continue
-            else:
-                numbers, slot = sorted(header.blocks), int(path.name[0])
-                inventory.generations.append(
-                    {"header": vars(replace(header, blocks={})), "numbers": numbers, "slot": slot}
-                )
-        return inventory
-
-    def restore(self, header: Header, here: Collection[int], like: Any) -> Any:
-        """See `Generation.restore`."""
-        leaves, tree = jax.tree.flatten(files.keys_to_data(like))
-        table = BlockTable(files.keys_to_data(like), self._hosts)
-        if table.identity != header.table:
-            raise ValueError(
-                f"the copy of step {header.step} in {self._folder} is of another model or optimizer than the run has "
-                f"now: start the job anew, and it goes on from its checkpoint"
-            )
-        needed = {n for n, block in enumerate(table.blocks) if self._rank in block.ranks}
-        blocks: dict[int, Any] = {}
-        for path in block_files(self._folder):
-            with contextlib.suppress(DamagedFile, OSError):
-                other = read_header(path)
-                if other is not None and other.generation == header.generation:
-                    mine = needed & other.blocks.keys() - blocks.keys()
-                    # Copied: a device may read the memory that it is given for as long as the array lives.
-                    blocks |= {n: bytearray(view) for n, view in read_blocks(path, other, sorted(mine)).items()}
-        for rank, inventory in enumerate(self._inventories):
-            if self._hosts[rank] == self._host or inventory.address is None or not needed - blocks.keys():
-                continue
-            theirs = {
-                number
-                for entry in inventory.generations
-                if entry["header"]["generation"] == header.generation
-                for number in entry["numbers"]
-            }
-            if missing := theirs & needed - blocks.keys():
-                blocks |= fetch_blocks(inventory.address, read_key(self._folder), header.generation, missing)
-        if missing := needed - blocks.keys():
-            raise ValueError(
-                f"the copy of step {header.step} in memory has no block {min(missing)} any more: a host that had it "
-                f"is gone, or memory_replicas is 0; start the job again"
-            )
-
-        def part(leaf: int, index: Any) -> np.ndarray:
-            shape = leaves[leaf].shape
-            block = bounds(index, shape)
-            data = np.frombuffer(blocks[table.number(leaf, block)], np.uint8).view(np.dtype(leaves[leaf].dtype))
-            return data.reshape([end - first for first, end in block])
-
-        arrays = [
-            jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, number))
-            for number, leaf in enumerate(leaves)
-        ]
-        return files.data_to_keys(jax.tree.unflatten(tree, arrays), like)
+    def newest(self, disk_step: int) -> Generation | None:
+        """The newest whole generation, if it is newer than the checkpoint on disk; the same on every rank."""
+        return self._found.newest(disk_step)
 
     # While it trains.
 
-    def begin(self, state: Any, step: int, *, resumed: bool) -> None:
-        """Take the memory, in the background. `resumed`: the state is that of `newest`, which is kept until then."""
+    def begin(self, state: Any, step: int, kept: Generation | None) -> None:
+        """Take the memory, in the background. The generation that the state was taken from is kept for the time."""
         self.settle()
         state = files.keys_to_data(state)
         self._table = BlockTable(state, self._hosts)
         self._numbers = self._table.kept_by(self._rank)
+        self._needs = [n for n, block in enumerate(self._table.blocks) if self._rank in block.ranks]
         self._pieces = self._table.pieces(state, self._numbers)
         self._on_cpu = jax.local_devices()[0].platform == "cpu"
-        kept = self.newest if resumed else None
         self._slot, self._count = 1 - kept.slot if kept else 0, 0
         self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
         self._next = self._first_after(step)
         self._clock, self._last = None, step
-        self._submit(partial(self._prepare, kept.header.generation if kept else None))
+        self._submit(partial(self._prepare, kept.name if kept else None))
 
     def due(self, step: int) -> bool:
         """Whether to take a generation after `step`. Every rank calls this once a step, at the same place.
@@ -366,7 +219,7 @@ class MemoryTier:
         seconds = self._waited + time.perf_counter() - begun
         header = Header(
             generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
-            pending=pending, metadata=metadata,
+            pending=pending, metadata=metadata, rank=self._rank, needs=self._needs,
         )  # fmt: skip
         self._submit(partial(self._finish, file, slot, header, seconds))
 
@@ -480,7 +333,9 @@ class MemoryTier:
         taken = sum(path.stat().st_blocks * 512 for path in block_files(self._folder))
         needed = max(0, size(self._host) + copies - taken)
         free = min(shutil.disk_usage(self._folder).free, available_memory())
-        if needed * SLACK > free:
+        if self._server is not None and needed * SLACK > free >= (needed - copies) * SLACK:
+            self._server.refusal = f"its shared memory has room for {free / 1e6:.0f} MB"
+        elif needed * SLACK > free:
             return (
                 f"on the host of rank {self._rank} {self._folder} has room for {free / 1e6:.0f} MB, and two "
                 f"generations take {needed * SLACK / 1e6:.0f} MB"
@@ -489,6 +344,10 @@ class MemoryTier:
 
     def _finish(self, file: BlockFile, slot: int, header: Header, seconds: float) -> Report:
         """Make this rank's part valid, and give it to the neighbour."""
+        if is_primary() and len(set(self._hosts)) > 1:  # another host may go on from it, when this one is gone
+            for log in self._logs:
+                with contextlib.suppress(OSError), log.open("rb") as rows:
+                    os.fsync(rows.fileno())
         size = file.finish(header, self._numbers)
         return Report(seconds=seconds, neighbour=self._send(file, slot, size))
 
@@ -499,7 +358,7 @@ class MemoryTier:
         number = (self._host + 1) % (max(self._hosts) + 1)
         ranks = [rank for rank, host in enumerate(self._hosts) if host == number]
         neighbour = ranks[self._locals.index(self._rank) % len(ranks)]
-        address = self._inventories[neighbour].address
+        address = self._found.address_of(neighbour)
         try:
             if address is None:
                 raise OSError("it does not listen")
@@ -507,7 +366,7 @@ class MemoryTier:
                 view = memoryview(data)
                 whole = view[:size]
                 try:
-                    send_file((address[0], address[1]), read_key(self._folder), f"{slot}-{self._rank}", whole)
+                    send_file(address, read_key(self._folder), f"{slot}-{self._rank}", whole)
                 finally:
                     whole.release()
                     view.release()
@@ -592,20 +451,20 @@ def available_memory() -> float:
 
 def open_memory(
     run: str,
-    disk_step: int,
     *,
     every: int | str,
     replicas: int | None,
     log: Callable[[str], None],
+    rows: Sequence[Path] = (),
 ) -> MemoryTier | None:
     """The memory tier of a job, if its launcher keeps a folder for it on every host. All ranks call it together.
 
     Args:
         run: see `run_identity`.
-        disk_step: of the newest checkpoint; 0 for none.
         every: `LoopOptions.memory_checkpoint_every`.
         replicas: `LoopOptions.memory_replicas`.
         log: takes lines for people.
+        rows: the files of the run's rows, which no copy may be ahead of.
     """
     folder, place = Path(os.environ.get(MEMORY_ENV) or "."), ""
     if every == 0 or folder in IN_USE or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):
@@ -625,7 +484,9 @@ def open_memory(
         return None
     order = list(dict.fromkeys(places))
     number = None if isinstance(every, str) else every
-    tier = MemoryTier(folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log)
-    tier.look(disk_step)
+    tier = MemoryTier(
+        folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log, rows=rows
+    )
+    tier.look()
     IN_USE.add(folder)
     return tier

@@ -196,6 +196,8 @@ class CopyServer:
         self.address: tuple[str, int] = (address, self._socket.getsockname()[1])
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         self._refused: set[str] = set()
+        self.refusal: str = ""
+        """Why nothing more is kept for neighbours; empty while it is."""
         threading.Thread(target=self._listen, name="copies", daemon=True).start()
 
     def close(self) -> None:
@@ -238,6 +240,9 @@ class CopyServer:
         slot, _, rank = name.partition("-")
         if not (slot in ("0", "1") and rank.isdecimal() and size > PAGE):
             raise ValueError(name)
+        if self.refusal:
+            channel.send(self.refusal)
+            return
         path = self._folder / f"{name}{COPY}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
