@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, MEMORY_ENV, PIPE_ENV, REACHED_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, MEMORY_ENV, PIPE_ENV, REACHED_ENV, SPARE_ENV, STATUS_ENV
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
     "ROXXEL_PROGRESS", "ROXXEL_RUN_ID", REACHED_ENV, STATUS_ENV, PIPE_ENV, EXIT_TIMEOUT_ENV,
-    MEMORY_ENV,
+    MEMORY_ENV, SPARE_ENV,
 )  # fmt: skip
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
@@ -35,6 +36,8 @@ class JobOptions:
     """Port on which the processes find each other, and one more at each restart; free ones where not given."""
     max_restarts: int = 3
     """Restarts after infrastructure failures (a rank killed, an agent lost, a hang); preemptions are free. 0: none."""
+    warm_spares: Literal["auto", "on", "off"] = "auto"
+    """Processes that have done a rank's imports, and take its place at a restart: auto where memory is free."""
     step_timeout: float | None = None
     """Seconds to the next step, after which the rank that is stuck is named; not given, 10 usual steps, at least 60."""
     grace: float = 30.0

@@ -103,15 +103,19 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
 @pytest.mark.parametrize(
     ("attempts", "limit", "again", "code", "words"),
     [
-        (CRASHES[:1], 3, True, 0, "restart 1 of 3 in 0.5 s"),
-        (CRASHES[:3], 3, True, 0, "restart 3 of 3 in 8 s"),
+        (CRASHES[:1], 3, True, 0, "restart 1 of 3 at once"),
+        (CRASHES[:3], 3, True, 0, "restart 3 of 3 at once"),
+        ([CRASHES[0], failure(1, 4)], 3, True, 0, "restart 2 of 3 in 0.5 s"),
+        ([CRASHES[3], *CRASHES[:3]], 9, True, 0, "restart 4 of 9 in 8 s"),
+        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 3 of 9 at once"),
         (CRASHES, 3, False, 75, "given up: 3 restarts (--max-restarts) made and used up"),
         (CRASHES[:1], 0, False, 137, ""),
         ([PREEMPTION] * 20 + CRASHES[:1], 3, True, 0, "restart 1 of 3"),
         ([failure(0, 5), failure(1, 5), failure(0, 5)], 9, False, 137, "rank 0 has failed in step 5 before"),
         ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 3 of 9"),
         ([failure(1, 0)], 3, False, 137, "no rank has come to step 1"),
-        ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3"),
+        ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3 at once"),
+        ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3 in 0.5 s"),
         ([failure(None, 0, 4)] * 2, 3, True, 0, "restart 2 of 3"),
         ([failure(1, 5), failure(1, 0)], 3, True, 0, "restart 2 of 3"),
         ([failure(1, 5), failure(1, 0), failure(1, 0)], 3, False, 137, "failed in step 0 before"),
@@ -120,11 +124,11 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([CRASHES[0], AttemptSummary(cause=USER, code=1, reached=9)], 3, False, 1, ""),
         ([CRASHES[0], AttemptSummary(cause=DONE, code=0, reached=9)], 3, False, 0, ""),
         ([AttemptSummary(cause=REQUESTED, code=42, reached=9)], 3, False, 42, ""),
-        ([PREEMPTION] * 50, 3, True, 0, "preempted; restart in 0.5 s"),
+        ([PREEMPTION] * 50, 3, True, 0, "preempted; restart at once"),
         ([PREEMPTION], 0, False, 42, ""),
         ([PREEMPTION] + [IDLE] * 9, 3, True, 0, "preempted; restart in 60 s"),
         ([PREEMPTION] + [IDLE] * 10, 3, False, 42, "preempted 10 times in a row"),
-        ([PREEMPTION] + [IDLE] * 9 + [CRASHES[0]] + [IDLE], 3, True, 0, "restart in 0.5 s"),
+        ([PREEMPTION] + [IDLE] * 9 + [CRASHES[0]] + [IDLE], 3, True, 0, "preempted; restart in 0.5 s"),
     ],
 )
 def test_what_follows(attempts: list[AttemptSummary], limit: int, again: bool, code: int, words: str) -> None:
@@ -167,9 +171,9 @@ def test_a_killed_rank_is_started_again_on_a_new_port_and_its_log_goes_on(launch
     code, out, err = job.wait()
     assert code == 0
     assert [line for line in err.splitlines() if "restart" in line] == [
-        "roxxel-dist: restart 1 of 3 in 0.5 s",
-        "roxxel-dist: preempted; restart in 0.5 s (it counts for nothing)",
-        "roxxel-dist: restart 2 of 3 in 2 s",
+        "roxxel-dist: restart 1 of 3 at once",
+        "roxxel-dist: preempted; restart at once (it counts for nothing)",
+        "roxxel-dist: restart 2 of 3 in 0.5 s",
     ]
     assert "rank 1 failed first: signal SIGKILL, in step 3" in err
     for rank in (0, 1):
@@ -226,7 +230,7 @@ def test_a_preemption_is_no_first_cause(launch: Launch) -> None:
 
 def test_ctrl_c_ends_the_pause_before_a_restart(launch: Launch, until: Callable[..., None]) -> None:
     job = launch("bash", "-c", "kill -9 $$", nprocs=1, max_restarts=3)
-    for line in job.process.stderr:  # the third pause is one of 8 seconds
+    for line in job.process.stderr:  # the third pause is one of 2 seconds
         if b"restart 3 of 3" in line:
             break
     job.process.send_signal(signal.SIGINT)
@@ -265,3 +269,46 @@ def test_ps_tells_the_processes_that_train(launch: Launch, until: Callable[..., 
     os.kill(pids[1], signal.SIGTERM)
     assert job.wait()[0] == 0
     assert ranks() == []
+
+
+SAME = """
+import os, time
+from pathlib import Path
+attempt, memory = int(os.environ["ROXXEL_ATTEMPT"]), Path(os.environ["ROXXEL_MEMORY"])
+(memory / f"block.{attempt}").touch()
+print(memory, sorted(path.name for path in memory.iterdir()), flush=True)
+Path(f"ran.{attempt}.{os.environ['ROXXEL_PROCESS_ID']}").touch()
+while not Path(f"go.{attempt}").exists():
+    time.sleep(0.01)
+if attempt < 3:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_agent_and_folder_in_memory_outlive_an_attempt(
+    launch: Launch, alive: Alive, until: Callable[..., None]
+) -> None:
+    job = launch("env", sys.executable, "-c", SAME, nprocs=1, max_restarts=3)
+    families = []
+    for attempt in range(4):
+        job.marks(f"ran.{attempt}.0", 1)
+        families.append(job.family())
+        (job.folder / f"go.{attempt}").touch()
+    code, out, _ = job.wait()
+    assert code == 0
+    assert len({(*family["guard"], *family["agent"]) for family in families}) == 1
+    assert len({pid for family in families for pid in family["keepers"]}) == 4
+    *_, path, names = out.splitlines()[-1].split(maxsplit=4)
+    assert names == "['block.0', 'block.1', 'block.2', 'block.3', 'key']"
+    assert not Path(path).exists()
+    assert not any(alive(pid) for family in families for pid in family["all"])
+
+
+def test_an_agent_that_dies_between_attempts_is_replaced(launch: Launch, until: Callable[..., None]) -> None:
+    job = launch("bash", "-c", "[ $ROXXEL_ATTEMPT = 3 ] || kill -9 $$", nprocs=1, max_restarts=3)
+    for line in job.process.stderr:  # the third pause is one of seconds
+        if b"restart 3 of 3" in line:
+            break
+    family = job.family()
+    os.kill(family["agent"][0], signal.SIGKILL)
+    assert job.wait()[0] == 0

@@ -15,6 +15,7 @@ from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
 from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.transport.pool import HostPool
 
 Asked = list[tuple[str, ...]]
 
@@ -41,8 +42,9 @@ def select(
     job = JobSpec(
         **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
     )
-    with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals:
-        selector = HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen)
+    backend = SshBackend(["a", "b", "c", "d"])
+    with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals, HostPool(backend) as pool:
+        selector = HostSelector(job, backend, signals, screen, pool)
         for host in slow:
             selector.set_aside(host)
         ready = selector.select(attempt)
@@ -56,14 +58,14 @@ def test_spare_hosts_wait_until_another_fails(tmp_path: Path, monkeypatch: pytes
     assert select(tmp_path, monkeypatch, set(), 0, spare_hosts=2) == [("a", "b")]
     assert select(tmp_path, monkeypatch, {"d"}, 0, spare_hosts=2) == [("a", "b")]
     assert select(tmp_path, monkeypatch, {"a"}, 0, spare_hosts=2) == [("a", "b"), ("b", "c")]
-    patient = {"spare_hosts": 2, "host_timeout": 1000}
+    patient: dict[str, Any] = {"spare_hosts": 2, "host_timeout": 1000}
     assert select(tmp_path, monkeypatch, {"b", "c"}, 1, **patient) == [("a", "b"), ("a", "c"), ("a", "d")]
 
 
 def test_a_slow_host_is_used_only_where_too_few_others_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = {"spare_hosts": 2, "host_timeout": 1000}  # nobody is waited for: a slow host is there
+    two: dict[str, Any] = {"spare_hosts": 2, "host_timeout": 1000}  # nobody is waited for: a slow host is there
     assert select(tmp_path, monkeypatch, set(), 1, ("a",), spare=True, **two) == [("b", "c")]
     assert select(tmp_path, monkeypatch, set(), 1, ("a", "c"), spare=False, **two) == [("b", "d")]
     assert select(tmp_path, monkeypatch, {"b"}, 1, ("a",), spare=False, **two) == [("b", "c"), ("c", "d")]
@@ -108,10 +110,12 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
     monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
     job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
     job = replace(job, micro_batches=(8,))
+    backend = SshBackend(["a", "b", "c", "d"])
     with (
         Console(all_ranks=False) as screen,
         SignalPipe(screen.info) as signals,
+        HostPool(backend) as pool,
         pytest.raises(NotReadyError, match="b does not reach a"),
     ):
-        HostSelector(job, SshBackend(["a", "b", "c", "d"]), signals, screen).select(1)
+        HostSelector(job, backend, signals, screen, pool).select(1)
     assert asked == [("a", "b", "c", "d"), ("a", "b")]

@@ -72,6 +72,8 @@ class Attempt:
     recorder: JobRecorder
     key: str = field(repr=False)
     """Of the job's folders in memory; a secret."""
+    spares: str
+    """Whether hosts keep warm spares: on, off, auto."""
     keeps_slow: str = ""
     """Why a host that is slow cannot be replaced; empty where it can."""
     _exits: list[RankExit] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Attempt:
         self._result = AttemptResult(exits=self._exits)
         self._detector = HangDetector(self.job.step_timeout)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
-        self.pool.start(self.job, placed, self.key)
+        self.pool.start(self.job, placed, self.key, self.spares)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())

@@ -120,8 +120,22 @@ def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decisi
     if len(failures) > max_restarts:
         why = f"given up: {max_restarts} restart{'s' * (max_restarts > 1)} (--max-restarts) made and used up"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
-    wait = _backoff(len(failures))
-    return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} in {wait:g} s")
+    wait = _backoff(_idle(attempts))
+    return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} {_when(wait)}")
+
+
+def _idle(attempts: Sequence[AttemptSummary]) -> int:
+    """How many attempts in a row, up to the last, came to no new step. The first one has nothing to be new beside."""
+    idle = 0
+    for number in reversed(range(1, len(attempts))):
+        if attempts[number].reached > max(earlier.reached for earlier in attempts[:number]):
+            break
+        idle += 1
+    return idle
+
+
+def _when(wait: float) -> str:
+    return f"in {wait:g} s" if wait else "at once"
 
 
 def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
@@ -137,8 +151,9 @@ def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
         why = f"not started again: preempted {idle} times in a row within a minute, without a new step"
         return Decision(again=False, code=attempts[-1].code, why=why)
     wait = _backoff(idle)
-    return Decision(again=True, wait=wait, why=f"preempted; restart in {wait:g} s (it counts for nothing)")
+    return Decision(again=True, wait=wait, why=f"preempted; restart {_when(wait)} (it counts for nothing)")
 
 
 def _backoff(times: int) -> float:
-    return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** max(0, times - 1))
+    """Seconds after so many attempts in vain; after none there is nothing to wait for."""
+    return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (times - 1)) if times else 0.0

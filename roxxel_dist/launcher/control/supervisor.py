@@ -18,6 +18,7 @@ from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import placements, working_hosts
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
 from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.transport.pool import HostPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,29 +66,9 @@ class _Controller:
     def run(self) -> JobResult:
         self._attempts: list[AttemptSummary] = []
         self._key = os.urandom(32).hex()
-        selector = HostSelector(self.job, self.backend, self.signals, self.console)
         try:
-            while True:
-                ready = selector.select(len(self._attempts))
-                result = self._attempt(ready, keeps_slow="" if selector.has_spare else "no spare host is left")
-                last = self._attempts[-1]
-                if result.lost is not None and result.lost.slow:
-                    selector.set_aside(result.lost.host)
-                decision = next_action(self._attempts, self.job.max_restarts)
-                self.console.print(last.report)
-                if decision.why:
-                    self.console.info(decision.why)
-                if not decision.again:
-                    self._tell_first_cause()
-                    return JobResult(
-                        code=decision.code,
-                        requested=result.requested,
-                        host_lost=result.lost is not None and result.lost.with_host,
-                        idle=last.counts and last.reached == 0,
-                    )
-                self.recorder.update(state="restarting")
-                if numbers := self.signals.wait(decision.wait):
-                    raise StoppedError(numbers[0])
+            with HostPool(self.backend, self.signals.fd) as pool:
+                return self._run(pool)
         except StoppedError as stop:  # while no rank ran
             self.console.info(f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}")
             drained = bool(self._attempts) and self._attempts[-1].code == EXIT_DRAINED
@@ -100,39 +81,70 @@ class _Controller:
             is_retry = bool(self._attempts) or self.job.first_attempt > 0
             return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)
 
-    def _attempt(self, ready: ReadyHosts, keeps_slow: str) -> AttemptResult:
+    def _run(self, pool: HostPool) -> JobResult:
+        if self.job.warm_spares == "on" and not self.job.is_restartable:
+            self.console.info(
+                "--warm-spares on: there is no restart that would use them (--max-restarts), so none are kept"
+            )
+        selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
+        while True:
+            ready = selector.select(len(self._attempts))
+            result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left")
+            last = self._attempts[-1]
+            if result.lost is not None and result.lost.slow:
+                selector.set_aside(result.lost.host)
+            decision = next_action(self._attempts, self.job.max_restarts)
+            self.console.print(last.report)
+            if decision.why:
+                self.console.info(decision.why)
+            if not decision.again:
+                self._tell_first_cause()
+                return JobResult(
+                    code=decision.code,
+                    requested=result.requested,
+                    host_lost=result.lost is not None and result.lost.with_host,
+                    idle=last.counts and last.reached == 0,
+                )
+            self.recorder.update(state="restarting")
+            if numbers := self.signals.wait(decision.wait):
+                raise StoppedError(numbers[0])
+
+    def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
+        if not self._has_restarts:
+            keeps_slow = "no restart is left (--max-restarts)"
         reached = max((attempt.reached for attempt in self._attempts), default=0)
-        with ready.pool as pool:
-            console.flush()  # a detached launcher lets go of its terminal here
-            self.recorder.update(state="running", attempt=number)
-            hosts, outer = ready.assignment.hosts, backend.environment
-            placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
-            begun = time.monotonic()
-            logs = Logs(job, console.info, number)
-            try:
-                result = Attempt(
-                    job=job,
-                    pool=pool,
-                    logs=logs,
-                    console=console,
-                    signals=self.signals,
-                    recorder=self.recorder,
-                    key=self._key,
-                    keeps_slow=keeps_slow or self._no_restart(),
-                ).run(placed)
-            finally:
-                logs.close()
+        console.flush()  # a detached launcher lets go of its terminal here
+        self.recorder.update(state="running", attempt=number)
+        hosts, outer = ready.assignment.hosts, backend.environment
+        placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
+        begun = time.monotonic()
+        logs = Logs(job, console.info, number)
+        try:
+            result = Attempt(
+                job=job,
+                pool=pool,
+                logs=logs,
+                console=console,
+                signals=self.signals,
+                recorder=self.recorder,
+                key=self._key,
+                spares=job.warm_spares if self._has_restarts else "off",
+                keeps_slow=keeps_slow,
+            ).run(placed)
+        finally:
+            logs.close()
         self.recorder.update(step=result.reached)
         seconds, trains = time.monotonic() - begun, job.command[0] == "train"
         self._attempts.append(summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs)))
         return result
 
-    def _no_restart(self) -> str:
-        """Why an infrastructure failure now would be the end of the job; empty where it would not."""
+    @property
+    def _has_restarts(self) -> bool:
+        """Whether another failure would be followed by another attempt."""
         failures = sum(attempt.cause is Cause.INFRASTRUCTURE for attempt in self._attempts)
-        return "" if failures < self.job.max_restarts else "no restart is left (--max-restarts)"
+        return self.job.is_restartable and failures < self.job.max_restarts
 
     def _tell_first_cause(self) -> None:
         """After restarts in vain: what it was that went wrong first."""

@@ -12,25 +12,35 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, MEMORY_ENV, OK_CODES, PIPE_ENV, STACK_SIGNAL, USAGE_S
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, MEMORY_ENV, OK_CODES, STACK_SIGNAL, USAGE_S
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
-from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard, is_ending, remove
-from roxxel_dist.launcher.host.usage import Usage, UsageReader
-from roxxel_dist.launcher.output.logs import LineSplitter
-from roxxel_dist.launcher.placement import worker_argv
+from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_ending, remove
+from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
+from roxxel_dist.launcher.host.spares import (
+    QUIET_S,
+    SIZE_BYTES,
+    STEPS,
+    TAKE_S,
+    Spare,
+    choose,
+    free_bytes,
+    hand_over,
+    start_spare,
+)
+from roxxel_dist.launcher.host.usage import Usage
+from roxxel_dist.launcher.host.worker import imports_of
 from roxxel_dist.launcher.spec import CONTRACT
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
@@ -57,58 +67,6 @@ def ask_for_stack(pid: int, session: int) -> tuple[str, bool]:
 def _status(pid: int) -> dict[str, str]:
     lines = Path("/proc", str(pid), "status").read_text(errors="replace").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-@dataclass(eq=False, kw_only=True)
-class Rank:
-    """One process of the job and all that it started (its tree)."""
-
-    number: int
-    tree: Tree
-    output: int
-    pipe: int  # what it tells beside its output: `progress.AgentPipe`
-    lines: LineSplitter = field(default_factory=LineSplitter)
-    messages: LineSplitter = field(default_factory=LineSplitter)
-    code: int | None = None  # negative: a signal
-    killed_by_us: bool = False  # killed by this agent, and not on its way out before
-    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
-    usage: UsageReader = field(default_factory=UsageReader)
-
-    @property
-    def settled(self) -> bool:
-        """Whether it has ended, all its output was read, and nothing is left of it."""
-        return self.code is not None and self.output < 0 and self.tree.gone
-
-
-def start_rank(number: int, command: Sequence[str], env: Mapping[str, str], folders: Sequence[str]) -> Rank:
-    """Start a rank in a session of its own, with one pipe for all it prints, and one for what it tells its agent.
-
-    `folders` are the agent's own, see `Tree`.
-    """
-    reads, writes = os.pipe()
-    hears, tells = os.pipe()
-    for fd in (reads, hears, tells):
-        os.set_blocking(fd, False)
-    env = {**env, PIPE_ENV: f"{tells}:{os.fstat(tells).st_ino}"}
-
-    def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=writes,
-            stderr=writes,
-            env=env,
-            pass_fds=(tells,),
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; its keeper has one thread
-        )
-
-    try:
-        tree = Tree(start, holds=(writes, tells), folders=folders)
-    finally:
-        os.close(writes)
-        os.close(tells)
-    return Rank(number=number, tree=tree, output=reads, pipe=hears)
 
 
 def _message(line: str) -> Message:
@@ -145,6 +103,8 @@ class Agent:
         heartbeat_timeout_s: float = math.inf,
     ) -> None:
         self._inbox = inbox
+        self._orders = deque[Message]()
+        self._held = ExitStack()  # what questions hold until ranks start: a port, a file
         self._outbox = Outbox(channel)
         self._heartbeat = heartbeat
         self._progress_file = folder / "progress"
@@ -152,6 +112,11 @@ class Agent:
         self._own = {progress.ENV: str(self._progress_file), **({} if memory is None else {MEMORY_ENV: memory})}
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._ranks: list[Rank] = []
+        self._programs: dict[int, Program] = {}
+        self._spares: list[Spare] = []
+        self._spares_wanted, self._spares_need_room = "off", False
+        self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
+        self._noted = set[str]()
         self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
         self._poll = select.epoll()
         self._on_ready: dict[int, Callable[[], None]] = {}
@@ -165,8 +130,10 @@ class Agent:
 
     def serve(self, orders: list[Message]) -> None:
         """Follow orders, these first, until nobody is left to give them. What ranks there are then die with it."""
-        self._obey(orders)
+        self._orders.extend(orders)
         while not self._ended:
+            self._obey()  # not within the events: a new descriptor may have the number of one that is closed there
+            self._send()
             for fd, _ in self._poll.poll(self._wait_s()):
                 if fd in self._on_ready:  # else there is room for messages, or it was closed by the event before
                     self._on_ready[fd]()
@@ -174,14 +141,19 @@ class Agent:
             now = time.monotonic()
             if self._kill_at is not None and now >= self._kill_at:
                 self._kill()
+            for rank in self._ranks:
+                if rank.instead is not None and now >= rank.taken_by:
+                    rank.tree.kill()
             if now >= self._report_at:
                 self._report()
+                self._start_spares()
             if now - self._heard > self._heartbeat_timeout_s:  # a link that is cut, or a controller that is
                 self._ended = True
                 self.why = SILENCE.format(self._heartbeat_timeout_s)
             self._read_rests()
             self._tell_done()
             self._send()
+        self._held.close()
         self._poll.close()
 
     def _watch(self, fd: int, handle: Callable[[], None]) -> None:
@@ -203,11 +175,18 @@ class Agent:
         self._heard = time.monotonic()
         if not data:
             self._ended = True
-        self._obey(self._inbox.feed(data))
+        self._orders.extend(self._inbox.feed(data))
 
-    def _obey(self, orders: list[Message]) -> None:
-        for order in orders:
-            if order["type"] == "start":
+    def _obey(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            if "ask" in order:
+                from roxxel_dist.launcher.preflight.probe import answer  # not on this machine: there nobody is asked
+
+                self._outbox.send(answer(order, self._held))
+                self._heard = time.monotonic()  # it may have taken long
+            elif order["type"] == "start":
+                self._clear()
                 self._start(order)
             elif order["type"] == "stop":
                 self._stop(float(order["grace"]))
@@ -217,19 +196,140 @@ class Agent:
                 self._report()
                 self._dump()
 
+    def _clear(self) -> None:
+        """Forget the attempt before, of which nothing runs any more."""
+        self._held.close()
+        for rank in self._ranks:
+            if not rank.exited:
+                self._note_exit(rank)
+            if rank.pipe >= 0:
+                self._close_pipe(rank)
+        if self._progress >= 0:
+            os.close(self._progress)
+            self._progress_file.unlink(missing_ok=True)
+        self._ranks.clear()
+        self._dropped.clear()
+        self._exited.clear()
+        self._kill_at = None
+        self._draining = self._done = False
+
     def _start(self, order: Message) -> None:
         self._total = order["total"]
         self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
-        for placed in order["ranks"]:
-            env = {**base, **placed["env"], **self._own}
-            rank = start_rank(placed["rank"], worker_argv(order["command"]), env, self._folders)
-            self._ranks.append(rank)
-            self._watch(rank.tree.pidfd, partial(self._note_exit, rank))
-            self._watch(rank.tree.fd, partial(self._hear_keeper, rank))
+        self._programs = {
+            placed["rank"]: Program(order["command"], {**base, **placed["env"], **self._own})
+            for placed in order["ranks"]
+        }
+        for number, program in self._programs.items():
+            self._ranks.append(self._take_spare(number, program) or self._start_rank(number, program))
+        for spare in list(self._spares):  # not ready, or for another program
+            self._end_spare(spare)
+        self._spares_wanted = order.get("spares", "off")
+
+    def _start_rank(self, number: int, program: Program) -> Rank:
+        rank = start_rank(number, program, self._folders)
+        self._watch(rank.tree.fd, partial(self._hear_keeper, rank))
+        self._watch(rank.pipe, partial(self._read_pipe, rank))
+        self._watch_as_rank(rank)
+        return rank
+
+    def _watch_as_rank(self, rank: Rank) -> None:
+        self._watch(rank.tree.pidfd, partial(self._note_exit, rank))
+        if not self._paused:
             self._watch(rank.output, partial(self._read_output, rank))
-            self._watch(rank.pipe, partial(self._read_pipe, rank))
-            self._outbox.send({"type": "started", "rank": rank.number, "pid": rank.tree.pid})
+        self._outbox.send({"type": "started", "rank": rank.number, "pid": rank.tree.pid})
+
+    def _take_spare(self, number: int, program: Program) -> Rank | None:
+        """The rank that a spare becomes; None where no spare can be it."""
+        spare = choose(self._spares, number, program)
+        if spare is None or not hand_over(spare, dict(program.env)):
+            return None
+        self._spares.remove(spare)
+        os.close(spare.orders)
+        rank = spare.rank
+        rank.number, rank.instead, rank.taken_by = number, program, time.monotonic() + TAKE_S
+        self._unwatch(rank.tree.pidfd)
+        self._watch_as_rank(rank)
+        return rank
+
+    def _start_spares(self) -> None:
+        """A spare for each rank, once in an attempt, when all are at their steps."""
+        ranks = self._alive()
+        if (
+            self._spares_wanted == "off"
+            or self._draining
+            or len(ranks) < len(self._programs)
+            or not all(map(self._works, ranks))
+        ):
+            return
+        wanted, self._spares_wanted = self._spares_wanted, "off"
+        if not imports_of(next(iter(self._programs.values())).command):
+            if wanted == "on":
+                self.note("--warm-spares on: this program does not run in the launcher's Python, so it has none")
+            return
+        self._spares_need_room = wanted == "auto"
+        if self._spares_need_room and not self._has_room(SIZE_BYTES):
+            return
+        for number, program in self._programs.items():
+            try:
+                spare = start_spare(number, program, self._folders)
+            except ChildProcessError as error:  # no process can be had: a fresh start may find one
+                self.note(f"no warm spares: {error}")
+                return
+            self._spares.append(spare)
+            self._watch(spare.rank.tree.pidfd, partial(self._end_spare, spare))
+            self._watch(spare.rank.tree.fd, partial(self._hear_keeper, spare.rank))
+            self._watch(spare.rank.pipe, partial(self._read_pipe, spare.rank))
+
+    def _works(self, rank: Rank) -> bool:
+        """Whether a rank has come some steps far, or has not told anything for long after it has joined."""
+        record = rank.told
+        if record.activity == "step" and rank.first is None:
+            rank.first = record
+        if rank.first is not None:
+            return record.entered >= rank.first.entered + STEPS
+        return record.pid > 0 and not record.activity and time.time() - record.time > QUIET_S
+
+    def _has_room(self, size: int) -> bool:
+        needed, free = 2 * size * len(self._programs), free_bytes()
+        if free < needed:
+            mebibytes = f"{free >> 20:,} MiB of memory are free, and {needed >> 20:,} would be needed"
+            self.note(f"no warm spares: {mebibytes} (--warm-spares on has them in any case)")
+        return free >= needed
+
+    def _spare_is_ready(self, rank: Rank, size: int) -> None:
+        spare = next((spare for spare in self._spares if spare.rank is rank), None)
+        if spare is not None:
+            spare.ready = True
+            if self._spares_need_room and not self._has_room(size):
+                for each in list(self._spares):
+                    self._end_spare(each)
+
+    def _end_spare(self, spare: Spare) -> None:
+        """Kill what there is of a spare, which has died or is of no use; it is waited for by `done`."""
+        self._spares.remove(spare)
+        os.close(spare.orders)
+        self._unwatch(spare.rank.tree.pidfd)
+        os.close(spare.rank.tree.pidfd)
+        self._drop(spare.rank)
+
+    def _drop(self, rank: Rank) -> None:
+        """Take no more notice of a rank than that it is gone one day."""
+        rank.tree.kill()
+        if rank.output in self._on_ready:
+            self._unwatch(rank.output)
+        if rank.output >= 0:
+            os.close(rank.output)
+        if rank.pipe >= 0:
+            self._close_pipe(rank)
+        self._dropped.append(rank)
+
+    def note(self, text: str) -> None:
+        """Tell people, once."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self._outbox.send({"type": "note", "text": text})
 
     def _stop(self, grace: float) -> None:
         """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""
@@ -292,6 +392,7 @@ class Agent:
     def _note_exit(self, rank: Rank) -> None:
         self._unwatch(rank.tree.pidfd)
         os.close(rank.tree.pidfd)
+        rank.exited = True
         self._exited.append(rank)
 
     def _hear_keeper(self, rank: Rank) -> None:
@@ -303,7 +404,12 @@ class Agent:
     def _on_exits(self) -> None:
         exited: list[Rank] = []
         while self._exited and (code := self._exited[0].tree.code) is not None:
-            exited.append(rank := self._exited.popleft())
+            rank = self._exited.popleft()
+            if rank.instead is not None and not (rank.killed_by_us or self._draining or self._kill_at is not None):
+                self._ranks[self._ranks.index(rank)] = self._start_rank(rank.number, rank.instead)
+                self._drop(rank)  # a spare that ended before it was the rank: no failure
+                continue
+            exited.append(rank)
             if rank.code is None:  # else it has told itself
                 self._tell_end(rank, code)
         self._react(exited)
@@ -359,11 +465,14 @@ class Agent:
         """A rank's failure, and the newest record for the bar."""
         data = os.read(rank.pipe, CHUNK)
         if not data:
-            self._unwatch(rank.pipe)
-            os.close(rank.pipe)
+            self._close_pipe(rank)
         status = None
         for line in rank.messages.feed(data):
             match _message(line):
+                case {"spare": "ready", "size": int(size)}:
+                    self._spare_is_ready(rank, size)
+                case {"spare": "taken"}:
+                    rank.instead = None
                 case {"failed": int(code)}:
                     if rank.code is None and not rank.killed_by_us:
                         self._tell_end(rank, code)
@@ -373,8 +482,15 @@ class Agent:
         if status is not None and not self._paused:  # the next one is as good
             self._outbox.send({"type": "status", "rank": rank.number, "record": status})
 
+    def _close_pipe(self, rank: Rank) -> None:
+        self._unwatch(rank.pipe)
+        os.close(rank.pipe)
+        rank.pipe = -1
+
     def _tell_done(self) -> None:
-        if self._ranks and not self._done and all(rank.settled for rank in self._ranks):
+        if not self._ranks or self._done:
+            return
+        if all(rank.settled for rank in self._ranks) and all(rank.tree.gone for rank in self._dropped):
             self._done = True
             self._outbox.send({"type": "done"})
 
@@ -396,12 +512,11 @@ class Agent:
 
 
 def _make_memory(path: str, key: str) -> str | None:
-    """The folder, when it is there; None where it cannot be, and a line that says so."""
+    """The folder, when it is there; None where it cannot be."""
     memory_folder.remove_abandoned()
     try:
         memory_folder.create(path, key)
-    except OSError as error:
-        print(f"no folder in {memory_folder.SHARED_MEMORY} ({error.strerror})", file=sys.stderr)
+    except OSError:
         return None
     return path
 
@@ -430,6 +545,10 @@ def main() -> None:
         if memory is not None and key is not None:  # only now that somebody else would remove it
             memory = _make_memory(memory, key)
         agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
+        if key is not None and memory is None:
+            agent.note(
+                f"no folder can be made in {memory_folder.SHARED_MEMORY}: nothing is kept in memory for restarts"
+            )
         agent.serve(orders)
     finally:
         remove(folders)

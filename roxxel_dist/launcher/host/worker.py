@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
@@ -26,6 +26,7 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_TIMEOUT_ENV,
     EXIT_TIMEOUT_TEXT,
     OK_CODES,
+    SPARE_ENV,
     STACK_SIGNAL,
     FileSystemError,
     LostRankError,
@@ -37,6 +38,10 @@ SUBCOMMANDS = frozenset(
     "data batch train find-lr generate eval launch sweep report plan doctor save export".split()  # noqa: SIM905
 )
 PYTHON = frozenset({"python", "python3", sys.executable})
+JOINING = ("roxxel_dist.cluster.distributed",)
+"""What every program that runs in this process finds imported."""
+TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.experiment", "typeguard")
+"""What `train` imports besides, by name: a spare process does it ahead of time. None of them touches a device."""
 LINGER_S = 1.0
 """How long a rank that has failed waits for its agent to end it."""
 NOT_FOUND = 127
@@ -56,6 +61,22 @@ def main(command: list[str]) -> None:
         if _is_called_python(word) and shutil.which(word):
             info(f"{word} is not the launcher's Python ({sys.executable}): jax.distributed is not set up for it")
         _replace(command)
+
+
+def imports_of(command: Sequence[str]) -> Sequence[str]:
+    """What a command imports before it does anything of its own; nothing where it does not run in this process."""
+    word, *rest = command
+    if word == "train":
+        return TRAINING
+    words = rest if word not in SUBCOMMANDS and _is_this_python(word) else [word] if word.endswith(".py") else []
+    return JOINING if words and _runs_here(words) else ()
+
+
+def _runs_here(words: Sequence[str]) -> bool:
+    """Whether the words of an interpreter are a script or a module, with no option that takes a new interpreter."""
+    options = _options(list(words))
+    target = words[len(options) :]
+    return set(options) <= {"-u"} and bool(target) and target[0] not in ("-", "-c") and list(target) != ["-m"]
 
 
 def _is_called_python(word: str) -> bool:
@@ -246,4 +267,8 @@ def _flush() -> None:
 
 
 if __name__ == "__main__":
+    if SPARE_ENV in os.environ:
+        from roxxel_dist.launcher.host.warm import become_rank
+
+        become_rank(imports_of(sys.argv[1:]))
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What an agent answers before it has ranks: the questions of preflight. Nothing is left of them."""
+"""What an agent answers while it has no ranks: the questions of preflight. Nothing is left of them."""
 
 import os
 import signal
@@ -24,15 +24,17 @@ def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[M
     """
     names = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
     before = {name: signal.signal(name, lambda *_: sys.exit(1)) for name in names}  # by way of `held`: the files go
-    with ExitStack() as held:
-        held.callback(signal.alarm, 0)
-        while questions and "ask" in questions[0]:
-            signal.alarm(LIFE_S)
-            try:
-                os.write(channel, encode(answer(questions.pop(0), held)))
-            except BrokenPipeError:
-                return []
-            questions = questions or inbox.read(0)
+    try:
+        with ExitStack() as held:
+            while questions and "ask" in questions[0]:
+                signal.alarm(LIFE_S)
+                try:
+                    os.write(channel, encode(answer(questions.pop(0), held)))
+                except BrokenPipeError:
+                    return []
+                questions = questions or inbox.read(0)
+    finally:
+        signal.alarm(0)
     for name, handler in before.items():
         signal.signal(name, handler)
     return questions
@@ -41,11 +43,12 @@ def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[M
 def answer(question: Message, held: ExitStack) -> Message:
     """The answer to a question (a message with `ask`): what was asked for, or `why` it cannot be had.
 
-    A port or a file that it asks for is there until `held` is closed.
+    A port or a file that it asks for is there until `held` is closed, or the first question of the next round comes.
     """
     try:
         match question["ask"]:
             case "facts":
+                held.close()
                 reply = gather(question)
             case "address":
                 reply = {"address": local_address(question["towards"])}
@@ -63,7 +66,7 @@ def answer(question: Message, held: ExitStack) -> Message:
                 reply = {"why": f"it does not know {unknown!r}: install the same roxxel-dist on all hosts"}
     except OSError as error:
         reply = {"why": error.strerror or str(error)}
-    return reply
+    return reply | ({"id": question["id"]} if "id" in question else {})
 
 
 def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from roxxel_dist.launcher.backends.base import Backend
@@ -87,8 +86,6 @@ class ReadyHosts:
     """The hosts that can start, and what they share."""
 
     assignment: Assignment
-    pool: HostPool
-    """Reaches the agents that have answered; who gets it closes it."""
     coordinator: str
     """address:port of rank 0's coordinator, as all of them reach it."""
     visible: Mapping[str, str]
@@ -100,13 +97,14 @@ class ReadyHosts:
 class HostSelector:
     """Looks at the hosts of a job before each of its attempts.
 
+    Agents of the attempt before are asked by the connection that is there: a host is reached anew where it was lost.
     A spare host takes the place of one that is out of reach, or not fit, at once. Where there is none, everything must
     be as it should the first time; later a host has `job.host_timeout` seconds before the job goes on without it, if it
     may.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console) -> None:
-        self._job, self._backend, self._signals, self._screen = job, backend, signals, screen
+    def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console, pool: HostPool) -> None:
+        self._job, self._backend, self._signals, self._screen, self._pool = job, backend, signals, screen, pool
         self._warnings: set[str] = set()
         self._cores: int | None = None
         self._set_aside: list[str] = []
@@ -135,22 +133,20 @@ class HostSelector:
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
         deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
         while True:
-            with ExitStack() as stack:
-                pool = stack.enter_context(HostPool(backend, self._signals.fd))
-                try:
-                    report = check_job_hosts(assignment.job, backend, assignment.hosts, port=port, pool=pool)
-                except Interrupted:
-                    if numbers := self._signals.take():
-                        raise StoppedError(numbers[0]) from None
-                    continue
-                warnings = [result.text for result in report.findings if result.level == "warning"]
-                self._say(warnings, self._warnings, "warning: ")
-                if report.passed:
-                    stack.pop_all()
-                    self._cores = self._cores or report.cores
-                    self.has_spare = len(present) > working
-                    address = f"[{report.address}]" if ":" in report.address else report.address
-                    return ReadyHosts(assignment, pool, f"{address}:{report.port}", report.visible, self._cores)
+            self._pool.reach_anew()
+            try:
+                report = check_job_hosts(assignment.job, backend, assignment.hosts, port=port, pool=self._pool)
+            except Interrupted:
+                if numbers := self._signals.take():
+                    raise StoppedError(numbers[0]) from None
+                continue
+            warnings = [result.text for result in report.findings if result.level == "warning"]
+            self._say(warnings, self._warnings, "warning: ")
+            if report.passed:
+                self._cores = self._cores or report.cores
+                self.has_spare = len(present) > working
+                address = f"[{report.address}]" if ":" in report.address else report.address
+                return ReadyHosts(assignment, f"{address}:{report.port}", report.visible, self._cores)
             errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
             errors |= {f"host {host} cannot be used: {why}": (host,) for host, why in report.unreachable.items()}
             to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}

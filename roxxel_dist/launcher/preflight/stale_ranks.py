@@ -6,11 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.host.process_tree import PARENT, STARTED, stat
+from roxxel_dist.launcher.host.process_tree import PARENT, STARTED, descendants, stat
 from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
 AGENT = "roxxel_dist.launcher.host.agent"
+SPARE = "roxxel-spare"
+"""The name of a process that waits to be a rank (`host.warm`)."""
 LIMIT_S = 2.0
 """How long all processes together may take to be looked at."""
 
@@ -40,9 +42,10 @@ def stale_ranks(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_
 def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], current: list[int]) -> None:
     outer = os.environ.get("ROXXEL_RUN_ID")
     network = os.readlink("/proc/self/ns/net")
+    watched = descendants(os.getpid())  # such as spare processes between two attempts
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
+        if not name.isdigit() or int(name) == os.getpid() or int(name) in watched:
             continue
         current[:] = [int(name)]
         with suppress(OSError):  # it ended meanwhile, or is not to be looked at
@@ -66,6 +69,8 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
             seconds = uptime - int(fields[STARTED]) / os.sysconf("SC_CLK_TCK")
             parent = _strings(Path("/proc", fields[PARENT].decode(), "cmdline"))
             orphan = AGENT not in parent and WORKER not in parent  # a fork of a rank looks like the rank
+            if not orphan and (place / "comm").read_text(errors="replace").strip() == SPARE:
+                continue  # of another host's agent, on the same machine
             rank = {"run_id": own_id, "ours": ours, "orphan": orphan, "seconds": seconds, "stuck": False}
             ranks.append({"pid": int(name), **rank})
 

@@ -38,7 +38,13 @@ class HostConnection:
     ready: bool = False
     """Whether it has said anything."""
     done: bool = False
-    """Whether nothing more is expected from it: its work has ended, or it is lost."""
+    """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
+    lost: bool = False
+    """Whether nothing is expected from it ever."""
+    started: bool = False
+    """Whether it was told to start ranks: from then on it ends where it hears nothing."""
+    question: int = 0
+    """The number of the last question to it."""
     decoder: Decoder = field(default_factory=Decoder)
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
@@ -64,6 +70,8 @@ class HostConnection:
     def send(self, *messages: Message) -> None:
         """Give orders, and go on with those that wait, without waiting for the program; one that is gone needs none."""
         with self._lock:
+            if self._streams[0].closed:
+                return
             for message in messages:
                 self._outbox.send(message)
             self._outbox.flush()
@@ -90,7 +98,7 @@ class HostConnection:
 
     def hang_up(self) -> None:
         """Let the program know that there will be no more orders: it ends, an agent with what ranks it has."""
-        with suppress(BrokenPipeError):
+        with self._lock, suppress(BrokenPipeError):
             self._streams[0].close()
 
     def close(self, limit_s: float) -> None:

@@ -41,6 +41,8 @@ class Interrupted(Exception):
 class HostPool:
     """A program on each of some hosts. Use it as a context: at its end the programs, and all that they held, are gone.
 
+    Agents go on from one attempt of a job to the next: those that are not lost are asked again, and start ranks again.
+
     Args:
         backend: starts the programs.
         wake: a descriptor to be waited for too; `events` returns when it can be read, and `ask` raises `Interrupted`.
@@ -62,6 +64,7 @@ class HostPool:
         self._ending = threading.Event()
         self._kill_by: float | None = None
         self._looked = 0.0
+        self._questions = 0
 
     def __enter__(self) -> Self:
         return self
@@ -86,10 +89,29 @@ class HostPool:
             self._select.register(fd, selectors.EVENT_READ, link)
         return link
 
+    def reach_anew(self) -> None:
+        """Let go of hosts that were lost, or have not answered: the next question, or start, connects to them again."""
+        while events := [(link, event) for link, event in self._ready(0) if link is not None]:
+            for link, event in events:
+                if isinstance(event, Exception):
+                    self._forget(link)
+        self._let_go([link for link in self.all if link.lost])
+        self.gone.clear()
+
+    def _let_go(self, links: Sequence[HostConnection]) -> None:
+        for link in links:
+            self._forget(link)
+            del self._by_host[link.host]
+            link.hang_up()
+        end = time.monotonic() + AGENT_END_S
+        for link in links:
+            link.close(max(0.0, end - time.monotonic()))
+
     def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
         """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `heard` in each is the time here when it came.
 
-        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is `gone`.
+        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is `gone`. An
+        agent that has had ranks has `SILENT_S` at most, for it is connected.
 
         Raises:
             Interrupted: the descriptor `wake` can be read.
@@ -105,22 +127,25 @@ class HostPool:
                 except OSError as error:
                     self.gone[host] = f"no agent could be started: {error}"
                     continue
-                link.send(questions[host])
-                waiting[link] = time.monotonic() + limit_s
+                self._questions += 1
+                link.question = self._questions  # an answer to one that was broken off may still come
+                link.send({**questions[host], "id": link.question})
+                waiting[link] = time.monotonic() + (min(limit_s, SILENT_S) if link.started else limit_s)
             at_once = unasked and len(waiting) < AT_ONCE
             for link, event in self._ready(0 if at_once else max(0.0, min(waiting.values()) - time.monotonic())):
                 if link is None:
                     raise Interrupted
-                if isinstance(event, dict):
-                    answers[link.host] = event | {"heard": time.time()}
-                elif isinstance(event, Exception):
+                if isinstance(event, Exception):
                     self._give_up(link, str(event) or _why_it_ended(link))
+                elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
+                    answers[link.host] = event | {"heard": time.time()}
                 else:
                     continue
                 waiting.pop(link, None)
             for link in [link for link, end in waiting.items() if time.monotonic() >= end]:
                 del waiting[link]
-                self._give_up(link, f"it did not answer within {limit_s:g} s: is the machine stuck, or its network?")
+                limit = min(limit_s, SILENT_S) if link.started else limit_s
+                self._give_up(link, f"it did not answer within {limit:g} s: is the machine stuck, or its network?")
         return {host: answers[host] for host in questions if host in answers}
 
     def _give_up(self, link: HostConnection, why: str) -> None:
@@ -129,23 +154,32 @@ class HostPool:
         if link.process.poll() is None:
             link.process.kill()
 
-    def start(self, job: JobSpec, placed: Sequence[Placement], key: str) -> None:
-        """Have an agent on each host start its ranks. `key` is that of the job's folders in memory."""
+    def start(self, job: JobSpec, placed: Sequence[Placement], key: str, spares: str) -> None:
+        """Have an agent on each host start its ranks; those of other hosts end.
+
+        `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off.
+        """
         self._looked = time.monotonic()  # nobody was to be heard since the last question
+        self._kill_by = None
         for place in placed:
             link = self.connect(place.host)
-            link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), False
+            link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), link.started
+            link.started, link.done = True, False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             memory = {"key": key} if job.is_restartable else {}
-            link.send({"type": "start", "command": job.command, "ranks": ranks, "total": job.total, **memory})
-        self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._heartbeat.start()
+            what = {"command": job.command, "ranks": ranks, "total": job.total, "spares": spares}
+            link.send({"type": "start", **what, **memory})
+        if self._heartbeat is None:
+            self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._heartbeat.start()
+        hosts = {place.host for place in placed}
+        self._let_go([link for link in self.all if link.host not in hosts])
 
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
         while not self._ending.wait(HEARTBEAT_S):
-            for link in self.all:
-                if not link.done and not link.waiting:
+            for link in tuple(self.all):
+                if link.started and not link.lost and not link.waiting:
                     link.send({"type": "alive"})
 
     @property
@@ -165,20 +199,23 @@ class HostPool:
     def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str]]:
         """What happens within `wait_s` seconds, until something does.
 
-        A message of an agent, its loss, or a line of its stderr. Nothing where `wake` is readable.
+        A message of an agent, its loss, or a line for people. Nothing where `wake` is readable.
         """
         for link, event in self._ready(wait_s):
             if link is None or event is None:
                 continue
-            if isinstance(event, EOFError):
+            if isinstance(event, Exception) and link.done:  # after its work: the next attempt will reach it anew
+                self._forget(link)
+            elif isinstance(event, EOFError):
                 yield link, self._ended(link)
             elif isinstance(event, Exception):
                 link.process.kill()
                 yield link, self._lose(link, f"host {link.host}: {event}; it was left, and its ranks are killed")
             else:
-                if isinstance(event, dict) and event["type"] == "done":
+                kind = event["type"] if isinstance(event, dict) else ""
+                if kind == "done":
                     link.done = True
-                yield link, event
+                yield link, event["text"] if isinstance(event, dict) and kind == "note" else event
         yield from self._silent(time.monotonic())
 
     def _ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
@@ -188,9 +225,9 @@ class HostPool:
         """
         for link in self.all:
             blocked = link.order_fd in self._select.get_map()
-            if link.waiting and not link.done and not blocked:  # the pipe has had no room for its orders
+            if link.waiting and not link.lost and not blocked:  # the pipe has had no room for its orders
                 self._select.register(link.order_fd, selectors.EVENT_WRITE, link)
-            elif blocked and (link.done or not link.waiting):
+            elif blocked and not link.waiting:
                 self._select.unregister(link.order_fd)
         for key, _ in self._select.select(wait_s):
             link: HostConnection | None = key.data
@@ -210,7 +247,7 @@ class HostPool:
         if fd == link.error_fd:
             yield from link.errors(data)
         elif not data:
-            if not link.done:
+            if not link.lost:
                 yield EOFError()
         else:
             link.heard = time.monotonic()
@@ -241,8 +278,8 @@ class HostPool:
         return HostLost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
 
     def _forget(self, link: HostConnection) -> None:
-        link.done = True
-        for fd in (link.fd, link.error_fd):
+        link.done = link.lost = True
+        for fd in (link.fd, link.error_fd, link.order_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
 

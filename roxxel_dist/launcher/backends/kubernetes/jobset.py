@@ -198,7 +198,10 @@ def member_command(spec: JobSetSpec) -> list[str]:
     for name, default in usual.items():
         value = getattr(options, name)
         if value != default:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [f"{value:g}"])]
+            words += [
+                f"--{name.replace('_', '-')}",
+                *([] if value is True else [value if isinstance(value, str) else f"{value:g}"]),
+            ]
     return [*words, "--", *spec.command]
 
 

@@ -1,0 +1,77 @@
+"""A rank as its agent has it: the tree of its processes, its output, and what it tells."""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roxxel_dist.cluster import progress
+from roxxel_dist.cluster.exit_codes import PIPE_ENV
+from roxxel_dist.launcher.host.process_tree import Tree, die_with_parent
+from roxxel_dist.launcher.host.usage import UsageReader
+from roxxel_dist.launcher.output.logs import LineSplitter
+from roxxel_dist.launcher.placement import worker_argv
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank runs."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+
+
+@dataclass(eq=False, kw_only=True)
+class Rank:
+    """One process of the job and all that it started (its tree)."""
+
+    number: int
+    tree: Tree
+    output: int
+    pipe: int  # what it tells beside its output: `progress.AgentPipe`
+    lines: LineSplitter = field(default_factory=LineSplitter)
+    messages: LineSplitter = field(default_factory=LineSplitter)
+    code: int | None = None  # negative: a signal
+    killed_by_us: bool = False  # killed by this agent, and not on its way out before
+    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
+    usage: UsageReader = field(default_factory=UsageReader)
+    first: progress.Record | None = None  # as it was when its first step was seen
+    exited: bool = False  # its process; how it ended is told a moment later
+    instead: Program | None = None  # a spare that has not said yet that it is the rank: what is started where it ends
+    taken_by: float = 0.0  # when it has to have said so
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has ended, all its output was read, and nothing is left of it."""
+        return self.code is not None and self.output < 0 and self.tree.gone
+
+
+def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:
+    """Start a rank in a session of its own, with one pipe for all it prints, and one for what it tells its agent.
+
+    `folders` are the agent's own, see `Tree`; `pass_fds` are closed here.
+    """
+    reads, writes = os.pipe()
+    hears, tells = os.pipe()
+    for fd in (reads, hears, tells):
+        os.set_blocking(fd, False)
+    env = {**program.env, PIPE_ENV: f"{tells}:{os.fstat(tells).st_ino}"}
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            worker_argv(program.command),
+            stdin=subprocess.DEVNULL,
+            stdout=writes,
+            stderr=writes,
+            env=env,
+            pass_fds=(tells, *pass_fds),
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; its keeper has one thread
+        )
+
+    try:
+        tree = Tree(start, holds=(writes, tells, *pass_fds), folders=folders)
+    finally:
+        for fd in (writes, tells, *pass_fds):
+            os.close(fd)
+    return Rank(number=number, tree=tree, output=reads, pipe=hears)
