@@ -124,8 +124,9 @@ class Training:
         return found
 
     def ranks(self, host: str) -> list[int]:
-        """The ranks of a host."""
-        return [process.pid for process in self._that_run(host, "roxxel_dist.launcher.host.worker")]
+        """The ranks of a host, without the spare processes that wait to be one."""
+        workers = self._that_run(host, "roxxel_dist.launcher.host.worker")
+        return [process.pid for process in workers if process.name() != "roxxel-spare"]
 
     def _that_run(self, host: str, module: str) -> Iterator[psutil.Process]:
         for pid in self._hosts.processes(host):

@@ -36,6 +36,8 @@ def quota(pid: int, cpus: float) -> Iterator[None]:
     """A control group of its own for a process, with so many CPUs (version 1 or 2)."""
     first = (GROUPS / "cpu" / "cgroup.procs").exists()
     top = GROUPS / "cpu" if first else GROUPS
+    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    home = next(path for _, names, path in lines if ("cpu" in names.split(",") if first else not names))
     group = top / f"roxxel-test-{pid}"
     group.mkdir()
     try:
@@ -45,16 +47,11 @@ def quota(pid: int, cpus: float) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 (top / "cgroup.subtree_control").write_text("+cpu")
             (group / "cpu.max").write_text(f"{round(cpus * PERIOD_US)} {PERIOD_US}")
-        home = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-        paths = {line.split(":")[1]: line.split(":", 2)[2] for line in home}
         (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
         with contextlib.suppress(OSError):  # the process may be gone
-            back = next(path for names, path in paths.items() if names == "" or "cpu" in names.split(","))
-            if first:
-                back = next(path for names, path in paths.items() if "cpu" in names.split(","))
-            (top / back.strip("/") / "cgroup.procs").write_text(str(pid))
+            (top / home.strip("/") / "cgroup.procs").write_text(str(pid))
         end = time.monotonic() + 10
         while group.exists():
             with contextlib.suppress(OSError):

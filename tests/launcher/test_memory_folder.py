@@ -46,6 +46,29 @@ def test_a_job_without_restarts_has_none(launch: Launch) -> None:
     assert job.lines(0) == ["none"]
 
 
+def test_two_jobs_on_a_host_have_two(launch: Launch, until: Until, tmp_path: Path) -> None:
+    script = (
+        "echo $ROXXEL_MEMORY; cat $ROXXEL_MEMORY/key; echo; touch up.$NAME; until [ -e end.$NAME ]; do sleep 0.02; done"
+    )
+    jobs = {
+        name: launch("bash", "-c", script, nprocs=1, max_restarts=1, env={"NAME": name}, run_id=f"{name}{os.getpid()}",
+                     log_dir=str(tmp_path / name))
+        for name in ("one", "two")
+    }  # fmt: skip
+    jobs["one"].marks("up.*", 2)
+    logs = [tmp_path / name / "rank-0.log" for name in jobs]
+    until(lambda: all(log.exists() and len(log.read_text().splitlines()) == 3 for log in logs), "the lines")
+    lines = [log.read_text().splitlines()[1:] for log in logs]
+    folders, keys = ([line[number].split(" | ")[1] for line in lines] for number in (0, 1))
+    assert len(set(folders)) == len(set(keys)) == 2
+    (tmp_path / "end.one").touch()
+    assert jobs["one"].wait()[0] == 0
+    assert [os.path.exists(folder) for folder in folders] == [False, True]
+    (tmp_path / "end.two").touch()
+    assert jobs["two"].wait()[0] == 0
+    assert not os.path.exists(folders[1])
+
+
 @pytest.mark.parametrize("victims", ["launcher", "agent", "guard", "agent and guard", "agent that is stopped"])
 def test_kill_9_leaves_no_folder(victims: str, launch: Launch, alive: Alive, until: Until) -> None:
     job = launch("bash", "-c", FILL + "exec sleep 1000", max_restarts=1)

@@ -264,7 +264,7 @@ def test_ps_tells_the_processes_that_train(launch: Launch, until: Callable[..., 
         (entry,) = json.loads(subprocess.check_output(words, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}))
         return entry["ranks"]
 
-    fields = {"host": socket.gethostname()}
+    fields = {"host": socket.gethostname(), "slow": None}
     until(lambda: ranks() == [{"rank": n, "pid": pids[n], "step": 5 - 5 * n, **fields} for n in (0, 1)], "the ranks")
     os.kill(pids[1], signal.SIGTERM)
     assert job.wait()[0] == 0

@@ -58,14 +58,14 @@ def test_spare_hosts_wait_until_another_fails(tmp_path: Path, monkeypatch: pytes
     assert select(tmp_path, monkeypatch, set(), 0, spare_hosts=2) == [("a", "b")]
     assert select(tmp_path, monkeypatch, {"d"}, 0, spare_hosts=2) == [("a", "b")]
     assert select(tmp_path, monkeypatch, {"a"}, 0, spare_hosts=2) == [("a", "b"), ("b", "c")]
-    patient = {"spare_hosts": 2, "host_timeout": 1000}
+    patient: dict[str, Any] = {"spare_hosts": 2, "host_timeout": 1000}
     assert select(tmp_path, monkeypatch, {"b", "c"}, 1, **patient) == [("a", "b"), ("a", "c"), ("a", "d")]
 
 
 def test_a_slow_host_is_used_only_where_too_few_others_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = {"spare_hosts": 2, "host_timeout": 1000}  # nobody is waited for: a slow host is there
+    two: dict[str, Any] = {"spare_hosts": 2, "host_timeout": 1000}  # nobody is waited for: a slow host is there
     assert select(tmp_path, monkeypatch, set(), 1, ("a",), spare=True, **two) == [("b", "c")]
     assert select(tmp_path, monkeypatch, set(), 1, ("a", "c"), spare=False, **two) == [("b", "d")]
     assert select(tmp_path, monkeypatch, {"b"}, 1, ("a",), spare=False, **two) == [("b", "c"), ("c", "d")]

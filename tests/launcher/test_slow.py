@@ -25,9 +25,9 @@ from roxxel_dist.launcher.host.usage import Usage, UsageReader
 from roxxel_dist.launcher.jobs.record import entries
 
 Launch = Callable[..., Any]
-Until = Callable[[Callable[[], Any], str], None]
 RECORDED = Path(__file__).parent / "recorded"
 REPORT_S = 0.5
+LIMIT_S = 180.0
 
 
 def recorded(name: str) -> tuple[list[SlowRanks], int]:
@@ -195,14 +195,15 @@ def test_what_happens_between_steps_counts_for_nothing() -> None:
 def test_the_reader_sees_what_a_process_had() -> None:
     reader, own = UsageReader(), os.getpid()
     first = reader.read(own)
-    assert first == Usage(pid=own, time=first.time if first else 0.0)
+    assert first is not None
+    assert first == Usage(pid=own, time=first.time)
     end = time.thread_time() + 0.2
     while time.thread_time() < end:
         pass
-    second = reader.read(own)
-    assert second is not None
+    while (second := reader.read(own)) is None:  # it has just been read
+        time.sleep(0.01)
     assert 0.2 <= second.cpu_s <= psutil.Process().cpu_times().user + psutil.Process().cpu_times().system
-    assert second.longest_wait_s <= second.time
+    assert second.longest_wait_s <= second.time - first.time
     assert reader.read(0) is None
     assert UsageReader().read(2**22 + 1) is None
 
@@ -249,7 +250,14 @@ class Lockstep:
     """Ranks without jax that wait for each other in each step."""
 
     job: Any
-    until: Until
+
+    @staticmethod
+    def until(condition: Callable[[], Any], what: str) -> None:
+        """Wait for a condition; seldom looked at, for the ranks need the CPUs."""
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < end, f"waited {LIMIT_S} s for {what}"
+            time.sleep(0.1)
 
     def ranks(self) -> list[dict[str, Any]]:
         """As `ps --json` tells of them."""
@@ -277,13 +285,13 @@ class Lockstep:
 
 
 @pytest.fixture
-def lockstep(launch: Launch, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lockstep]:
+def lockstep(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lockstep]:
     """Start ranks in steps of so much CPU time."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     def start(work_s: float, steps: int, **job: Any) -> Lockstep:
         words = ("env", sys.executable, "-c", LOCKSTEP, work_s, steps, tmp_path)
-        return Lockstep(launch(*map(str, words), **job), until)
+        return Lockstep(launch(*map(str, words), **job))
 
     return start
 
@@ -329,9 +337,10 @@ def test_a_spare_host_takes_the_place_of_a_slow_one(lockstep: Callable[..., Lock
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(quota_missing() is not None, reason=str(quota_missing()))
 def test_a_rank_at_half_speed_is_named_20_of_20_within_50_steps(lockstep: Callable[..., Lockstep]) -> None:
-    job = lockstep(0.04, 100_000)
+    job = lockstep(0.015, 100_000)
     job.until(lambda: job.step() > 20, "steps")
     pids = {rank["rank"]: rank["pid"] for rank in job.ranks()}
     begun = []
@@ -349,6 +358,7 @@ def test_a_rank_at_half_speed_is_named_20_of_20_within_50_steps(lockstep: Callab
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "work_s", "steps"), [(2, 0.02, 10_000), (3, 0.02, 5_000), (10, 0.01, 2_000)])
 def test_an_idle_run_names_nobody(ranks: int, work_s: float, steps: int, lockstep: Callable[..., Lockstep]) -> None:
     """Also where ten share two cores."""

@@ -227,6 +227,33 @@ def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], 
     until(lambda: not three.left(), "everything to be gone")
 
 
+@pytest.mark.cluster
+def test_agents_outlive_an_attempt_and_a_spare_host_takes_the_place_of_a_lost_one(
+    ssh: Callable[[int], Ssh], until: Until
+) -> None:
+    three = ssh(3)
+    script = "echo $ROXXEL_MEMORY $(cat $ROXXEL_MEMORY/key) > tmp.$ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; "
+    script += "mv tmp.$ROXXEL_PROCESS_ID at.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; [ $ROXXEL_ATTEMPT = 2 ] || sleep 1000"
+    options = ["--spare-hosts", 1, "--host-timeout", 3]
+    launch = three.start(*options, "--", "bash", "-c", script, ranks=2)
+    agents = {host: three.pid(host, "launcher.host.agent") for host in ("h1", "h2")}
+    os.kill(three.pid("h2", "bash -c"), signal.SIGKILL)
+    until(lambda: len(list(three.folder.glob("at.1.*"))) == 2, "the second attempt")
+    assert {host: three.pid(host, "launcher.host.agent") for host in agents} == agents
+    three.hosts.drop("h2")
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 0, err
+    assert b"going on without h2, with h3 instead" in err
+    at = [[(three.folder / f"at.{n}.{rank}").read_text().split() for rank in (0, 1)] for n in range(3)]
+    folders = [[folder for folder, _ in attempt] for attempt in at]
+    assert folders[0] == folders[1]
+    assert folders[2][0] == folders[0][0]
+    assert folders[2][1] not in folders[0]
+    assert len({key for attempt in at for _, key in attempt}) == 1
+    until(lambda: not three.left(), "everything to be gone")
+    assert not any(os.path.exists(folder) for attempt in folders for folder in attempt)
+
+
 def test_a_host_that_is_not_fit_any_more_is_left_out(ssh: Callable[[int], Ssh]) -> None:
     three = ssh(3)
     script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "

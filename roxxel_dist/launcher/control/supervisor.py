@@ -89,7 +89,7 @@ class _Controller:
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
         while True:
             ready = selector.select(len(self._attempts))
-            result = self._attempt(ready, pool, keeps_slow="" if selector.has_spare else "no spare host is left")
+            result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left")
             last = self._attempts[-1]
             if result.lost is not None and result.lost.slow:
                 selector.set_aside(result.lost.host)
@@ -112,6 +112,8 @@ class _Controller:
     def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
+        if not self._has_restarts:
+            keeps_slow = "no restart is left (--max-restarts)"
         reached = max((attempt.reached for attempt in self._attempts), default=0)
         console.flush()  # a detached launcher lets go of its terminal here
         self.recorder.update(state="running", attempt=number)
@@ -129,7 +131,7 @@ class _Controller:
                 recorder=self.recorder,
                 key=self._key,
                 spares=job.warm_spares if self._has_restarts else "off",
-                keeps_slow=keeps_slow or ("" if self._has_restarts else "no restart is left (--max-restarts)"),
+                keeps_slow=keeps_slow,
             ).run(placed)
         finally:
             logs.close()

@@ -39,7 +39,7 @@ class UsageReader:
 
     def read(self, pid: int) -> Usage | None:
         """What it has had by now. None where it is gone, or was looked at a moment ago, or tells nothing."""
-        begun = time.monotonic()
+        begun, cpu_begun = time.monotonic(), time.thread_time()
         if pid <= 0 or begun < self._next:
             return None
         threads = _threads(pid)
@@ -61,7 +61,7 @@ class UsageReader:
                 throttled_s=before.throttled_s + more,
             )
         self._threads, self._throttled = threads, throttled
-        self._next = begun + (time.monotonic() - begun) / SHARE
+        self._next = begun + (time.thread_time() - cpu_begun) / SHARE
         return self._usage
 
 
