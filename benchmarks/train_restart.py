@@ -109,9 +109,7 @@ class KilledJob:
     def places(self) -> str:
         """A table of where the time went: medians by rank, seconds since the kill and CPU seconds of the process."""
         lines = [f"{'rank':>4}  {'since the kill':>14}  {'CPU':>6}  place"]
-        for (rank, what), times in sorted(
-            self._places.items(), key=lambda item: (item[0][0], statistics.median(item[1]))
-        ):
+        for (rank, what), times in sorted(self._places.items(), key=lambda item: (item[0][0], min(item[1]))):
             since, cpu = (statistics.median(column) for column in zip(*times, strict=True))
             lines.append(f"{rank:>4}  {since:>14.2f}  {cpu:>6.2f}  {what}")
         return "\n".join(lines)
