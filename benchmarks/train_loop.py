@@ -114,8 +114,11 @@ def saving(given: Setting) -> Iterable[Result]:
 
 
 def restarting(given: Setting) -> Iterable[Result]:
-    """Whole processes: a restart against a cold start."""
-    return train_restart.restarts(given.folder, 1 if given.quick else train_restart.ROUNDS)
+    """Whole processes: a restart against a cold start, and ranks of a job that are killed."""
+    yield from train_restart.restarts(given.folder, 1 if given.quick else train_restart.ROUNDS)
+    folder = given.folder / "kills"
+    folder.mkdir()
+    yield from train_restart.kills(folder, 3 if given.quick else train_restart.KILLS)
 
 
 def suggested_rates(given: Setting) -> Iterable[Result]:

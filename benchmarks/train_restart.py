@@ -1,9 +1,15 @@
-"""A restart of a run against its cold start: whole processes of the command line, from nothing to the first row logged.
+"""A restart of a run against its cold start, and a job's ranks killed with -9: whole processes of the command line.
 
-python benchmarks/train_restart.py [FOLDER]
+python benchmarks/train_restart.py [--kills N] [--every SECONDS] [FOLDER]
+
+With --kills the kills alone: the time from each to the first new step, and where it went on each rank.
 """
 
+import argparse
+import collections
+import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,9 +40,131 @@ checkpoint_every: 4
 """
 
 
+HERE = Path(__file__).parent
+DEMO = HERE.parent / "configs" / "demo.yaml"
+KILLS, KILL_EVERY_S, FIRST_KILL = 10, 30.0, 25
+ENDLESS = "[{steps: 1000000, batch_size: 16, seq_len: 129}]"
+
+
 def main() -> None:
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
-        print(table(restarts(Path(folder))))
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("folder", nargs="?", metavar="FOLDER")
+    flags.add_argument("--kills", type=int, default=0, metavar="N")
+    flags.add_argument("--every", type=float, default=KILL_EVERY_S, metavar="SECONDS")
+    given = flags.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        if not given.kills:
+            print(table(restarts(Path(folder))))
+            return
+        job = KilledJob(Path(folder), given.kills)
+        print(table(job.results(given.every)))
+        print(job.places())
+
+
+def kills(folder: Path, count: int = KILLS) -> Iterable[Result]:
+    """The first new step after a kill -9 of a rank, of two with the demo's model."""
+    return KilledJob(folder, count).results(KILL_EVERY_S)
+
+
+class KilledJob:
+    """`launch local --nprocs 2` of the demo's model, whose ranks are killed in turns."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder, self._count = folder, count
+        self._marks = folder / "marks"
+        self._places: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
+        """(seconds since the kill, CPU seconds of the process) by rank and place."""
+
+    def results(self, every_s: float) -> Iterable[Result]:
+        """The kills, so many seconds apart."""
+        load, taken, imported = os.getloadavg()[0], [], []
+        self._marks.mkdir()
+        process = self._launch()
+        try:
+            self._wait_row(process, FIRST_KILL)
+            for number in range(self._count):
+                begun = time.monotonic()
+                ranks, before = self._ranks(), self._last_row()
+                killed = time.monotonic()
+                os.kill(ranks[number % 2], signal.SIGKILL)
+                self._wait_row(process, before + 1)
+                taken.append(time.monotonic() - killed)
+                imported.append(self._read_marks(killed, set(ranks.values())))
+                print(f"  kill {number + 1}: {taken[-1]:.2f} s, all imported {imported[-1]:.2f} s", file=sys.stderr)
+                time.sleep(max(0.0, every_s - (time.monotonic() - begun)))
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        what, note = "kill -9 of a rank to the first new step, demo's model, 2 ranks", f"load {load:.1f} at the start"
+        yield Result(what=what, against="s, median", measured=statistics.median(taken), note=note)
+        most = sorted(taken)[-(-95 * len(taken) // 100) - 1]
+        yield Result(what=what, against=f"s, p95 of {len(taken)}", measured=most, target=2.5, at_most=True, note=note)
+        what = "of that, until Python and its imports are there on both ranks"
+        yield Result(what=what, against="s, median", measured=statistics.median(imported), note=note)
+
+    def places(self) -> str:
+        """A table of where the time went: medians by rank, seconds since the kill and CPU seconds of the process."""
+        lines = [f"{'rank':>4}  {'since the kill':>14}  {'CPU':>6}  place"]
+        for (rank, what), times in sorted(self._places.items(), key=lambda item: (item[0][0], min(item[1]))):
+            since, cpu = (statistics.median(column) for column in zip(*times, strict=True))
+            lines.append(f"{rank:>4}  {since:>14.2f}  {cpu:>6.2f}  {what}")
+        return "\n".join(lines)
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
+        tokens = np.random.default_rng(0).integers(0, 2048, 1 << 22, np.uint16)
+        Roxxel(self._folder / "corpus.rox").write([tokens], separator=None, vocab_size=2048)
+        path = os.pathsep.join([str(HERE / "restart_marks"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache")}
+        env |= {"PYTHONPATH": path, "RESTART_MARKS": str(self._marks)}
+        words = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--max-restarts", self._count + 1, "--"]
+        words += ["train", "--config", DEMO, "--data_path", "corpus.rox", "--run_dir", "run", "--resume"]
+        words += ["--phases", ENDLESS, "--log_every", 1, "--eval_every", 1000000, "--checkpoint_every", 10]
+        command = [sys.executable, "-m", "roxxel_dist", *map(str, words)]
+        with (self._folder / "log").open("wb") as log:
+            return subprocess.Popen(command, cwd=self._folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    def _last_row(self) -> int:
+        file = self._folder / "run" / "metrics.jsonl"
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def _wait_row(self, process: "subprocess.Popen[bytes]", step: int) -> None:
+        end = time.monotonic() + LIMIT_S
+        while self._last_row() < step:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"step {step} did not come:\n{(self._folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.005)
+
+    def _ranks(self) -> dict[int, int]:
+        """The pids of the ranks that train now: those of the newest attempt that have a step."""
+        newest: dict[int, tuple[int, int]] = {}
+        for file in self._marks.iterdir():
+            try:
+                environment = Path(f"/proc/{file.name}/environ").read_bytes()
+            except OSError:
+                continue
+            variables = dict(entry.split("=", 1) for entry in environment.decode().split("\0") if "=" in entry)
+            if "all imported" in file.read_text(encoding="utf-8"):
+                rank, attempt = int(variables["ROXXEL_PROCESS_ID"]), int(variables["ROXXEL_ATTEMPT"])
+                newest[rank] = max(newest.get(rank, (0, 0)), (attempt, int(file.name)))
+        return {rank: pid for rank, (_, pid) in newest.items()}
+
+    def _read_marks(self, killed: float, before: set[int]) -> float:
+        """Keep the places of the new ranks; returns when the last of them had all imported."""
+        imported = 0.0
+        for rank, pid in self._ranks().items():
+            if pid in before:
+                continue
+            for line in (self._marks / str(pid)).read_text(encoding="utf-8").splitlines():
+                mark = json.loads(line)
+                self._places[rank, mark["what"]].append((mark["time"] - killed, mark["cpu"]))
+                if mark["what"] == "all imported":
+                    imported = max(imported, mark["time"] - killed)
+        return imported
 
 
 def restarts(folder: Path, rounds: int = ROUNDS) -> Iterable[Result]:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -45,15 +46,24 @@ def _joined_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.St
     """A dataclass, whose field docstrings tyro itself would break where their lines end."""
     if not dataclasses.is_dataclass(info.type):
         return None
-    docs, hints = field_docs(info.type), get_type_hints(info.type, include_extras=True)
+    hints = get_type_hints(info.type, include_extras=True)
     values = {field.name: _default_of(field) for field in dataclasses.fields(info.type)}
     if isinstance(info.default, info.type):
         values = {name: getattr(info.default, name) for name in values}
     specs = [
-        tyro.constructors.StructFieldSpec(name=name, type=hints[name], default=value, helptext=docs.get(name))
+        tyro.constructors.StructFieldSpec(
+            name=name,
+            type=hints[name],
+            default=value,
+            helptext=functools.partial(_help_of, info.type, name),  # read where it is shown: the sources take a while
+        )
         for name, value in values.items()
     ]
     return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
+
+
+def _help_of(kind: type, name: str) -> str | None:
+    return field_docs(kind).get(name)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
@@ -99,6 +109,7 @@ def parse(
     )  # fmt: skip
 
 
+@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """The docstring below each field of a dataclass and of those it extends, as one line."""
     docs: dict[str, str] = {}

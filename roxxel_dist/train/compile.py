@@ -55,6 +55,10 @@ class AotCompiler:
         if key not in self._programs:
             self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args))
 
+    def rest_until(self, result: Any) -> None:
+        """Begin with what is prepared from now on when this array is computed: the devices' work comes first."""
+        self._pool.submit(jax.block_until_ready, result)
+
     def get(self, key: Hashable) -> Any:
         """The program, once it is compiled."""
         return self._programs[key].result()

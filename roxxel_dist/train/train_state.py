@@ -382,7 +382,8 @@ def _cast(leaf: Any, dtype: Any = None) -> jax.Array:
 
 
 def _shape_of(leaf: Any, sharding: NamedSharding, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    shape = jax.eval_shape(partial(_cast, dtype=dtype), leaf)
+    known = isinstance(leaf, jax.ShapeDtypeStruct) and dtype in (None, leaf.dtype)
+    shape = leaf if known else jax.eval_shape(partial(_cast, dtype=dtype), leaf)  # a trace of each takes a millisecond
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 

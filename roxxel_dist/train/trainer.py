@@ -365,7 +365,7 @@ class Trainer:
             if due("log", done) or due("eval", done):
                 self._deferred = done, metrics
             if begins:
-                self._compile_next_phase(phase)
+                self._compile_next_phase(phase, metrics)
             self._metrics.update_progress(self.plan, done)
             if self._profiler is not None:
                 self._profiler.after(done, metrics.scalars["loss"])
@@ -463,9 +463,11 @@ class Trainer:
         self._validation.prepare(self._like, self._hparams, self.plan.segment(step).shape)
         return key
 
-    def _compile_next_phase(self, phase: int) -> None:
+    def _compile_next_phase(self, phase: int, first: Metrics) -> None:
+        """Begin to compile what the phase after this one needs, when the first step of this one is done."""
         end = sum(shape.steps for shape in self.plan.shapes[: phase + 1])
         if end < self.last_step:
+            self._compiler.rest_until(first.scalars["loss"])
             self._compile_phase(end)
 
     def _enter_phase(self, step: int) -> Any:

@@ -31,7 +31,7 @@ def listen(event: str, duration_secs: float, **more: str | int) -> None:
 
 def kill_once(step):
     rows = run / "metrics.jsonl"
-    saved = run / "checkpoints" / "5"
+    saved = run / "checkpoints" / "8"
     while not (saved.exists() and rows.exists() and f'"step": {step},' in rows.read_text()):
         time.sleep(0.01)
     (folder / "before.jsonl").write_text(rows.read_text())

@@ -6,10 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commands import environment, make_corpus, rows
+from commands import environment, rows
+from corpora import write_corpus
 
 SCRIPT = Path(__file__).parent / "kept_programs.py"
-PHASES = "[{steps: 6, batch_size: 8, seq_len: 33}, {steps: 6, batch_size: 4, seq_len: 65}]"
+CONFIG = """
+dim: 16
+num_blocks: 1
+kv_heads: 1
+head_size: 8
+max_context: 64
+dropout_rate: 0.1
+phases: [{steps: 14, batch_size: 4, seq_len: 17}]
+log_every: 1
+eval_every: 6
+eval_iters: 1
+checkpoint_every: 4
+"""
 
 
 def events(folder, attempt, kind):
@@ -19,22 +32,12 @@ def events(folder, attempt, kind):
 
 
 def test_a_second_attempt_compiles_nothing_on_any_rank(tmp_path):
-    make_corpus(tmp_path)
-    train = [
-        "--config",
-        "tiny.yaml",
-        "--data_path",
-        "data",
-        "--run_dir",
-        "run",
-        "--phases",
-        PHASES,
-        "--eval_every",
-        "2",
-    ]
+    data = write_corpus(tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    train = ["--config", "config.yaml", "--data_path", data, "--run_dir", "run"]
     words = [sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", 2, "--devices-per-proc", 2]
     words += ["--max-restarts", 1, "--", "python", SCRIPT, "--as-train", tmp_path, *train]
-    env = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"), KILL_AT="9")
+    env = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"), KILL_AT="10")
     result = subprocess.run([*map(str, words)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     resumed = re.search(r"resuming after step (\d+)", result.stdout)
@@ -53,4 +56,4 @@ def test_a_second_attempt_compiles_nothing_on_any_rank(tmp_path):
     for row in again:
         assert row["train_loss"] == after[row["step"]]["train_loss"]
         assert row.get("val_loss") == after[row["step"]].get("val_loss")
-    assert max(after) == 12
+    assert max(after) == 14
