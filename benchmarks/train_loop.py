@@ -110,7 +110,8 @@ def phase_boundary(given: Setting) -> Iterable[Result]:
 
 def saving(given: Setting) -> Iterable[Result]:
     """Saves in the background against saves that are waited for."""
-    return train_save.saving(given.folder / "save", 3 if given.quick else train_save.ROUNDS)
+    rounds = 3 if given.quick else train_save.ROUNDS
+    return [*train_save.saving(given.folder / "save", rounds), *train_save.digests(given.folder / "digests", rounds)]
 
 
 def restarting(given: Setting) -> Iterable[Result]:

@@ -17,12 +17,11 @@ def damage(checkpoints, step, kind, seed):
     others = sorted(
         int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal() and path.name != str(step)
     )
-    other = checkpoints / str(rng.choice(others))
     paths = sorted(files_below(folder))
     if kind == "old meta":
         paths = [folder / "meta.json"]
-    while True:
-        path = rng.choice(paths)
+    for _ in range(100):
+        path, other = rng.choice(paths), checkpoints / str(rng.choice(others))
         before = path.read_bytes()
         data = bytearray(before)
         if kind == "flip":
@@ -43,7 +42,7 @@ def damage(checkpoints, step, kind, seed):
         if data != before:
             path.write_bytes(data)
             return path.name
-        assert kind != "old meta", f"{path} and that of step {other.name} are the same"
+    raise AssertionError(f"no file of {folder} can be damaged so: {kind}")
 
 
 def copy_damaged(run, folder, kind, seed, newest=1):
