@@ -4,9 +4,10 @@ import os
 import re
 import signal
 
-import psutil
 import pytest
 from commands import launched, losses, make_corpus, rows, run, start, wait_for
+
+from roxxel_dist.launcher.jobs import record
 
 
 @pytest.mark.long
@@ -67,7 +68,6 @@ def test_a_run_whose_file_system_comes_back_goes_on(tmp_path):
 
 
 def _rank(launcher, number):
-    for process in psutil.Process(launcher).children(recursive=True):
-        if process.environ().get("ROXXEL_PROCESS_ID") == str(number) and process.name() != "roxxel-spare":
-            return process.pid
-    raise AssertionError(f"rank {number} does not run")
+    """The process of a rank, as the launcher's record tells it: a spare process looks much like its rank."""
+    (job,) = (job for job in record.entries() if job.controller.pid == launcher)
+    return next(rank.pid for rank in job.ranks if rank.rank == number)

@@ -7,13 +7,14 @@ next job with such a folder starts on the host.
 
 import fcntl
 import os
+import re
 import time
 from contextlib import suppress
 
 from roxxel_dist.launcher.host.process_tree import remove
 
 SHARED_MEMORY = "/dev/shm"
-PREFIX = "roxxel-"
+NAME = re.compile("roxxel-[0-9a-f]{16}")
 KEY = "key"
 NEW_S = 60.0
 """A younger folder may not be locked yet by the agent that makes it."""
@@ -23,7 +24,7 @@ def new_path() -> str | None:
     """A name for a new folder; None where this host has no shared memory that can be written."""
     if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         return None
-    return os.path.join(SHARED_MEMORY, f"{PREFIX}{os.urandom(8).hex()}")
+    return os.path.join(SHARED_MEMORY, f"roxxel-{os.urandom(8).hex()}")
 
 
 def create(path: str, key: str) -> None:
@@ -38,7 +39,7 @@ def remove_abandoned() -> None:
     """Remove the folders of this user that no agent uses any more."""
     with suppress(OSError):
         for place in os.scandir(SHARED_MEMORY):
-            if place.name.startswith(PREFIX) and place.is_dir(follow_symlinks=False):
+            if NAME.fullmatch(place.name) and place.is_dir(follow_symlinks=False):
                 with suppress(OSError):
                     _remove_abandoned(place)
 
