@@ -235,6 +235,9 @@ class _Others:
 
     def median(self, own: float) -> float:
         """The median of all values but one, `own`."""
-        values = self._values.copy()
-        del values[bisect_left(values, own)]
-        return median(values)
+        left_out, count = bisect_left(self._values, own), len(self._values) - 1
+
+        def value(place: int) -> float:
+            return self._values[place + (place >= left_out)]
+
+        return (value((count - 1) // 2) + value(count // 2)) / 2
