@@ -34,7 +34,7 @@ def events(folder, attempt, kind):
 def test_a_second_attempt_compiles_nothing_on_any_rank(tmp_path):
     data = write_corpus(tmp_path)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    train = ["--config", "config.yaml", "--data_path", data, "--run_dir", "run"]
+    train = ["--config", "config.yaml", "--data_path", data, "--run_dir", "run", "--memory_checkpoint_every", "0"]
     words = [sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", 2, "--devices-per-proc", 2]
     words += ["--max-restarts", 1, "--", "python", SCRIPT, "--as-train", tmp_path, *train]
     env = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"), KILL_AT="10")

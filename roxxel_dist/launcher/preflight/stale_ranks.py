@@ -45,7 +45,7 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
     watched = descendants(os.getpid())  # such as spare processes between two attempts
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid() or int(name) in watched:
+        if not name.isdigit() or int(name) == os.getpid():
             continue
         current[:] = [int(name)]
         with suppress(OSError):  # it ended meanwhile, or is not to be looked at
@@ -68,6 +68,8 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
             fields = stat(int(name))
             seconds = uptime - int(fields[STARTED]) / os.sysconf("SC_CLK_TCK")
             parent = _strings(Path("/proc", fields[PARENT].decode(), "cmdline"))
+            if int(name) in watched:
+                continue
             orphan = AGENT not in parent and WORKER not in parent  # a fork of a rank looks like the rank
             if not orphan and (place / "comm").read_text(errors="replace").strip() == SPARE:
                 continue  # of another host's agent, on the same machine

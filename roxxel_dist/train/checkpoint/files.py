@@ -252,6 +252,7 @@ def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDiges
     blocks = {name: tuple(located(name, block) for block in theirs) for name, theirs in blocks.items()}
     names = {str(path.relative_to(temporary)): path for path in files_below(own)}
     files = {name: FileDigest.of(path, rank, inside.get(name, ())) for name, path in names.items()}
+    temporary.mkdir(parents=True, exist_ok=True)  # a rank that owns nothing may be here before rank 0 has made it
     (temporary / f"{TABLE}.{rank}").write_text(DigestTable(step=step, files=files, blocks=blocks).to_json())
 
 

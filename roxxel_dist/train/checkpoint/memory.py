@@ -479,7 +479,7 @@ def open_memory(
         if every != "auto" and is_primary():
             log(
                 f"memory_checkpoint_every is {every}, and this job has no folder in shared memory on every host: "
-                f"`roxxel-dist launch` with --max-restarts above 0 makes it"
+                f"`roxxel-dist launch` makes it, where restarts are allowed"
             )
         return None
     order = list(dict.fromkeys(places))
