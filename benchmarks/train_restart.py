@@ -43,6 +43,8 @@ checkpoint_every: 4
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "configs" / "demo.yaml"
 KILLS, KILL_EVERY_S, FIRST_KILL = 10, 30.0, 25
+SETTLED_S = 0.5
+"""After a kill: then no row of the ranks before comes any more, and none of the new ones has come."""
 ENDLESS = "[{steps: 1000000, batch_size: 16, seq_len: 129}]"
 
 
@@ -70,7 +72,7 @@ class KilledJob:
     """`launch local --nprocs 2` of the demo's model, whose ranks are killed in turns."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self._folder, self._count = folder, count
+        self._folder, self._count, self._run_id = folder, count, f"kills_{os.getpid()}"
         self._marks = folder / "marks"
         self._places: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
         """(seconds since the kill, CPU seconds of the process) by rank and place."""
@@ -84,10 +86,11 @@ class KilledJob:
             self._wait_row(process, FIRST_KILL)
             for number in range(self._count):
                 begun = time.monotonic()
-                ranks, before = self._ranks(), self._last_row()
+                ranks = self._ranks()
                 killed = time.monotonic()
                 os.kill(ranks[number % 2], signal.SIGKILL)
-                self._wait_row(process, before + 1)
+                time.sleep(SETTLED_S)
+                self._wait_row(process, self._last_row() + 1)
                 taken.append(time.monotonic() - killed)
                 imported.append(self._read_marks(killed, set(ranks.values())))
                 print(f"  kill {number + 1}: {taken[-1]:.2f} s, all imported {imported[-1]:.2f} s", file=sys.stderr)
@@ -120,7 +123,8 @@ class KilledJob:
         path = os.pathsep.join([str(HERE / "restart_marks"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache")}
         env |= {"PYTHONPATH": path, "RESTART_MARKS": str(self._marks)}
-        words = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--max-restarts", self._count + 1, "--"]
+        words = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--max-restarts", self._count + 1]
+        words += ["--run-id", self._run_id, "--"]
         words += ["train", "--config", DEMO, "--data_path", "corpus.rox", "--run_dir", "run", "--resume"]
         words += ["--phases", ENDLESS, "--log_every", 1, "--eval_every", 1000000, "--checkpoint_every", 10]
         command = [sys.executable, "-m", "roxxel_dist", *map(str, words)]
@@ -140,18 +144,10 @@ class KilledJob:
             time.sleep(0.005)
 
     def _ranks(self) -> dict[int, int]:
-        """The pids of the ranks that train now: those of the newest attempt that have a step."""
-        newest: dict[int, tuple[int, int]] = {}
-        for file in self._marks.iterdir():
-            try:
-                environment = Path(f"/proc/{file.name}/environ").read_bytes()
-            except OSError:
-                continue
-            variables = dict(entry.split("=", 1) for entry in environment.decode().split("\0") if "=" in entry)
-            if "all imported" in file.read_text(encoding="utf-8"):
-                rank, attempt = int(variables["ROXXEL_PROCESS_ID"]), int(variables["ROXXEL_ATTEMPT"])
-                newest[rank] = max(newest.get(rank, (0, 0)), (attempt, int(file.name)))
-        return {rank: pid for rank, (_, pid) in newest.items()}
+        """The pids of the ranks that train now; spare processes are not among them."""
+        words = [sys.executable, "-m", "roxxel_dist", "ps", "--json"]
+        jobs = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+        return {rank["rank"]: rank["pid"] for job in jobs if job["run_id"] == self._run_id for rank in job["ranks"]}
 
     def _read_marks(self, killed: float, before: set[int]) -> float:
         """Keep the places of the new ranks; returns when the last of them had all imported."""
@@ -160,7 +156,7 @@ class KilledJob:
             if pid in before:
                 continue
             for line in (self._marks / str(pid)).read_text(encoding="utf-8").splitlines():
-                mark = json.loads(line)
+                mark = json.loads(line)  # of a spare process some are from before the kill
                 self._places[rank, mark["what"]].append((mark["time"] - killed, mark["cpu"]))
                 if mark["what"] == "all imported":
                     imported = max(imported, mark["time"] - killed)
