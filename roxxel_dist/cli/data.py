@@ -95,13 +95,8 @@ class VerifyArgs:
 def data_verify(words: list[str]) -> int:
     """Check every block of every shard."""
     args = parse(VerifyArgs, words, "data verify")
-    from roxxel_dist.data.discovery import NoShardsError
-
     with usage_errors():
-        try:
-            whole, lines = verify_shards(args.path, args.workers)
-        except NoShardsError as error:
-            whole, lines = False, [str(error)]
+        whole, lines = verify_shards(args.path, args.workers)
         print(*lines, sep="\n")
     return 0 if whole else EXIT_FAILED
 

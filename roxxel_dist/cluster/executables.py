@@ -216,8 +216,9 @@ def program_key(lowered: Any, options: Mapping[str, Any] | None = None) -> str |
     details = lowering_details(lowered)
     if details is None:
         return None
-    parts = [details, lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), _options(options), _environment()]
-    return hashed(*parts)
+    # The arguments that the function does not use are not in the text, and a program refuses those of other shapes.
+    trees = str(lowered.args_info), str(lowered.in_tree), str(lowered.out_tree)
+    return hashed(details, lowered.as_text(), *trees, _options(options), _environment())
 
 
 def hashed(*parts: str) -> str:

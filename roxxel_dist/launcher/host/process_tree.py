@@ -437,8 +437,9 @@ def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
     wait_s = None if limit_s == math.inf else limit_s
     while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
         pass
+    remove(folders)  # before the keepers die, which would remove them if this process were killed now
     tree.kill(KILL_S)
-    remove(folders)
+    remove(folders)  # what was made in them meanwhile
     code = -signal.SIGKILL if tree.code is None else tree.code
     if code < 0:
         with suppress(OSError):  # not to be done with SIGKILL
