@@ -307,6 +307,8 @@ class Trainer:
         """
         try:
             self.go_back()
+            if self._memory is not None and self.start.copy is None:
+                self._memory.discard()  # before later rows are dropped: no copy is ahead of its log
             own = trackers_for(self._folder, self.last_step, self.step, self._user_logger)
             self.logger.open([*own, self._timeline, *self._trackers])
             with self.logger, watching_for_stop(), self._checkpoints, self._verification, SpeedProbe(self._progress):

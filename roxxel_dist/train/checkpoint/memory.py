@@ -228,6 +228,13 @@ class MemoryTier:
         if self._job is not None:
             wait([self._job])
 
+    def discard(self) -> None:
+        """Void what was there when the job began: it goes on from elsewhere. All ranks call it together."""
+        if self._rank == self._locals[0]:
+            for path in block_files(self._folder):
+                path.unlink(missing_ok=True)
+        barrier("discarded")
+
     def drop(self, step: int) -> None:
         """Void all generations: the run goes back to `step`. All ranks call it together."""
         self.settle()
