@@ -378,11 +378,12 @@ class Trainer:
                 self._verification.wait(done)
                 self._timer.pause()
                 losses = self._evaluate(step) if due("eval", done) else {}
+                idle_since = self._memory.clock() if self._memory is not None else 0.0
                 if not self._flush_metrics(losses):
                     self._check_health(self._fetch(metrics.health))
                 best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
                 out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
-                self._keep(done, losses.get("val_loss"), save=save or best or out_of_patience, copy=copy)
+                self._keep(done, losses.get("val_loss"), idle_since, save=save or best or out_of_patience, copy=copy)
                 self._timer.resume()
             self.step = done
             if out_of_patience:
@@ -437,13 +438,13 @@ class Trainer:
         save = save or self.options.is_due("checkpoint", done, self.last_step)
         return save, self._memory is not None and self._memory.due(done) and done < self.last_step
 
-    def _keep(self, done: int, val_loss: float | None, *, save: bool, copy: bool) -> None:
+    def _keep(self, done: int, val_loss: float | None, idle_since: float, *, save: bool, copy: bool) -> None:
         if save:
             self._progress.say("save")
             self._save(done, val_loss)
         if self._memory is not None and copy:  # behind the save: the copy says what is on its way to the disk
             pending = self.store.pending_step if self._needed else None
-            self._memory.save(done, self._state, self._checkpoint_metadata(done).to_dict(), pending)
+            self._memory.save(done, self._state, self._checkpoint_metadata(done).to_dict(), pending, idle_since)
 
     def _save(self, done: int, val_loss: float | None = None) -> None:
         options = self.options

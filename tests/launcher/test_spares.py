@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank
-from roxxel_dist.launcher.host.spares import Spare, choose, free_bytes
+from roxxel_dist.launcher.host.spares import Spare, choose
 from roxxel_dist.launcher.host.worker import JOINING, TRAINING, imports_of
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell

@@ -28,19 +28,8 @@ from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_ending, remove
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
-from roxxel_dist.launcher.host.spares import (
-    QUIET_S,
-    SIZE_BYTES,
-    STEPS,
-    TAKE_S,
-    Spare,
-    choose,
-    free_bytes,
-    hand_over,
-    start_spare,
-)
+from roxxel_dist.launcher.host.spares import Spare, Spares
 from roxxel_dist.launcher.host.usage import Usage
-from roxxel_dist.launcher.host.worker import imports_of
 from roxxel_dist.launcher.spec import CONTRACT
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
@@ -113,8 +102,7 @@ class Agent:
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._ranks: list[Rank] = []
         self._programs: dict[int, Program] = {}
-        self._spares: list[Spare] = []
-        self._spares_wanted, self._spares_need_room = "off", False
+        self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
         self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
@@ -146,7 +134,8 @@ class Agent:
                     rank.tree.kill()
             if now >= self._report_at:
                 self._report()
-                self._start_spares()
+                if not self._draining:
+                    self._spares.start(self._alive(), self._programs)
             if now - self._heard > self._heartbeat_timeout_s:  # a link that is cut, or a controller that is
                 self._ended = True
                 self.why = SILENCE.format(self._heartbeat_timeout_s)
@@ -223,9 +212,8 @@ class Agent:
         }
         for number, program in self._programs.items():
             self._ranks.append(self._take_spare(number, program) or self._start_rank(number, program))
-        for spare in list(self._spares):  # not ready, or for another program
-            self._end_spare(spare)
-        self._spares_wanted = order.get("spares", "off")
+        self._spares.end_all()  # not ready, or for another program
+        self._spares.wanted = order.get("spares", "off")
 
     def _start_rank(self, number: int, program: Program) -> Rank:
         rank = start_rank(number, program, self._folders)
@@ -242,77 +230,21 @@ class Agent:
 
     def _take_spare(self, number: int, program: Program) -> Rank | None:
         """The rank that a spare becomes; None where no spare can be it."""
-        spare = choose(self._spares, number, program)
-        if spare is None or not hand_over(spare, dict(program.env)):
-            return None
-        self._spares.remove(spare)
-        os.close(spare.orders)
-        rank = spare.rank
-        rank.number, rank.instead, rank.taken_by = number, program, time.monotonic() + TAKE_S
-        self._unwatch(rank.tree.pidfd)
-        self._watch_as_rank(rank)
+        rank = self._spares.take(number, program)
+        if rank is not None:
+            self._unwatch(rank.tree.pidfd)
+            self._watch_as_rank(rank)
         return rank
 
-    def _start_spares(self) -> None:
-        """A spare for each rank, once in an attempt, when all are at their steps."""
-        ranks = self._alive()
-        if (
-            self._spares_wanted == "off"
-            or self._draining
-            or len(ranks) < len(self._programs)
-            or not all(map(self._works, ranks))
-        ):
-            return
-        wanted, self._spares_wanted = self._spares_wanted, "off"
-        if not imports_of(next(iter(self._programs.values())).command):
-            if wanted == "on":
-                self.note("--warm-spares on: this program does not run in the launcher's Python, so it has none")
-            return
-        self._spares_need_room = wanted == "auto"
-        if self._spares_need_room and not self._has_room(SIZE_BYTES):
-            return
-        for number, program in self._programs.items():
-            try:
-                spare = start_spare(number, program, self._folders)
-            except ChildProcessError as error:  # no process can be had: a fresh start may find one
-                self.note(f"no warm spares: {error}")
-                return
-            self._spares.append(spare)
-            self._watch(spare.rank.tree.pidfd, partial(self._end_spare, spare))
-            self._watch(spare.rank.tree.fd, partial(self._hear_keeper, spare.rank))
-            self._watch(spare.rank.pipe, partial(self._read_pipe, spare.rank))
+    def _watch_spare(self, spare: Spare) -> None:
+        self._watch(spare.rank.tree.pidfd, partial(self._spares.end, spare))
+        self._watch(spare.rank.tree.fd, partial(self._hear_keeper, spare.rank))
+        self._watch(spare.rank.pipe, partial(self._read_pipe, spare.rank))
 
-    def _works(self, rank: Rank) -> bool:
-        """Whether a rank has come some steps far, or has not told anything for long after it has joined."""
-        record = rank.told
-        if record.activity == "step" and rank.first is None:
-            rank.first = record
-        if rank.first is not None:
-            return record.entered >= rank.first.entered + STEPS
-        return record.pid > 0 and not record.activity and time.time() - record.time > QUIET_S
-
-    def _has_room(self, size: int) -> bool:
-        needed, free = 2 * size * len(self._programs), free_bytes()
-        if free < needed:
-            mebibytes = f"{free >> 20:,} MiB of memory are free, and {needed >> 20:,} would be needed"
-            self.note(f"no warm spares: {mebibytes} (--warm-spares on has them in any case)")
-        return free >= needed
-
-    def _spare_is_ready(self, rank: Rank, size: int) -> None:
-        spare = next((spare for spare in self._spares if spare.rank is rank), None)
-        if spare is not None:
-            spare.ready = True
-            if self._spares_need_room and not self._has_room(size):
-                for each in list(self._spares):
-                    self._end_spare(each)
-
-    def _end_spare(self, spare: Spare) -> None:
-        """Kill what there is of a spare, which has died or is of no use; it is waited for by `done`."""
-        self._spares.remove(spare)
-        os.close(spare.orders)
-        self._unwatch(spare.rank.tree.pidfd)
-        os.close(spare.rank.tree.pidfd)
-        self._drop(spare.rank)
+    def _drop_spare(self, rank: Rank) -> None:
+        self._unwatch(rank.tree.pidfd)
+        os.close(rank.tree.pidfd)
+        self._drop(rank)
 
     def _drop(self, rank: Rank) -> None:
         """Take no more notice of a rank than that it is gone one day."""
@@ -470,7 +402,7 @@ class Agent:
         for line in rank.messages.feed(data):
             match _message(line):
                 case {"spare": "ready", "size": int(size)}:
-                    self._spare_is_ready(rank, size)
+                    self._spares.is_ready(rank, size)
                 case {"spare": "taken"}:
                     rank.instead = None
                 case {"failed": int(code)}:

@@ -7,14 +7,17 @@ What a spare prints stays in its pipe until it is a rank.
 
 import fcntl
 import json
+import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import SPARE_ENV
+from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
+from roxxel_dist.launcher.host.worker import imports_of
 from roxxel_dist.launcher.spec import CONTRACT
 
 SIZE_BYTES = 256 << 20
@@ -68,18 +71,95 @@ def hand_over(spare: Spare, env: dict[str, str]) -> bool:
         return False
 
 
-def free_bytes() -> int:
-    """What processes of this host, or of the control groups that this one is in, can still have of its memory."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) << 10
-    root = Path("/sys/fs/cgroup")
-    lines = Path("/proc/self/cgroup").read_text(errors="replace").splitlines()
-    own = root / next((line[4:] for line in lines if line.startswith("0::/")), "")  # of version 2
-    for group in (own, *own.parents):
-        if group.is_relative_to(root):
-            with suppress(OSError, ValueError, KeyError):  # no limit there
-                limit = int((group / "memory.max").read_text(encoding="ascii"))
-                stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-                used = int((group / "memory.current").read_text(encoding="ascii")) - int(stat["inactive_file"])
-                free = min(free, limit - used)
-    return free
+class Spares:
+    """The spares of one host: begun when all its ranks are at their steps, and kept until the next start.
+
+    Args:
+        folders: of the agent, see `Tree`.
+        watch: takes a spare whose descriptors are to be watched.
+        end: takes the rank of a spare that is ended; kills it and forgets its descriptors.
+        note: tells people.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        *,
+        watch: Callable[[Spare], None],
+        end: Callable[[Rank], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self.wanted: str = "off"
+        """Whether spares are to be started: on, auto (where there is room), off."""
+        self._spares: list[Spare] = []
+        self._needs_room = False
+        self._count = 0
+        self._folders, self._watch, self._end, self._note = folders, watch, end, note
+
+    def start(self, ranks: Sequence[Rank], programs: Mapping[int, Program]) -> None:
+        """A spare for each rank, once in an attempt, when all are at their steps."""
+        if self.wanted == "off" or len(ranks) < len(programs) or not all(map(_works, ranks)):
+            return
+        wanted, self.wanted = self.wanted, "off"
+        if not imports_of(next(iter(programs.values())).command):
+            if wanted == "on":
+                self._note("--warm-spares on: this program does not run in the launcher's Python, so it has none")
+            return
+        self._needs_room, self._count = wanted == "auto", len(programs)
+        if not self._has_room(SIZE_BYTES):
+            return
+        for number, program in programs.items():
+            try:
+                spare = start_spare(number, program, self._folders)
+            except ChildProcessError as error:  # no process can be had: a fresh start may find one
+                self._note(f"no warm spares: {error}")
+                return
+            self._spares.append(spare)
+            self._watch(spare)
+
+    def take(self, number: int, program: Program) -> Rank | None:
+        """The rank that a spare becomes; None where no spare can be it."""
+        spare = choose(self._spares, number, program)
+        if spare is None or not hand_over(spare, dict(program.env)):
+            return None
+        self._spares.remove(spare)
+        os.close(spare.orders)
+        rank = spare.rank
+        rank.number, rank.instead, rank.taken_by = number, program, time.monotonic() + TAKE_S
+        return rank
+
+    def is_ready(self, rank: Rank, size: int) -> None:
+        """A spare has told that it has imported all, and how many bytes it takes."""
+        spare = next((spare for spare in self._spares if spare.rank is rank), None)
+        if spare is not None:
+            spare.ready = True
+            if not self._has_room(size):
+                self.end_all()
+
+    def end(self, spare: Spare) -> None:
+        """Let go of a spare, which has died or is of no use."""
+        self._spares.remove(spare)
+        os.close(spare.orders)
+        self._end(spare.rank)
+
+    def end_all(self) -> None:
+        """Let go of all that are there."""
+        for spare in list(self._spares):
+            self.end(spare)
+
+    def _has_room(self, size: int) -> bool:
+        needed, free = 2 * size * self._count, free_bytes() if self._needs_room else math.inf
+        if free < needed:
+            mebibytes = f"{int(free) >> 20:,} MiB of memory are free, and {needed >> 20:,} would be needed"
+            self._note(f"no warm spares: {mebibytes} (--warm-spares on has them in any case)")
+        return free >= needed
+
+
+def _works(rank: Rank) -> bool:
+    """Whether a rank has come some steps far, or has not told anything for long after it has joined."""
+    record = rank.told
+    if record.activity == "step" and rank.first is None:
+        rank.first = record
+    if rank.first is not None:
+        return record.entered >= rank.first.entered + STEPS
+    return record.pid > 0 and not record.activity and time.time() - record.time > QUIET_S

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.host.process_tree import PARENT, STARTED, descendants, stat
+from roxxel_dist.launcher.host.warm import NAME
 from roxxel_dist.launcher.spec import log_dir_for
 
 WORKER = "roxxel_dist.launcher.host.worker"
 AGENT = "roxxel_dist.launcher.host.agent"
-SPARE = "roxxel-spare"
-"""The name of a process that waits to be a rank (`host.warm`)."""
 LIMIT_S = 2.0
 """How long all processes together may take to be looked at."""
 
@@ -71,7 +70,7 @@ def _scan(run_id: str | None, run_dir: str | None, ranks: list[dict[str, Any]], 
             if int(name) in watched:
                 continue
             orphan = AGENT not in parent and WORKER not in parent  # a fork of a rank looks like the rank
-            if not orphan and (place / "comm").read_text(errors="replace").strip() == SPARE:
+            if not orphan and (place / "comm").read_text(errors="replace").strip() == NAME:
                 continue  # of another host's agent, on the same machine
             rank = {"run_id": own_id, "ours": ours, "orphan": orphan, "seconds": seconds, "stuck": False}
             ranks.append({"pid": int(name), **rank})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from roxxel_dist.train.checkpoint.digests import digest
+from roxxel_dist.train.checkpoint.digests import Bounds, bounds_of, digest
 
 PREAMBLE = struct.Struct("<8sQQ32s")
 """`MAGIC`, where the header begins, its bytes, its digest."""
@@ -25,8 +25,6 @@ MAGIC = b"RXMEM001"
 PAGE, ALIGNMENT = 4096, 64
 HEADER_BYTES = 1 << 18
 """Room for a header beside what it says of each block."""
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 class Block(NamedTuple):
@@ -38,11 +36,6 @@ class Block(NamedTuple):
     nbytes: int
     ranks: frozenset[int]
     """Those that have it on a device."""
-
-
-def bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    """The index of a shard as numbers."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 class BlockTable:
@@ -62,7 +55,7 @@ class BlockTable:
         for leaf, (path, array) in enumerate(paths):
             ranks: dict[Bounds, set[int]] = {}
             for device, index in array.sharding.devices_indices_map(array.shape).items():
-                ranks.setdefault(bounds(index, array.shape), set()).add(device.process_index)
+                ranks.setdefault(bounds_of(index, array.shape), set()).add(device.process_index)
             for part in sorted(ranks):
                 self._number[leaf, part] = len(self.blocks)
                 size = np.dtype(array.dtype).itemsize * int(np.prod([end - first for first, end in part]))
@@ -95,7 +88,7 @@ class BlockTable:
         place: dict[int, tuple[int, int]] = {}
         for leaf, array in enumerate(jax.tree.leaves(state)):
             for piece, shard in enumerate(array.addressable_shards):
-                place.setdefault(self.number(leaf, bounds(shard.index, array.shape)), (leaf, piece))
+                place.setdefault(self.number(leaf, bounds_of(shard.index, array.shape)), (leaf, piece))
         return [place[number] for number in numbers]
 
 
@@ -107,7 +100,7 @@ class Header:
     """Names the generation; of all files of a job, those with the same name are parts of one."""
     step: int
     run: str
-    """Which run on which devices; see `memory.run_identity`."""
+    """Which run on which devices; see `generations.run_identity`."""
     table: str
     """`BlockTable.identity`."""
     total: int

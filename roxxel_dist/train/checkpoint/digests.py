@@ -35,6 +35,11 @@ Bounds = tuple[tuple[int, int], ...]
 """Where a block of an array begins and ends, in each dimension."""
 
 
+def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    """The index of a shard as numbers."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
 def digest(data: Any) -> str:
     """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits.
 

@@ -36,6 +36,7 @@ from roxxel_dist.train.checkpoint.digests import (
     Bounds,
     DigestTable,
     FileDigest,
+    bounds_of,
     digest,
     files_below,
     in_words,
@@ -218,12 +219,7 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 def _shards(leaf: Any) -> Iterator[tuple[Bounds, Any]]:
     for shard in getattr(leaf, "addressable_shards", ()):
-        yield _bounds(shard.index, leaf.shape), shard
-
-
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    indices = (part.indices(size) for part, size in zip(index, shape, strict=True))
-    return tuple((start, stop) for start, stop, _ in indices)
+        yield bounds_of(shard.index, leaf.shape), shard
 
 
 def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, ...]]:
@@ -295,7 +291,7 @@ def compared(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> f
         is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not _is_key(leaf)
         if not is_same or getattr(leaf, "sharding", None) is None:
             continue
-        there = {_bounds(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
+        there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
         blocks |= {(name, b.bounds) for b in table.blocks.get(name, ()) if any(b.lies_within(each) for each in there)}
     return frozenset(blocks)
 

@@ -23,8 +23,8 @@ from roxxel_dist.cluster.distributed import (
     process_index,
 )
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.blocks import BlockTable, DamagedFile, Header, bounds, read_blocks, read_header
-from roxxel_dist.train.checkpoint.digests import digest
+from roxxel_dist.train.checkpoint.blocks import BlockTable, DamagedFile, Header, read_blocks, read_header
+from roxxel_dist.train.checkpoint.digests import bounds_of, digest
 from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.train.checkpoint.replicas import block_files, fetch_blocks, read_key
@@ -192,7 +192,7 @@ class Generations:
 
         def part(leaf: int, index: Any) -> np.ndarray:
             shape = leaves[leaf].shape
-            block = bounds(index, shape)
+            block = bounds_of(index, shape)
             data = np.frombuffer(blocks[table.number(leaf, block)], np.uint8).view(np.dtype(leaves[leaf].dtype))
             return data.reshape([end - first for first, end in block])
 

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from roxxel_dist.cluster.distributed import (
     wait_for_key,
 )
 from roxxel_dist.cluster.exit_codes import MEMORY_ENV
+from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.cluster.jax_private import key_value_store
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.blocks import (
@@ -64,6 +66,8 @@ SHARE = 0.01
 """Of the time of the steps: what generations may take with `auto`."""
 FIRST_AFTER = 2
 """Steps before the first generation of a process; the first steps are not like others."""
+COSTS = 5
+"""Generations that the price of one is the median of: what one waits for a core is done for others meanwhile."""
 LOOK_AGAIN = 8
 """Steps until rank 0 looks again, where it does not know yet what a generation costs."""
 REPORT_LIMIT_S = 600.0
@@ -101,7 +105,7 @@ class Report:
     neighbour: str = ""
     """Why the neighbour does not have it, where it should."""
     seconds: float = 0.0
-    """That the loop waited; and, where the devices are CPUs, what they had less of meanwhile."""
+    """That the devices had nothing to do; and, where they are CPUs, what they had less of meanwhile."""
 
 
 class MemoryTier:
@@ -124,10 +128,9 @@ class MemoryTier:
         self._key: str | None = None
         self._old_keys: deque[str] = deque()
         self._files: list[BlockFile] = []
-        self._waited = 0.0
         # Of rank 0 alone.
         self._name, self._count, self._slot, self._last = "", 0, 0, 0
-        self._costs: deque[float] = deque(maxlen=3)
+        self._costs: deque[float] = deque(maxlen=COSTS)
         self._clock: tuple[int, float] | None = None
         self._said: set[str] = set()
 
@@ -178,9 +181,7 @@ class MemoryTier:
             self._clock = step, time.monotonic()
         self._announcement = None
         if step == self._next:
-            begun = time.perf_counter()
             self._announcement = self._hear(step)
-            self._waited = time.perf_counter() - begun
             self._next = self._announcement.next_step
             if self._announcement.off:
                 self._next = None
@@ -194,7 +195,14 @@ class MemoryTier:
                     key_value_store().key_value_delete(self._old_keys.popleft())
         return self._announcement is not None and self._announcement.generation != ""
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None) -> None:
+    def clock(self) -> float:
+        """Seconds by which the loop's part of a generation is measured.
+
+        Where the devices are CPUs, those of this thread: what it waits for a core, others have.
+        """
+        return time.thread_time() if self._on_cpu else time.perf_counter()
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None, idle_since: float) -> None:
         """Take the generation that `due` has announced; returns when the state may change, and be donated.
 
         Args:
@@ -202,11 +210,11 @@ class MemoryTier:
             state: the train state.
             metadata: `CheckpointMetadata.to_dict` of it.
             pending: the step whose checkpoint is on its way to the disk, if it must not be missing there.
+            idle_since: when, by `clock`, the devices began to have nothing to do for it.
         """
         assert self._announcement is not None
         slot, name = self._announcement.slot, self._announcement.generation
         self.settle()
-        begun = time.perf_counter()
         leaves = jax.tree.leaves(files.keys_to_data(state))
         arrays = [leaves[leaf].addressable_data(piece) for leaf, piece in self._pieces]
         file = self._files[slot]
@@ -216,7 +224,7 @@ class MemoryTier:
                 array.copy_to_host_async()
         for place, array in enumerate(arrays):
             file.write(place, np.asarray(array))
-        seconds = self._waited + time.perf_counter() - begun
+        seconds = self.clock() - idle_since
         header = Header(
             generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
             pending=pending, metadata=metadata, rank=self._rank, needs=self._needs,
@@ -272,8 +280,7 @@ class MemoryTier:
             except Exception as error:
                 report = Report(problem=f"rank {self._rank}: {files.cause(error)}")
             if self._on_cpu:
-                spent = (time.thread_time() - began) / (os.cpu_count() or 1)
-                report = replace(report, seconds=report.seconds + spent)
+                report = replace(report, seconds=report.seconds + time.thread_time() - began)
             try:
                 texts = gather_to_primary("generations", json.dumps(asdict(report)), REPORT_LIMIT_S)
             except Exception as error:  # a rank is gone: the job ends soon, by others
@@ -339,7 +346,7 @@ class MemoryTier:
         copies = size(before) if self._server is not None and self._table.only_on(before) else 0
         taken = sum(path.stat().st_blocks * 512 for path in block_files(self._folder))
         needed = max(0, size(self._host) + copies - taken)
-        free = min(shutil.disk_usage(self._folder).free, available_memory())
+        free = min(shutil.disk_usage(self._folder).free, free_bytes())
         if self._server is not None and needed * SLACK > free >= (needed - copies) * SLACK:
             self._server.refusal = f"its shared memory has room for {free / 1e6:.0f} MB"
         elif needed * SLACK > free:
@@ -413,7 +420,7 @@ class MemoryTier:
         if self._every is None and self._costs:
             begun, since = self._clock or (done, time.monotonic())
             a_step = (time.monotonic() - since) / max(1, done - begun)
-            every = max(1, math.ceil(max(self._costs) / max(SHARE * a_step, 1e-9)))
+            every = max(1, math.ceil(statistics.median(self._costs) / max(SHARE * a_step, 1e-9)))
             if step - self._last < every and self._count:
                 return Announcement(next_step=self._last + every)
         self._count += 1
@@ -447,13 +454,6 @@ class MemoryTier:
         if is_primary() and (about or line) not in self._said:
             self._said.add(about or line)
             self._log(line)
-
-
-def available_memory() -> float:
-    """Bytes that the machine can give, as the kernel says it."""
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else math.inf
 
 
 def open_memory(
