@@ -18,6 +18,7 @@ from roxxel_dist.cluster.exit_codes import LostRankError
 from roxxel_dist.cluster.jax_private import key_value_store
 
 INIT_TIMEOUT_S = 300
+LISTENER_LIMIT_S, CONNECT_LIMIT_S, LISTENER_PAUSE_S = 30.0, 5.0, 0.01
 WAIT_LIMIT_S = 600.0
 
 _calls: Counter[str] = Counter()
@@ -39,6 +40,8 @@ def initialize() -> None:
     if coordinator := env.get("ROXXEL_COORDINATOR"):
         if env["ROXXEL_PROCESS_ID"] == "0":
             _check_port(coordinator)
+        else:
+            _wait_for_listener(coordinator)
         # For one process too: its devices then reduce in the order in which those of several processes do, so that the
         # same number of devices gives the same bits however they are split.
         jax.distributed.initialize(
@@ -60,6 +63,23 @@ def initialize() -> None:
     except RuntimeError as error:
         if "before any JAX" not in str(error):  # a process that has used its devices is alone already
             raise
+
+
+def _wait_for_listener(coordinator: str) -> None:
+    """Until rank 0's coordinator takes connections, for some seconds: who comes earlier is given to jax's own patience.
+
+    gRPC, refused once, tries again after a whole second.
+    """
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + LISTENER_LIMIT_S
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(LISTENER_PAUSE_S)
+        except OSError:  # a name that is not known yet, a link that is cut
+            return
 
 
 class PortTakenError(RuntimeError):
