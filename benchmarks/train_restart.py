@@ -1,14 +1,18 @@
 """A restart of a run against its cold start, and a job's ranks killed with -9: whole processes of the command line.
 
-python benchmarks/train_restart.py [--kills N] [--every SECONDS] [FOLDER]
+python benchmarks/train_restart.py [--kills N] [--every SECONDS] [--ssh] [--lose-host] [FOLDER]
 
-With --kills the kills alone: the time from each to the first new step, and where it went on each rank.
+With --kills the kills alone: the time from each to the first new step, and where it went on each rank. With --ssh the
+ranks are on two hosts, which are network namespaces with an sshd each (as root); with --lose-host the cable of one of
+them is pulled instead, and a third host takes its place.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -19,9 +23,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]  # this checkout, and the hosts of its tests
+
+from hosts import Cluster
 from measure import Result, table
 
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 
 ROUNDS = 2
 LIMIT_S = 300.0
@@ -40,11 +50,12 @@ checkpoint_every: 4
 """
 
 
-HERE = Path(__file__).parent
 DEMO = HERE.parent / "configs" / "demo.yaml"
 KILLS, KILL_EVERY_S, FIRST_KILL = 10, 30.0, 25
 SETTLED_S = 0.5
 """After a kill: then no row of the ranks before comes any more, and none of the new ones has come."""
+SENT = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "RESTART_MARKS")
+"""Variables of the ranks on other hosts."""
 ENDLESS = "[{steps: 1000000, batch_size: 16, seq_len: 129}]"
 
 
@@ -52,15 +63,19 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("folder", nargs="?", metavar="FOLDER")
     flags.add_argument("--kills", type=int, default=0, metavar="N")
+    flags.add_argument("--ssh", action="store_true")
+    flags.add_argument("--lose-host", action="store_true")
     flags.add_argument("--every", type=float, default=KILL_EVERY_S, metavar="SECONDS")
     given = flags.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        if not given.kills:
+        if not (given.kills or given.lose_host):
             print(table(restarts(Path(folder))))
             return
-        job = KilledJob(Path(folder), given.kills)
-        print(table(job.results(given.every)))
-        print(job.places())
+        with contextlib.ExitStack() as stack:
+            hosts = stack.enter_context(Cluster(2 + given.lose_host)) if given.ssh or given.lose_host else None
+            job = KilledJob(Path(folder), given.kills, hosts)
+            print(table(job.losses() if given.lose_host else job.results(given.every)))
+            print(job.places())
 
 
 def kills(folder: Path, count: int = KILLS) -> Iterable[Result]:
@@ -69,10 +84,10 @@ def kills(folder: Path, count: int = KILLS) -> Iterable[Result]:
 
 
 class KilledJob:
-    """`launch local --nprocs 2` of the demo's model, whose ranks are killed in turns."""
+    """A launch of two ranks of the demo's model, here or on two hosts, whose ranks are killed in turns."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self._folder, self._count, self._run_id = folder, count, f"kills_{os.getpid()}"
+    def __init__(self, folder: Path, count: int, hosts: Cluster | None = None) -> None:
+        self._folder, self._count, self._run_id, self._hosts = folder, count, f"kills_{os.getpid()}", hosts
         self._marks = folder / "marks"
         self._places: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
         """(seconds since the kill, CPU seconds of the process) by rank and place."""
@@ -104,11 +119,13 @@ class KilledJob:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        what, note = "kill -9 of a rank to the first new step, demo's model, 2 ranks", f"load {load:.1f} at the start"
+        where = "2 ranks" if self._hosts is None else "2 hosts by ssh"
+        limit = 2.5 if self._hosts is None else 4.0
+        what, note = f"kill -9 of a rank to the first new step, demo's model, {where}", f"load {load:.1f} at the start"
         yield Result(what=f"{what}, no spares ready", against="s, one kill", measured=taken.pop(0), note=note)
         yield Result(what=what, against="s, median", measured=statistics.median(taken), note=note)
         most = sorted(taken)[-(-95 * len(taken) // 100) - 1]
-        yield Result(what=what, against=f"s, p95 of {len(taken)}", measured=most, target=2.5, at_most=True, note=note)
+        yield Result(what=what, against=f"s, p95 of {len(taken)}", measured=most, target=limit, at_most=True, note=note)
         what = "of that, until Python and its imports are there on both ranks"
         yield Result(what=what, against="s, median", measured=statistics.median(imported[1:]), note=note)
 
@@ -124,15 +141,25 @@ class KilledJob:
         tokens = np.random.default_rng(0).integers(0, 2048, 1 << 22, np.uint16)
         Roxxel(self._folder / "corpus.rox").write([tokens], separator=None, vocab_size=2048)
         path = os.pathsep.join([str(HERE / "restart_marks"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache")}
+        env = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache")}
         env |= {"PYTHONPATH": path, "RESTART_MARKS": str(self._marks)}
-        words = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--max-restarts", self._count + 2]
-        words += ["--run-id", self._run_id, "--"]
+        words: list[object] = ["launch", "local", "--nprocs", 2]
+        if self._hosts is not None:
+            words = ["launch", "ssh", "--hosts", ",".join(self._hosts.names), "--ssh-config", self._hosts.ssh_config]
+            words += ["--spare-hosts", len(self._hosts.names) - 2]
+        words += ["--devices-per-proc", 2, "--max-restarts", self._count + 2, "--run-id", self._run_id, "--"]
         words += ["train", "--config", DEMO, "--data_path", "corpus.rox", "--run_dir", "run", "--resume"]
         words += ["--phases", ENDLESS, "--log_every", 1, "--eval_every", 1000000, "--checkpoint_every", 10]
         command = [sys.executable, "-m", "roxxel_dist", *map(str, words)]
         with (self._folder / "log").open("wb") as log:
-            return subprocess.Popen(command, cwd=self._folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+            if self._hosts is None:
+                return subprocess.Popen(
+                    command, cwd=self._folder, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT
+                )
+            path = os.pathsep.join([str(HERE / "restart_marks"), str(HERE.parent)])
+            for host in self._hosts.names:
+                self._hosts.set_env(host, **{name: env[name] for name in SENT}, PYTHONPATH=path)
+            return self._hosts.popen(command, cwd=self._folder, env=env, stdout=log, stderr=subprocess.STDOUT)
 
     def _last_row(self) -> int:
         file = self._folder / "run" / "metrics.jsonl"
@@ -149,8 +176,40 @@ class KilledJob:
     def _ranks(self) -> dict[int, int]:
         """The pids of the ranks that train now; spare processes are not among them."""
         words = [sys.executable, "-m", "roxxel_dist", "ps", "--json"]
-        jobs = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+        jobs = json.loads(self._run(words).stdout)
         return {rank["rank"]: rank["pid"] for job in jobs if job["run_id"] == self._run_id for rank in job["ranks"]}
+
+    def _run(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
+        if self._hosts is not None:
+            return self._hosts.run(words)
+        return subprocess.run(words, capture_output=True, check=True, text=True)
+
+    def losses(self) -> Iterable[Result]:
+        """The cable of the second host is pulled, and the third one takes its place."""
+        assert self._hosts is not None
+        self._marks.mkdir()
+        process = self._launch()
+        try:
+            self._wait_row(process, FIRST_KILL)
+            time.sleep(KILL_EVERY_S)
+            before, cut = self._last_row(), time.monotonic()
+            self._hosts.cut(self._hosts.names[1])
+            time.sleep(SETTLED_S)
+            last = self._last_row()
+            self._wait_row(process, last + 1)
+            taken = time.monotonic() - cut
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        again = re.findall(r"(resuming after .*)", (self._folder / "log").read_text(errors="replace"))
+        note = f"step {before} at the cut; {again[-1] if again else 'no resume'}"
+        what = "cable of a host pulled to the first new step, with a spare host"
+        limit = HEARTBEAT_TIMEOUT_S + 5.0
+        yield Result(what=what, against="s", measured=taken, target=limit, at_most=True, note=note)
 
     def _read_marks(self, killed: float, before: set[int]) -> float:
         """Keep the places of the new ranks; returns when the last of them had all imported."""

@@ -91,8 +91,9 @@ class _Controller:
             ready = selector.select(len(self._attempts))
             result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left")
             last = self._attempts[-1]
-            if result.lost is not None and result.lost.slow:
-                selector.set_aside(result.lost.host)
+            lost = result.lost
+            if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
+                selector.set_aside(lost.host)  # it would have to be reached in vain before a spare host takes its place
             decision = next_action(self._attempts, self.job.max_restarts)
             self.console.print(last.report)
             if decision.why:

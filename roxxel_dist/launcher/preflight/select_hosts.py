@@ -158,7 +158,7 @@ class HostSelector:
                     raise StoppedError(numbers[0])
                 continue
             may_shrink = is_retry and rest != present and job.min_hosts is not None and len(rest) >= job.min_hosts
-            if self._set_aside and not is_replaced:  # a slow host is better than none
+            if self._set_aside and not is_replaced:  # one that is slow, or was lost, is better than none
                 rest = tuple(host for host in hosts if host in rest or host in self._set_aside)
                 self._set_aside.clear()
             elif not (is_replaced or may_shrink):
