@@ -169,3 +169,17 @@ def test_it_starts_without_jax(run):
     code = f"import sys; from roxxel_dist.cli import main; main(['verify', {str(run)!r}]); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n"), done.stdout
+
+
+def test_train_ends_with_code_2_where_no_checkpoint_is_whole(corpus, tmp_path, capsys):
+    words = ["train", "--data_path", str(tmp_path / "corpus_*.rox"), "--run_dir", str(tmp_path / "run"), "--dim", "16"]
+    words += ["--num_blocks", "1", "--head_size", "8", "--batch_size", "8", "--max_context", "8", "--eval_iters", "1"]
+    assert main([*words, "--max_steps", "4", "--checkpoint_every", "2"]) == 0
+    for step in (1, 2, 4):  # the first is kept too
+        flip(data_of(tmp_path / "run", step))
+    capsys.readouterr()
+    assert main([*words, "--max_steps", "6", "--checkpoint_every", "2", "--resume"]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2", "4"]
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().out.count(": damaged") == 3
