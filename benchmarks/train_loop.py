@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import train_memory
 import train_rate
 import train_restart
 import train_save
@@ -122,13 +123,21 @@ def restarting(given: Setting) -> Iterable[Result]:
     yield from train_restart.kills(folder, 3 if given.quick else train_restart.KILLS)
 
 
+def copies(given: Setting) -> Iterable[Result]:
+    """Steps with copies of the state in shared memory, against steps without."""
+    sizes = train_memory.SIZES
+    folder = given.folder / "memory"
+    folder.mkdir()
+    return train_memory.memory(given.data, folder, {"small": sizes["small"]} if given.quick else sizes)
+
+
 def suggested_rates(given: Setting) -> Iterable[Result]:
     """Training at the rate that find-lr suggests against training at seven others."""
     return train_rate.suggested_rates(given.folder, train_rate.WIDTHS[:1] if given.quick else train_rate.WIDTHS)
 
 
 ROWS: list[Callable[[Setting], Iterable[Result]]] = [
-    main_thread_time, wall_time, phase_boundary, saving, restarting, suggested_rates,
+    main_thread_time, wall_time, phase_boundary, saving, copies, restarting, suggested_rates,
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ def main() -> None:
         print(table(list(memory(data, Path(folder)))))
 
 
-def memory(data: Roxxel, folder: Path) -> Iterable[Result]:
+def memory(data: Roxxel, folder: Path, sizes: Mapping[str, tuple[int, int, int, int]] = SIZES) -> Iterable[Result]:
     """Steps with and without the copies, in turns."""
-    for name, (width, blocks, steps, turns) in SIZES.items():
+    for name, (width, blocks, steps, turns) in sizes.items():
         model = ModelConfig(dim=width, num_blocks=blocks, max_context=512, vocab_size=512)
         with memory_folder():
             phase = Phase(steps * (turns + 1) + 30, 4, 65)
