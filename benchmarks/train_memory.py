@@ -77,12 +77,11 @@ def take_turns(trainer: Any, block: int) -> tuple[float, float, list[float]]:
             times[state["turn"] % 2].append((now - state["began"]) / block)
         state["turn"] += 1
         if state["turn"] % 2:  # without: for the tier this turn does not happen
-            trainer._memory, state["stopped"] = None, time.monotonic()
+            trainer._memory = None
         else:
             trainer._memory = tier
-            if "stopped" in state:
-                tier._next, tier._last = tier._next + block, tier._last + block
-                tier._clock = tier._clock[0] + block, tier._clock[1] + time.monotonic() - state["stopped"]
+            tier.schedule.go_back(step)
+            tier._next = tier.schedule.first_after(step)
         state["began"] = time.perf_counter()
 
     tier.save, trainer.before = timed, before

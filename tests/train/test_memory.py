@@ -258,14 +258,14 @@ def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):
     tier = made._memory
     tier.begin(made._state, 0, None)
     tier.settle()
-    decide = tier._decide
+    schedule, decide = tier.schedule, tier._decide
     assert decide(2, 2).generation  # nobody knows yet what it takes
-    tier._costs.extend([0.5, 0.25, 9.0])  # one that others had the cores for counts for nothing
-    tier._clock = 2, tier._clock[1] - 8.0  # eight steps of a second
+    schedule._costs.extend([0.5, 0.25, 9.0])  # one that others had the cores for counts for nothing
+    schedule._clock = 2, schedule._clock[1] - 8.0  # eight steps of a second
     tier._job = None
     after = decide(10, 10)
     assert (after.generation, after.next_step) == ("", 2 + 50)
-    tier._clock = 2, tier._clock[1] - 42.0
+    schedule._clock = 2, schedule._clock[1] - 42.0
     assert decide(52, 52).generation
     made.close()
 

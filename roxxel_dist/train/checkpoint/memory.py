@@ -11,18 +11,15 @@ Rank 0 says one step ahead whether to take a generation, into which file, and wh
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import re
-import secrets
 import shutil
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +50,7 @@ from roxxel_dist.train.checkpoint.blocks import (
     read_header,
 )
 from roxxel_dist.train.checkpoint.generations import Generation, Generations, exchange
+from roxxel_dist.train.checkpoint.memory_schedule import Announcement, Report, Schedule
 from roxxel_dist.train.checkpoint.replicas import (
     COPY,
     CopyServer,
@@ -62,14 +60,6 @@ from roxxel_dist.train.checkpoint.replicas import (
     send_file,
 )
 
-SHARE = 0.01
-"""Of the time of the steps: what generations may take with `auto`."""
-FIRST_AFTER = 2
-"""Steps before the first generation of a process; the first steps are not like others."""
-COSTS = 5
-"""Generations that the price of one is the median of: what one waits for a core is done for others meanwhile."""
-LOOK_AGAIN = 8
-"""Steps until rank 0 looks again, where it does not know yet what a generation costs."""
 REPORT_LIMIT_S = 600.0
 """Seconds that all ranks together may take for a generation, after the copy."""
 ANNOUNCEMENT_LIMIT_S = 3600.0
@@ -83,31 +73,6 @@ OWN = ".own"
 """How the name of a file of this host's blocks ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Announcement:
-    """What rank 0 says about a step, to all ranks."""
-
-    generation: str = ""
-    """The generation to take; empty for none."""
-    slot: int = 0
-    """Which of a rank's two files holds it."""
-    next_step: int = 0
-    """The step that the next announcement is about."""
-    off: str = ""
-    """Why there are no more generations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """How a rank's part of a generation, or of the preparations, went."""
-
-    problem: str = ""
-    neighbour: str = ""
-    """Why the neighbour does not have it, where it should."""
-    seconds: float = 0.0
-    """That the devices had nothing to do; and, where they are CPUs, what they had less of meanwhile."""
-
-
 class MemoryTier:
     """The generations of one run. All ranks make the same calls. Made by `open_memory`."""
 
@@ -116,7 +81,7 @@ class MemoryTier:
         log: Callable[[str], None], rows: Sequence[Path],
     ) -> None:  # fmt: skip
         self._logs = rows
-        self._folder, self._hosts, self._run, self._every, self._log = folder, hosts, run, every, log
+        self._folder, self._hosts, self._run, self._log = folder, hosts, run, log
         self._rank, self._host = process_index(), hosts[process_index()]
         self._locals = [rank for rank, host in enumerate(hosts) if host == self._host]
         self._server: CopyServer | None = None
@@ -128,11 +93,8 @@ class MemoryTier:
         self._key: str | None = None
         self._old_keys: deque[str] = deque()
         self._files: list[BlockFile] = []
-        # Of rank 0 alone.
-        self._name, self._count, self._slot, self._last = "", 0, 0, 0
-        self._costs: deque[float] = deque(maxlen=COSTS)
-        self._clock: tuple[int, float] | None = None
-        self._said: set[str] = set()
+        self.schedule: Schedule = Schedule(every, log if is_primary() else lambda _: None)
+        """Of rank 0; the others hear its announcements."""
 
     # At the start of a process.
 
@@ -162,10 +124,8 @@ class MemoryTier:
         self._needs = [n for n, block in enumerate(self._table.blocks) if self._rank in block.ranks]
         self._pieces = self._table.pieces(state, self._numbers)
         self._on_cpu = jax.local_devices()[0].platform == "cpu"
-        self._slot, self._count = 1 - kept.slot if kept else 0, 0
-        self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
-        self._next = self._first_after(step)
-        self._clock, self._last = None, step
+        self.schedule.begin(step, 1 - kept.slot if kept else 0)
+        self._next = self.schedule.first_after(step)
         self._submit(partial(self._prepare, kept.name if kept else None))
 
     def due(self, step: int) -> bool:
@@ -177,8 +137,7 @@ class MemoryTier:
         """
         if self._next is None:
             return False
-        if self._clock is None:
-            self._clock = step, time.monotonic()
+        self.schedule.start_clock(step)
         self._announcement = None
         if step == self._next:
             self._announcement = self._hear(step)
@@ -257,7 +216,8 @@ class MemoryTier:
         barrier("generations")
         self._key, self._announcement = None, None
         if self._next is not None:
-            self._next, self._last, self._clock = self._first_after(step), step, None
+            self._next = self.schedule.first_after(step)
+            self.schedule.go_back(step)
 
     def close(self, limit_s: float | None = None) -> None:
         """Let go of threads and connections; the files stay, for the next attempt. Waits for so many seconds."""
@@ -388,20 +348,12 @@ class MemoryTier:
             return f"rank {neighbour}, the neighbour of rank {self._rank}, does not keep its copy ({error})"
         return ""
 
-    # Rank 0.
-
-    def _first_after(self, step: int) -> int:
-        """The step of the first announcement, for a process that goes on after `step`."""
-        if self._every is None:
-            return step + FIRST_AFTER
-        return (step // self._every + 1) * self._every
-
     def _hear(self, step: int) -> Announcement:
         """What is announced for this step."""
         if process_count() == 1:
             said = self._decide(step, step)
         elif self._key is None:  # the first step of all: nothing could be announced before
-            said = Announcement(next_step=self._first_after(step))
+            said = Announcement(next_step=self.schedule.first_after(step))
         else:
             what = f"waited {ANNOUNCEMENT_LIMIT_S:.0f} s for rank 0 to say whether to copy the state (look at its log)"
             said = Announcement(**json.loads(wait_for_key(self._key, ANNOUNCEMENT_LIMIT_S, what)))
@@ -410,50 +362,10 @@ class MemoryTier:
 
     def _decide(self, step: int, done: int) -> Announcement:
         """On rank 0: whether to take a generation at `step`, when `done` steps are done."""
-        every = self._every or LOOK_AGAIN
         if self._job is not None and not self._job.done():
-            return Announcement(next_step=step + (self._every or 1))
-        if self._job is not None:
-            reports, self._job = self._job.result(), None
-            if off := self._take_in(reports):
-                return Announcement(off=off)
-        if self._every is None and self._costs:
-            begun, since = self._clock or (done, time.monotonic())
-            a_step = (time.monotonic() - since) / max(1, done - begun)
-            every = max(1, math.ceil(statistics.median(self._costs) / max(SHARE * a_step, 1e-9)))
-            if step - self._last < every and self._count:
-                return Announcement(next_step=self._last + every)
-        self._count += 1
-        self._last, self._clock = step, (done, time.monotonic())
-        name = f"{self._name}.{self._count}"
-        return Announcement(generation=name, slot=self._slot, next_step=step + every)
-
-    def _take_in(self, reports: Sequence[Report]) -> str:
-        """Learn from the reports of all ranks; returns why there can be no generations, or nothing."""
-        problem = next((report.problem for report in reports if report.problem), "")
-        if not self._count:  # of the preparations
-            if problem:
-                self._say(f"no copies of the state in shared memory: {problem}")
-            return problem
-        if problem:
-            self._say(
-                f"the copy of step {self._last} in shared memory is dropped ({problem}); training goes on, and the "
-                f"next one is tried",
-                about="dropped",
-            )
-            return ""
-        self._slot = 1 - self._slot
-        self._costs.append(max(report.seconds for report in reports))
-        for report in reports:
-            if report.neighbour:
-                self._say(f"{report.neighbour}; training goes on", about=report.neighbour.partition(" (")[0])
-        return ""
-
-    def _say(self, line: str, about: str = "") -> None:
-        """Log a line on rank 0, once for what it is about."""
-        if is_primary() and (about or line) not in self._said:
-            self._said.add(about or line)
-            self._log(line)
+            return self.schedule.postpone(step)
+        reports, self._job = self._job.result() if self._job is not None else [], None
+        return self.schedule.decide(step, done, reports)
 
 
 def open_memory(

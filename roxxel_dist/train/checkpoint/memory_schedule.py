@@ -1,0 +1,131 @@
+"""After which steps a generation is taken: decided by rank 0 from what the ones before took, and told to all ranks."""
+
+import math
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+SHARE = 0.01
+"""Of the time of the steps: what generations may take with `auto`."""
+FIRST_AFTER = 2
+"""Steps before the first generation of a process; the first steps are not like others."""
+COSTS = 5
+"""Generations that the price of one is the median of: what one waits for a core is done for others meanwhile."""
+LOOK_AGAIN = 8
+"""Steps until rank 0 looks again, where it does not know yet what a generation costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """What rank 0 says about a step, to all ranks."""
+
+    generation: str = ""
+    """The generation to take; empty for none."""
+    slot: int = 0
+    """Which of a rank's two files holds it."""
+    next_step: int = 0
+    """The step that the next announcement is about."""
+    off: str = ""
+    """Why there are no more generations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How a rank's part of a generation, or of the preparations, went."""
+
+    problem: str = ""
+    neighbour: str = ""
+    """Why the neighbour does not have it, where it should."""
+    seconds: float = 0.0
+    """That the devices had nothing to do; and, where they are CPUs, what they had less of meanwhile."""
+
+
+class Schedule:
+    """The generations of one process's training, as rank 0 counts them.
+
+    Args:
+        every: steps between two; None: as many as `SHARE` asks for.
+        log: takes lines for people.
+    """
+
+    def __init__(self, every: int | None, log: Callable[[str], None]) -> None:
+        self._every, self._log = every, log
+        self._costs: deque[float] = deque(maxlen=COSTS)
+        self._told: set[str] = set()
+        self.begin(0, 0)
+
+    def begin(self, step: int, slot: int) -> None:
+        """The run goes on after a step; the first generation is kept in a slot."""
+        self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
+        self._count, self._slot = 0, slot
+        self.go_back(step)
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier step."""
+        self._last, self._clock = step, None
+
+    def start_clock(self, step: int) -> None:
+        """The first step since `begin` or `go_back` is done."""
+        if self._clock is None:
+            self._clock: tuple[int, float] | None = (step, time.monotonic())
+
+    def first_after(self, step: int) -> int:
+        """The step of the first announcement, for a process that goes on after `step`."""
+        if self._every is None:
+            return step + FIRST_AFTER
+        return (step // self._every + 1) * self._every
+
+    def postpone(self, step: int) -> Announcement:
+        """The generation before is not done."""
+        return Announcement(next_step=step + (self._every or 1))
+
+    def decide(self, step: int, done: int, reports: Sequence[Report]) -> Announcement:
+        """Whether to take a generation at `step`, when `done` steps are done.
+
+        Args:
+            step: that is announced.
+            done: steps that are done now.
+            reports: of all ranks, on what they ended since the last announcement; empty where that was nothing.
+        """
+        if reports and (problem := self._take_in(reports)):
+            return Announcement(off=problem)
+        every = self._every or LOOK_AGAIN
+        if self._every is None and self._costs:
+            begun, since = self._clock or (done, time.monotonic())
+            a_step = (time.monotonic() - since) / max(1, done - begun)
+            every = max(1, math.ceil(statistics.median(self._costs) / max(SHARE * a_step, 1e-9)))
+            if step - self._last < every and self._count:
+                return Announcement(next_step=self._last + every)
+        self._count += 1
+        self._last, self._clock = step, (done, time.monotonic())
+        return Announcement(generation=f"{self._name}.{self._count}", slot=self._slot, next_step=step + every)
+
+    def _take_in(self, reports: Sequence[Report]) -> str:
+        """Learn from the reports of all ranks; returns why there can be no generations, or nothing."""
+        problem = next((report.problem for report in reports if report.problem), "")
+        if not self._count:  # of the preparations
+            if problem:
+                self._tell(f"no copies of the state in shared memory: {problem}")
+            return problem
+        if problem:
+            self._tell(
+                f"the copy of step {self._last} in shared memory is dropped ({problem}); training goes on, and the "
+                f"next one is tried",
+                about="dropped",
+            )
+            return ""
+        self._slot = 1 - self._slot
+        self._costs.append(max(report.seconds for report in reports))
+        for report in reports:
+            if report.neighbour:
+                self._tell(f"{report.neighbour}; training goes on", about=report.neighbour.partition(" (")[0])
+        return ""
+
+    def _tell(self, line: str, about: str = "") -> None:
+        """Log a line, once for what it is about."""
+        if (about or line) not in self._told:
+            self._told.add(about or line)
+            self._log(line)
