@@ -189,7 +189,7 @@ def main() -> int:
 
     ending = run_sweep(
         study, sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of,
-        SweepOptions(**told["options"]), {"CPU": 1.0, **sweep.rules.resources},
+        SweepOptions(**told["options"]), {"CPU": 1.0, **told.get("resources", {})},
         on_change=lambda history, number: None, log=lambda line: print(line, flush=True),
     )  # fmt: skip
     print(ending.reason, flush=True)

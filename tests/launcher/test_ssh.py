@@ -54,7 +54,14 @@ class Ssh:
 
     def pid(self, host: str, part: str) -> int:
         """The one process of a host (the oldest of several) whose command line holds `part`."""
-        return min(pid for pid in self.hosts.processes(host) if part in " ".join(psutil.Process(pid).cmdline()))
+
+        def words(pid: int) -> str:
+            try:
+                return " ".join(psutil.Process(pid).cmdline())
+            except psutil.NoSuchProcess:  # it ended meanwhile
+                return ""
+
+        return min(pid for pid in self.hosts.processes(host) if part in words(pid))
 
     def left(self) -> dict[str, list[int]]:
         """What runs on the hosts and the controller."""

@@ -27,8 +27,8 @@ def nodes():
         yield started
 
 
-def start(nodes, study, body, **options):
-    told = {"sweep": ONE, "options": {"ray_address": "auto", **options}, "body": body}
+def start(nodes, study, body, resources, **options):
+    told = {"sweep": ONE, "options": {"ray_address": "auto", **options}, "body": body, "resources": resources}
     words = [sys.executable, trial_bodies.__file__, str(study.path), json.dumps(told)]
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return nodes.hosts.popen(words, on="h1", cwd=study.path, env=nodes.environment, **pipes)
