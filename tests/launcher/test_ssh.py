@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Ssh:
 
 
 @pytest.fixture
-def ssh(cluster: Callable[[int], Cluster], tmp_path: Path, until: Until) -> Iterator[Callable[[int], Ssh]]:
+def ssh(cluster: Callable[[int], Cluster], tmp_path: Path, until: Until) -> Callable[[int], Ssh]:
     def make(count: int) -> Ssh:
         hosts = cluster(count)
         for name in hosts.names:
