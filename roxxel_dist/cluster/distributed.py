@@ -18,7 +18,7 @@ from roxxel_dist.cluster.exit_codes import LostRankError
 from roxxel_dist.cluster.jax_private import key_value_store
 
 INIT_TIMEOUT_S = 300
-LISTENER_LIMIT_S, CONNECT_LIMIT_S, LISTENER_PAUSE_S = 30.0, 5.0, 0.01
+LISTENER_LIMIT_S, CONNECT_LIMIT_S, LISTENER_PAUSE_S = 30.0, 5.0, 0.02
 WAIT_LIMIT_S = 600.0
 
 _calls: Counter[str] = Counter()
@@ -74,8 +74,13 @@ def _wait_for_listener(coordinator: str) -> None:
     end = time.monotonic() + LISTENER_LIMIT_S
     while time.monotonic() < end:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
-            return
+            family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.settimeout(CONNECT_LIMIT_S)
+                probe.bind(("", 0))
+                if probe.getsockname()[1] != int(port):  # on its own machine it would meet itself, and take the port
+                    probe.connect(address)
+                    return
         except ConnectionRefusedError:
             time.sleep(LISTENER_PAUSE_S)
         except OSError:  # a name that is not known yet, a link that is cut
