@@ -1,55 +1,30 @@
-"""A run that is kept in a bucket, and the local folder in which it is trained, or read, on this host.
-
-The objects have the names of the files of a local run directory. What trains takes a lease, brings what is there into
-the folder, and sends what it writes; what only reads has a folder of its own, apart from that of a training.
-"""
+"""A run that is kept in a bucket: the lease by which one job trains in it, its checkpoints, and what sends the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.distributed import is_primary, process_index
-from roxxel_dist.cluster.durable import make_folder, write_file
-from roxxel_dist.cluster.file_lock import is_held
-from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.objects.errors import StoreError
+from roxxel_dist.train.bucket_folder import CHECKPOINTS, DATA, LEASE, LOGS, BucketFolder
 from roxxel_dist.train.checkpoint.digests import files_below
-from roxxel_dist.train.checkpoint.remote import CHECKPOINTS, RemoteCheckpoints
-from roxxel_dist.train.run_lock import LOCK
-from roxxel_dist.train.run_mirror import AT_ONCE, RunMirror
+from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints
+from roxxel_dist.train.run_mirror import RunMirror
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.lease import Lease
-    from roxxel_dist.objects.store import ObjectInfo
-
-LEASE = "run.lease"
-CONFIG, DATA, LOGS = "config.yaml", "data", "logs"
-NOT_FETCHED = ("profile/", "plots/")
-"""What nobody who trains reads again; nor what is hidden."""
-THREADS = 8
-TRAINED, READ = "runs", "read"
-"""Below the cache: the folders of runs that are trained, and of those that are only read."""
 
 
-class BucketRun:
-    """A run below a prefix of a bucket.
+class BucketRun(BucketFolder):
+    """A run below a prefix of a bucket, to be trained, or to be read with its checkpoints.
 
-    Args:
-        url: the prefix, as the user writes it.
-        local_dir: where the run has a folder on this host; by default in the user's cache.
-        read_only: it is only read, and may be training here or elsewhere.
-        timeout_s: the time limit of the store; its own where not given.
+    Args and errors are those of `BucketFolder`.
 
     Attributes:
-        folder: the local run directory; its name says which run it is, so several runs may share `local_dir`.
-
-    Raises:
-        ValueError: `url` is no address of a prefix, or `local_dir` is one.
+        checkpoints: those of the run.
     """
 
     def __init__(
@@ -60,75 +35,12 @@ class BucketRun:
         read_only: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        from roxxel_dist.objects.store import ObjectStore
-
-        self.url: ObjectUrl = ObjectUrl.parse(url)
-        if not self.url.key:
-            raise ValueError(f"run_dir is {self.url}, a whole bucket: name a prefix in it, as in {self.url}/runs/mine")
-        if local_dir is not None and is_url(local_dir):
-            raise ValueError(f"local_dir is {local_dir}: name a folder on a disk of each host")
-        base = _cache() / (READ if read_only else TRAINED) if local_dir is None else Path(local_dir).absolute()
-        self.folder: Path = base / self.url.scheme / self.url.bucket / self.url.key
-        self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
-        self._read_only = read_only
+        super().__init__(url, local_dir, read_only=read_only, timeout_s=timeout_s)
         self.checkpoints: RemoteCheckpoints = RemoteCheckpoints(
-            self._store, self.folder / CHECKPOINTS, self._before_table
+            self._store, self.folder / CHECKPOINTS, before_table=self._before_table, check_run=self.check
         )
         self._lease: Lease | None = None
         self._mirror: RunMirror | None = None
-        self._fetched: dict[str, bool] = {}
-
-    def __str__(self) -> str:
-        return str(self.url)
-
-    def pull(self) -> Path:
-        """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
-
-        What the bucket does not have goes away here, but for logs. A file that has grown here since it was sent stays:
-        it is the newer one. In a folder in which somebody trains now nothing is touched.
-        """
-        make_folder(self.folder)
-        if not self._read_only and self._lease is None and is_held(self.folder / LOCK, unknown=False):
-            return self.folder
-        objects = {info.key: info for info in self._store.list() if self._is_fetched(info.key)}
-        if CONFIG not in objects:  # data without it is what a run that never began has left
-            objects = {key: info for key, info in objects.items() if not key.startswith(f"{DATA}/")}
-        for path in self._local_files():
-            name = str(path.relative_to(self.folder))
-            if name not in objects and not name.startswith((f"{LOGS}/", *NOT_FETCHED)):
-                path.unlink(missing_ok=True)
-        with ThreadPoolExecutor(THREADS) as threads:
-            same = list(threads.map(self._pull, objects.values()))
-        self._fetched = dict(zip(objects, same, strict=True))
-        return self.folder
-
-    def _is_fetched(self, key: str) -> bool:
-        hidden = any(part.startswith(".") for part in key.split("/"))
-        return not (hidden or key == LEASE or key.startswith((f"{CHECKPOINTS}/", *NOT_FETCHED)))
-
-    def _local_files(self) -> list[Path]:
-        top = [path for path in self.folder.iterdir() if path.name != CHECKPOINTS]
-        paths = [file for path in top for file in (files_below(path) if path.is_dir() else [path])]
-        return [path for path in paths if not path.name.startswith(".")]
-
-    def _pull(self, info: ObjectInfo) -> bool:
-        """Fetch one file; returns whether the local one is what the object is."""
-        path = self.folder / info.key
-        make_folder(path.parent)
-        with contextlib.suppress(StoreNotFoundError):  # deleted since it was listed
-            if info.key.startswith(f"{DATA}/") and path.is_file() and path.stat().st_size == info.size:
-                return True  # shards prove themselves
-            if info.size > AT_ONCE:
-                self._store.download(info.key, path)
-                return True
-            data = self._store.read(info.key)
-            here = path.read_bytes() if path.is_file() else b""
-            if here.startswith(data) and path.is_file():
-                return here == data
-            write_file(path, data)
-            return True
-        path.unlink(missing_ok=True)
-        return True
 
     def take(self) -> None:
         """On rank 0: make sure that nobody else trains in the run, and fetch what is newest.
@@ -139,6 +51,7 @@ class BucketRun:
 
         job = os.environ.get("ROXXEL_RUN_ID")
         self._lease = Lease.take(self._store, LEASE, "roxxel-dist train", job=job)
+        self._holds = True
         self.pull()
 
     def begin(self) -> None:
@@ -159,11 +72,15 @@ class BucketRun:
 
     def send_data(self) -> None:
         """On rank 0: send the shards that were made of a text when the run began. Before its config, they are nobody's."""
-        sent = {info.key: info.size for info in self._store.list(f"{DATA}/")}
-        for path in sorted(files_below(self.folder / DATA)):
-            name = str(path.relative_to(self.folder))
-            if not path.name.startswith(".") and sent.get(name) != path.stat().st_size:
-                self._store.upload(path, name)
+        self._store.delete([info.key for info in self._store.list(f"{DATA}/")])
+        for path in files_below(self.folder / DATA):
+            if not path.name.startswith("."):
+                self._store.upload(path, str(path.relative_to(self.folder)))
+
+    def fetch_data(self) -> None:
+        """Fetch those shards, where this host does not have them."""
+        for info in self._store.list(f"{DATA}/"):
+            self._pull(info)
 
     def check(self) -> None:
         """Raises StoreError where files could not be sent in time, and LeaseLostError where another job has the run."""
@@ -189,11 +106,7 @@ class BucketRun:
                 self._lease.release()
             self._lease = None
 
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
-
-
-def local_run(run: str | os.PathLike[str]) -> Path:
-    """The folder of a run: as named or, of one in a bucket, a local one with its files; checkpoints come when read."""
-    return BucketRun(run, read_only=True).pull() if is_url(run) else Path(run)
+    def abandon(self, limit_s: float) -> None:
+        """`close` after a failure: what cannot be sent within so many seconds is left."""
+        with contextlib.suppress(StoreError):
+            self.close(limit_s)

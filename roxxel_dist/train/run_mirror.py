@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.save_requests import ANSWER, REQUEST
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
+from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS
 from roxxel_dist.train.checkpoint.digests import files_below
-from roxxel_dist.train.checkpoint.remote import CHECKPOINTS
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -23,8 +23,6 @@ INTERVAL_S = 3.0
 """Between two looks at the files."""
 BYTES_PER_S = 1 << 20
 """Of one file that grows: a large one is sent less often."""
-AT_ONCE = 16 << 20
-"""Bytes of a file that are read into memory to be sent, so that what is sent is one state of it."""
 ASKED, ANSWERED = ".save-requests/", ".save-answers/"
 """Where requests to save, and the answers to them, are in a bucket."""
 

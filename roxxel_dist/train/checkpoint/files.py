@@ -73,9 +73,7 @@ def quiet_orbax() -> Iterator[None]:
         logger.removeFilter(others)
 
 
-def open_folder(
-    folder: Path, *, read_only: bool, remote: "RemoteCheckpoints | None" = None
-) -> dict[int, float | None]:
+def open_folder(folder: Path, *, read_only: bool, remote: "RemoteCheckpoints | None" = None) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
     Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away. The

@@ -22,6 +22,7 @@ import jax
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.train.bucket_folder import CHECKPOINTS
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
@@ -37,7 +38,6 @@ from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 
-CHECKPOINTS = "checkpoints"
 PROCESS = "ocdbt.process_"
 """How the folder of what one rank has written begins; Orbax gives it the rank."""
 THREADS = 4
@@ -54,10 +54,15 @@ class RemoteCheckpoints:
         store: the prefix of the run.
         folder: the local folder of checkpoints.
         before_table: called on rank 0 before a checkpoint counts; the rows of its steps are in the bucket then.
+        check_run: called at every step; raises what keeps the run from its bucket.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path, before_table: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, store: ObjectStore, folder: Path, *,
+        before_table: Callable[[], None] = lambda: None, check_run: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._store, self._folder, self._before_table = store, folder, before_table
+        self.check_run: Callable[[], None] = check_run
 
     def saved(self, *, read_only: bool) -> dict[int, float | None]:
         """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then.

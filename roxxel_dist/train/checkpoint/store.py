@@ -249,6 +249,11 @@ class CheckpointStore:
             return _Problem.of(0, error)
         return _Problem()
 
+    def check_remote(self) -> None:
+        """Raises what keeps a run from its bucket: StoreError, LeaseLostError. Costs nothing."""
+        if self._remote is not None:
+            self._remote.check_run()
+
     def poll(self) -> SaveResult | None:
         """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
         if self._pending and self._pending[1].done():
