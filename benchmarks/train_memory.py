@@ -80,8 +80,7 @@ def take_turns(trainer: Any, block: int) -> tuple[float, float, list[float]]:
             trainer._memory = None
         else:
             trainer._memory = tier
-            tier.schedule.go_back(step)
-            tier._next = tier.schedule.first_after(step)
+            tier.drop(step)
         state["began"] = time.perf_counter()
 
     tier.save, trainer.before = timed, before

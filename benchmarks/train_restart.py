@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +95,7 @@ class KilledJob:
     def results(self, every_s: float) -> Iterable[Result]:
         """The kills, so many seconds apart."""
         load, taken, imported = os.getloadavg()[0], [], []
-        self._marks.mkdir()
-        process = self._launch()
-        try:
+        with self._running() as process:
             self._wait_row(process, FIRST_KILL)
             for number in range(1 + self._count):  # before the first one spare processes are not ready
                 begun = time.monotonic()
@@ -112,13 +110,6 @@ class KilledJob:
                     self._places.clear()
                 print(f"  kill {number}: {taken[-1]:.2f} s, all imported {imported[-1]:.2f} s", file=sys.stderr)
                 time.sleep(max(0.0, every_s - (time.monotonic() - begun)))
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
         where = "2 ranks" if self._hosts is None else "2 hosts by ssh"
         limit = 2.5 if self._hosts is None else 4.0
         what, note = f"kill -9 of a rank to the first new step, demo's model, {where}", f"load {load:.1f} at the start"
@@ -136,6 +127,21 @@ class KilledJob:
             since, cpu = (statistics.median(column) for column in zip(*times, strict=True))
             lines.append(f"{rank:>4}  {since:>14.2f}  {cpu:>6.2f}  {what}")
         return "\n".join(lines)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator["subprocess.Popen[bytes]"]:
+        """The launch, from its start to its end by SIGINT."""
+        self._marks.mkdir()
+        process = self._launch()
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def _launch(self) -> "subprocess.Popen[bytes]":
         tokens = np.random.default_rng(0).integers(0, 2048, 1 << 22, np.uint16)
@@ -181,15 +187,13 @@ class KilledJob:
 
     def _run(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
         if self._hosts is not None:
-            return self._hosts.run(words)
+            return self._hosts.run(words, check=True)
         return subprocess.run(words, capture_output=True, check=True, text=True)
 
     def losses(self) -> Iterable[Result]:
         """The cable of the second host is pulled, and the third one takes its place."""
         assert self._hosts is not None
-        self._marks.mkdir()
-        process = self._launch()
-        try:
+        with self._running() as process:
             self._wait_row(process, FIRST_KILL)
             time.sleep(KILL_EVERY_S)
             before, cut = self._last_row(), time.monotonic()
@@ -198,13 +202,6 @@ class KilledJob:
             last = self._last_row()
             self._wait_row(process, last + 1)
             taken = time.monotonic() - cut
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
         again = re.findall(r"(resuming after .*)", (self._folder / "log").read_text(errors="replace"))
         note = f"step {before} at the cut; {again[-1] if again else 'no resume'}"
         what = "cable of a host pulled to the first new step, with a spare host"

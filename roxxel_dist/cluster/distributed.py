@@ -65,8 +65,8 @@ def initialize() -> None:
             raise
 
 
-def _wait_for_listener(coordinator: str) -> None:
-    """Until rank 0's coordinator takes connections, for some seconds: who comes earlier is given to jax's own patience.
+def _wait_for_listener(coordinator: str) -> bool:
+    """Wait some seconds for rank 0's coordinator to take connections; returns whether it does. If not, jax goes on.
 
     gRPC, refused once, tries again after a whole second.
     """
@@ -80,11 +80,12 @@ def _wait_for_listener(coordinator: str) -> None:
                 probe.bind(("", 0))
                 if probe.getsockname()[1] != int(port):  # on its own machine it would meet itself, and take the port
                     probe.connect(address)
-                    return
+                    return True
         except ConnectionRefusedError:
             time.sleep(LISTENER_PAUSE_S)
         except OSError:  # a name that is not known yet, a link that is cut
-            return
+            return False
+    return False
 
 
 class PortTakenError(RuntimeError):

@@ -17,7 +17,7 @@ def test_it_waits_until_somebody_listens():
 
         timer = threading.Timer(0.2, listen)
         timer.start()
-        distributed._wait_for_listener(f"127.0.0.1:{server.getsockname()[1]}")
+        assert distributed._wait_for_listener(f"127.0.0.1:{server.getsockname()[1]}")
         assert listens.is_set()
         timer.join()
 
@@ -26,5 +26,5 @@ def test_it_leaves_to_jax_what_nobody_can_reach(monkeypatch):
     monkeypatch.setattr(distributed, "LISTENER_LIMIT_S", 0.1)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        distributed._wait_for_listener(f"127.0.0.1:{server.getsockname()[1]}")
-    distributed._wait_for_listener("no-such-host.invalid:1")
+        assert not distributed._wait_for_listener(f"127.0.0.1:{server.getsockname()[1]}")
+    assert not distributed._wait_for_listener("no-such-host.invalid:1")

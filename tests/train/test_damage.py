@@ -2,8 +2,12 @@
 
 import re
 import shutil
+import subprocess
+import sys
+import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from damage import KINDS, copy_damaged, damage, rows_of, state_of
 from flax import nnx
@@ -89,6 +93,53 @@ def test_damage_while_it_is_read(tmp_path):
     assert table.check_files(tmp_path / "2", compared=compared) == []  # as it was found before the damage
     with pytest.raises(DamagedCheckpoint, match=r"step 2 .*params/a\[0:60000\] in state/.* does not agree .* rank 0"):
         store.restore(2, state)
+    store.close()
+
+
+FLIPPER = """
+import sys, time
+for line in sys.stdin:
+    path, offset, delay_s = line.split("\\t")
+    time.sleep(float(delay_s))
+    with open(path, "r+b") as file:
+        file.seek(int(offset))
+        byte = file.read(1)[0]
+        file.seek(int(offset))
+        file.write(bytes([byte ^ 1]))
+    print("flipped", flush=True)
+"""
+
+
+def test_another_process_damages_it_while_it_is_read(tmp_path):
+    """Whenever the bit is flipped, the restore gives what was saved or raises; it never gives the damage."""
+    state = {"params": {"a": jnp.arange(1 << 20, dtype=jnp.float32)}}
+    store = CheckpointStore(tmp_path)
+    store.save(1, state, {})
+    store.wait()
+    largest = max((tmp_path / "1" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    begun = time.perf_counter()
+    store.restore(1, state)
+    span, raised = time.perf_counter() - begun, 0
+    random, whole = np.random.default_rng(0), largest.read_bytes()
+    with subprocess.Popen(
+        [sys.executable, "-c", FLIPPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as flipper:
+        assert flipper.stdin is not None
+        assert flipper.stdout is not None
+        for delay in (*np.linspace(0.0, span, 15), 0.0):
+            print(largest, random.integers(1000, len(whole) - 1000), delay, sep="\t", file=flipper.stdin, flush=True)
+            if not delay:
+                flipper.stdout.readline()
+            try:
+                restored = store.restore(1, state)["params"]["a"]
+                assert (restored == state["params"]["a"]).all(), delay
+            except DamagedCheckpoint:
+                raised += 1
+            if delay:
+                flipper.stdout.readline()
+            largest.write_bytes(whole)
+        flipper.stdin.close()
+    assert raised >= 2  # the two whose damage was there before
     store.close()
 
 

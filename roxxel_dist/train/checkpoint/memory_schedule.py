@@ -1,4 +1,4 @@
-"""After which steps a generation is taken: decided by rank 0 from what the ones before took, and told to all ranks."""
+"""After which steps a generation is taken: rank 0 decides it from what the ones before took, and announces it."""
 
 import math
 import secrets
@@ -54,7 +54,7 @@ class Schedule:
     def __init__(self, every: int | None, log: Callable[[str], None]) -> None:
         self._every, self._log = every, log
         self._costs: deque[float] = deque(maxlen=COSTS)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.begin(0, 0)
 
     def begin(self, step: int, slot: int) -> None:
@@ -108,10 +108,10 @@ class Schedule:
         problem = next((report.problem for report in reports if report.problem), "")
         if not self._count:  # of the preparations
             if problem:
-                self._tell(f"no copies of the state in shared memory: {problem}")
+                self._log_once(f"no copies of the state in shared memory: {problem}")
             return problem
         if problem:
-            self._tell(
+            self._log_once(
                 f"the copy of step {self._last} in shared memory is dropped ({problem}); training goes on, and the "
                 f"next one is tried",
                 about="dropped",
@@ -121,11 +121,11 @@ class Schedule:
         self._costs.append(max(report.seconds for report in reports))
         for report in reports:
             if report.neighbour:
-                self._tell(f"{report.neighbour}; training goes on", about=report.neighbour.partition(" (")[0])
+                self._log_once(f"{report.neighbour}; training goes on", about=report.neighbour.partition(" (")[0])
         return ""
 
-    def _tell(self, line: str, about: str = "") -> None:
+    def _log_once(self, line: str, about: str = "") -> None:
         """Log a line, once for what it is about."""
-        if (about or line) not in self._told:
-            self._told.add(about or line)
+        if (about or line) not in self._logged:
+            self._logged.add(about or line)
             self._log(line)
