@@ -63,7 +63,7 @@ class BucketFolder:
             raise ValueError(f"run_dir is {self.url}, a whole bucket: name a prefix in it, as in {self.url}/runs/mine")
         if local_dir is not None and is_url(local_dir):
             raise ValueError(f"local_dir is {local_dir}: name a folder on a disk of each host")
-        base = _cache() / (READ if read_only else TRAINED) if local_dir is None else Path(local_dir).absolute()
+        base = cache_folder() / (READ if read_only else TRAINED) if local_dir is None else Path(local_dir).absolute()
         self.folder: Path = base / self.url.scheme / self.url.bucket / self.url.key
         self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
         self._read_only = read_only
@@ -124,7 +124,8 @@ class BucketFolder:
         return True
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Of this user, on this host."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
 
 
