@@ -201,9 +201,9 @@ def open_corpus(
 ) -> Roxxel:
     """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
 
-    `share`, called on every rank when they are made, brings them to hosts that do not see that folder.
-    Raises ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of
-    `init_from`, text is not read where they are of another model.
+    `share`, called on every rank when they are made, brings them to hosts that do not see that folder. Raises
+    ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of `init_from`, text
+    is not read where they are of another model.
     """
     if data_path is None:
         raise ValueError(

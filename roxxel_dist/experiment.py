@@ -133,11 +133,8 @@ class Experiment:
         """
         resume = resume or attempt_number() > 0
         with usage_errors():
-            bucket = BucketRun(run_dir, local_dir) if run_dir is not None and is_url(run_dir) else None
-            if bucket is None and local_dir is not None:
-                raise ValueError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
-            for name, path in (("run_dir", None if bucket else run_dir), ("data_path", data_path)):
-                check_local(name, path)
+            bucket = self._bucket(run_dir, local_dir)
+            check_local("data_path", data_path)
             # A launched run without a name has the launcher's: started again, it is the same.
             past = self._past(bucket.pull() if bucket else Path(run_dir or default_run_dir()), resume, fork)
             # A fork that goes back goes back in itself; to name both is an error of `ResumeSpec`.
@@ -188,12 +185,8 @@ class Experiment:
                 held.enter_context(undo.pop_all())
             message = "" if past.config else self._base_message  # a run that goes on has its base already
             # All ranks learn it, if the disk is full already.
-            on_primary(
-                "record",
-                lambda: write_run_metadata(
-                    trainer, run, path, components, past.saved, changed, message, name=str(bucket or run)
-                ),
-            )
+            arguments = (trainer, run, path, components, past.saved, changed, message)
+            on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             if bucket is not None:
                 bucket.begin()
             self._run(trainer, run, tokenizer, ids, bucket)
@@ -239,6 +232,15 @@ class Experiment:
             )  # fmt: skip
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps), rates, losses
+
+    def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
+        """The run in a bucket that `run_dir` names; None where it names a folder."""
+        if run_dir is not None and is_url(run_dir):
+            return BucketRun(run_dir, local_dir, timeout_s=getattr(self.config, "store_timeout", None))
+        if local_dir is not None:
+            raise ValueError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
+        check_local("run_dir", run_dir)
+        return None
 
     def _past(self, run: Path, resume: bool, fork: str | None) -> _Past:
         """The run that this one goes on from, whose fields the config takes over where it does not give them."""

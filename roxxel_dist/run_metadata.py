@@ -136,7 +136,8 @@ def write_run_metadata(
     """Write config, tokenizer and sizes into the directory of a run that is about to begin, and log its first lines.
 
     `saved` is the config that the directory holds, `changed` a line for each field that differs from it, and `message`
-    a line about how the config came about. `name` is what people call the run. Without a `data_path` the data is in the run directory.
+    a line about how the config came about. `name` is what people call the run. Without a `data_path` the data is in the
+    run directory.
     """
     log, data, config = trainer.logger.text, components.data, components.config
     sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
@@ -158,8 +159,8 @@ def write_run_metadata(
     train = trainer.plan.amendments[-1].sources["self"].units.tokens
     parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
-    for name, data_set in components.curriculum.mix_streamers.items():
-        log(f"data {name}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
+    for source, data_set in components.curriculum.mix_streamers.items():
+        log(f"data {source}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
     if not trainer.start.notes:  # else the plan is among them
         log(trainer.plan.describe())
     if note := max_steps_note(trainer.plan, trainer.options):

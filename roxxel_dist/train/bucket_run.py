@@ -71,7 +71,7 @@ class BucketRun(BucketFolder):
         self._mirror.start()
 
     def send_data(self) -> None:
-        """On rank 0: send the shards that were made of a text when the run began. Before its config, they are nobody's."""
+        """On rank 0: send the shards that were made of a text. Before the config of the run, they are nobody's."""
         self._store.delete([info.key for info in self._store.list(f"{DATA}/")])
         for path in files_below(self.folder / DATA):
             if not path.name.startswith("."):

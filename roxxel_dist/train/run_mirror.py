@@ -1,4 +1,4 @@
-"""The small files of a run directory in its bucket: what changes is sent every few seconds, and all of it at the end."""
+"""The small files of a run directory in its bucket: what changes is sent every few seconds, and all at the end."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class DigestTable:
         compared: Set[tuple[str, Bounds]] = frozenset(),
         progress: Progress | None = None,
     ) -> dict[str, list[str]]:
-        """What is wrong with some of the files, by name, without those that agree; raises nothing. See `check_files`."""
+        """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
         inside = self._blocks_by_file()
 
         def check(file: str) -> list[str]:

@@ -97,7 +97,7 @@ class CheckpointStore:
     answer within its time limit, all ranks raise StoreTimeoutError when they next save, poll or wait.
 
     Args:
-        folder: where they are; made where it is missing. Every rank must see the same folder, but for a run in a bucket.
+        folder: where they are; made where it is missing. Every rank must see the same folder, if not for `remote`.
         max_to_keep: how many to keep, the newest ones; None for all. The one with the lowest val_loss stays too.
         keep_every: every so many steps, one is kept for ever.
         keep_steps: these steps are kept for ever.
