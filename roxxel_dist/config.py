@@ -23,6 +23,7 @@ from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.component import component
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
 from roxxel_dist.train.checkpoint.metadata import absolute_run
@@ -141,7 +142,7 @@ def _is_away(error: ValueError | OSError) -> bool:
 
 
 @component
-class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, DataConfig, UserCodeConfig, ModelConfig):
+class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, RemoteConfig, DataConfig, UserCodeConfig, ModelConfig):
     """Every setting of a run: those of the last class first."""
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ from roxxel_dist.run_metadata import (
     saved_config,
     write_run_metadata,
 )
-from roxxel_dist.train.bucket_folder import local_run
+from roxxel_dist.train.bucket_folder import TRAINED, local_run
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
 from roxxel_dist.train.config import TRIAL
@@ -236,7 +236,9 @@ class Experiment:
     def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
         """The run in a bucket that `run_dir` names; None where it names a folder."""
         if run_dir is not None and is_url(run_dir):
-            return BucketRun(run_dir, local_dir, timeout_s=getattr(self.config, "store_timeout", None))
+            cache = self.config.cache_dir
+            local_dir = local_dir or (Path(cache, TRAINED) if cache else None)
+            return BucketRun(run_dir, local_dir, timeout_s=self.config.store_timeout)
         if local_dir is not None:
             raise ValueError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
         check_local("run_dir", run_dir)

@@ -23,8 +23,8 @@ class VerifyArgs:
     something is damaged. It reads only."""
 
     path: tyro.conf.Positional[str]
-    """RUN for all its checkpoints, RUN@STEP for one, also in a bucket; a folder of checkpoints; what `export` has made, or a file of
-    weights; shards: a folder, a file, or a pattern."""
+    """RUN for all its checkpoints, RUN@STEP for one, also in a bucket; a folder of checkpoints; what `export` has made,
+    or a file of weights; shards: a folder, a file, or a pattern."""
     deep: bool = False
     """Read the arrays of checkpoints and exports too, and compare each with the digest that it had on the device."""
     json: bool = False
