@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LEASE = "run.lease"
 CONFIG, DATA, LOGS, CHECKPOINTS = "config.yaml", "data", "logs", "checkpoints"
+ASKED, ANSWERED = ".save-requests/", ".save-answers/"
+"""Where requests to save, and the answers to them, are in a bucket."""
 NOT_FETCHED = ("profile/", "plots/")
 """What nobody who trains reads again; nor what is hidden."""
 AT_ONCE = 16 << 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.save_requests import ANSWER, REQUEST
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS
+from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, AT_ONCE, CHECKPOINTS
 from roxxel_dist.train.checkpoint.digests import files_below
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ INTERVAL_S = 3.0
 """Between two looks at the files."""
 BYTES_PER_S = 1 << 20
 """Of one file that grows: a large one is sent less often."""
-ASKED, ANSWERED = ".save-requests/", ".save-answers/"
-"""Where requests to save, and the answers to them, are in a bucket."""
 
 log: logging.Logger = logging.getLogger("roxxel_dist.objects")
 
