@@ -155,9 +155,7 @@ class Experiment:
 
         with contextlib.ExitStack() as held:
             directory = RunDirectory(run, str(bucket or run))
-            held.callback(directory.release)
-            if bucket is not None:
-                held.callback(bucket.abandon, CRASH_LIMIT_S)
+            held.callback(self._release, directory, bucket)
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
                 on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
@@ -187,8 +185,6 @@ class Experiment:
             # All ranks learn it, if the disk is full already.
             arguments = (trainer, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
-            if bucket is not None:
-                bucket.begin()
             self._run(trainer, run, tokenizer, ids, bucket)
         return run
 
@@ -266,6 +262,13 @@ class Experiment:
         if bucket is not None:
             bucket.take()
             directory.check_new(resume)  # by what the bucket has now
+
+    @staticmethod
+    def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:
+        """Let others have the run; what it did well is in its bucket by now."""
+        if bucket is not None:
+            bucket.abandon(CRASH_LIMIT_S)
+        directory.release()
 
     def _name_data_sets(self, past: _Past, data_path: str | Path | None) -> None:
         """The data sets of the run before where none are named; "self" is what `data_path` says."""
@@ -371,6 +374,8 @@ class Experiment:
         self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None
     ) -> None:
         begun = time.monotonic()
+        if bucket is not None:
+            bucket.begin()
 
         def at_the_end() -> None:
             """Show a sample and draw the curve. The run is done and saved: what fails here harms nothing."""

@@ -34,6 +34,16 @@ TRAINED, READ = "runs", "read"
 """Below the cache: the folders of runs that are trained, and of those that are only read."""
 
 
+FileState = tuple[int, int]
+"""Size, and time of the last change: with others it is another state of a file."""
+
+
+def state_of(path: Path) -> FileState:
+    """Raises OSError."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 class BucketFolder:
     """A run below a prefix of a bucket, as this host has it.
 
@@ -70,8 +80,8 @@ class BucketFolder:
         self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
         self._read_only = read_only
         self._holds = False  # whether nobody else of this host trains in the folder
-        self._fetched: dict[str, bool] = {}
-        """Whether the local file of a name is what its object was; else a newer state of it."""
+        self._fetched: dict[str, FileState | None] = {}
+        """The local file of a name, where it was what its object was; None where it was a newer state of it."""
 
     def __str__(self) -> str:
         return str(self.url)
@@ -93,8 +103,8 @@ class BucketFolder:
             if name not in objects and not name.startswith((f"{LOGS}/", *NOT_FETCHED)):
                 path.unlink(missing_ok=True)
         with ThreadPoolExecutor(THREADS) as threads:
-            same = list(threads.map(self._pull, objects.values()))
-        self._fetched = dict(zip(objects, same, strict=True))
+            states = list(threads.map(self._pull, objects.values()))
+        self._fetched = dict(zip(objects, states, strict=True))
         return self.folder
 
     def _is_fetched(self, key: str) -> bool:
@@ -106,24 +116,24 @@ class BucketFolder:
         paths = [file for path in top for file in (path.rglob("*") if path.is_dir() else [path])]
         return [path for path in paths if path.is_file() and not path.name.startswith(".")]
 
-    def _pull(self, info: ObjectInfo) -> bool:
-        """Fetch one file; returns whether the local one is what the object is."""
+    def _pull(self, info: ObjectInfo) -> FileState | None:
+        """Fetch one file; None where the local one is a newer state of it."""
         path = self.folder / info.key
         make_folder(path.parent)
         with contextlib.suppress(StoreNotFoundError):  # deleted since it was listed
             if info.key.startswith(f"{DATA}/") and path.is_file() and path.stat().st_size == info.size:
-                return True  # shards prove themselves
+                return state_of(path)  # shards prove themselves
             if info.size > AT_ONCE:
                 self._store.download(info.key, path)
-                return True
+                return state_of(path)
             data = self._store.read(info.key)
             here = path.read_bytes() if path.is_file() else b""
             if here.startswith(data) and path.is_file():
-                return here == data
+                return state_of(path) if here == data else None
             write_file(path, data)
-            return True
+            return state_of(path)
         path.unlink(missing_ok=True)
-        return True
+        return None
 
 
 def cache_folder() -> Path:

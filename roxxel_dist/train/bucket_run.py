@@ -64,9 +64,9 @@ class BucketRun(BucketFolder):
             return name == own or name.startswith("profile/")
 
         self._mirror = RunMirror(self._store, self.folder, is_mine, serves=is_primary())
-        for name, same in self._fetched.items():
-            if is_mine(name) and (self.folder / name).is_file():
-                self._mirror.fetched(name, same=same)
+        for name, state in self._fetched.items():
+            if is_mine(name):
+                self._mirror.fetched(name, state)
         self._mirror.flush()
         self._mirror.start()
 

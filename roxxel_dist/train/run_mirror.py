@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.save_requests import ANSWER, REQUEST
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, AT_ONCE, CHECKPOINTS
+from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, AT_ONCE, CHECKPOINTS, FileState, state_of
 from roxxel_dist.train.checkpoint.digests import files_below
 
 if TYPE_CHECKING:
@@ -39,17 +39,16 @@ class RunMirror:
 
     def __init__(self, store: ObjectStore, folder: Path, is_mine: Callable[[str], bool], *, serves: bool) -> None:
         self._store, self._folder, self._is_mine, self._serves = store, folder, is_mine, serves
-        self._sent: dict[str, tuple[tuple[int, int] | None, float]] = {}
-        """Size and time of change of each file as it was sent, and when it is to be looked at again."""
+        self._sent: dict[str, tuple[FileState | None, float]] = {}
+        """The state of each file that was sent, and when it is to be looked at again."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._problem: StoreError | None = None
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
-    def fetched(self, name: str, *, same: bool) -> None:
-        """There is an object of that name, which is the `same` as the local file, or an older state of it."""
-        status = (self._folder / name).stat()
-        self._sent[name] = ((status.st_size, status.st_mtime_ns) if same else None), 0.0
+    def fetched(self, name: str, state: FileState | None) -> None:
+        """There is an object of that name, which is what the local file was in that state; or none that it had."""
+        self._sent[name] = state, 0.0
 
     def start(self) -> None:
         """Begin; requests of a time before this one are nobody's."""
@@ -109,13 +108,12 @@ class RunMirror:
             if not path.name.startswith(".") and path.is_file() and self._is_mine(str(path.relative_to(self._folder)))
         ]  # fmt: skip
 
-    def _send(self, name: str, path: Path, before: tuple[int, int] | None) -> None:
+    def _send(self, name: str, path: Path, before: FileState | None) -> None:
         try:
-            status = path.stat()
-            state = status.st_size, status.st_mtime_ns
+            state = state_of(path)
             if state == before:
                 return
-            if status.st_size <= AT_ONCE:
+            if state[0] <= AT_ONCE:
                 self._store.write(name, path.read_bytes())
             else:
                 self._store.upload(path, name)
@@ -123,7 +121,7 @@ class RunMirror:
             if isinstance(error, StoreNotFoundError):  # the bucket
                 raise
             return
-        self._sent[name] = state, time.monotonic() + status.st_size / BYTES_PER_S
+        self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
 
     def _take_requests(self) -> None:
         if self._serves:

@@ -42,7 +42,7 @@ def url(server, link, request, tmp_path):
 
 def opened(url, folder, **options):
     """The checkpoints of the run as a host has them that keeps its files in `folder`."""
-    run = BucketRun(url, folder, timeout_s=3)
+    run = BucketRun(url, folder, timeout_s=2)
     return CheckpointStore(run.folder / "checkpoints", remote=run.checkpoints, **options)
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_object_is_set_aside_and_a_damaged_copy_is_fetched_again(url, 
 
     flip(url, largest(url, 2))
     other = opened(url, tmp_path / "other")
-    with pytest.raises(DamagedCheckpoint, match="params/w.* does not agree with its digest, written by rank 0"):
+    with pytest.raises(DamagedCheckpoint, match=r"params/w.* does not agree with its digest, written by rank 0"):
         other.restore(2, STATE)
     with pytest.raises(DamagedCheckpoint) as damage:
         other.restore(2, STATE)
@@ -129,7 +129,7 @@ def test_a_store_that_is_away_for_a_moment_costs_no_save_and_one_that_stays_away
     store = opened(url, tmp_path / "first")
     saved(store, 1)
     link.down = True
-    threading.Timer(1.5, lambda: setattr(link, "down", False)).start()
+    threading.Timer(0.7, lambda: setattr(link, "down", False)).start()
     saved(store, 2)
     assert store.steps() == [1, 2]
     link.down = True

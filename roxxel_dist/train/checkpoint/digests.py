@@ -221,6 +221,10 @@ class DigestTable:
         with ThreadPoolExecutor(THREADS) as threads:
             return {file: found for file, found in zip(names, threads.map(check, names), strict=True) if found}
 
+    def blocks_in(self, file: str) -> list[tuple[str, BlockDigest]]:
+        """The blocks that lie in a file, and the names of their arrays."""
+        return [(name, block) for name, blocks in self.blocks.items() for block in blocks if block.file == file]
+
     def _blocks_by_file(self) -> dict[str, dict[BlockDigest, str]]:
         """The name of the array of each block that lies in a file."""
         inside: dict[str, dict[BlockDigest, str]] = {}

@@ -242,7 +242,9 @@ def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, 
 def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
     """Leave the digests of what this rank has written where rank 0 finds them. Its files are final by now."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
-    where, folder = places(own), str(own.relative_to(temporary))
+    # Where the blocks of an array are not alike, they are found nowhere, or one with a size that is not its own.
+    alike = {name.replace("/", "."): [b - a for a, b in some[0].bounds] for name, some in blocks.items() if some}
+    where, folder = places(own, alike), str(own.relative_to(temporary))
     inside: dict[str, list[BlockDigest]] = {}
 
     def located(name: str, block: BlockDigest) -> BlockDigest:

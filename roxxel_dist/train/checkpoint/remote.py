@@ -8,7 +8,6 @@ that does not agree is fetched once more before it is called damaged.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -22,11 +21,12 @@ import jax
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreNotFoundError
-from roxxel_dist.train.bucket_folder import CHECKPOINTS
+from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
     TABLE,
+    BlockDigest,
     Bounds,
     DigestTable,
     bounds_of,
@@ -42,9 +42,21 @@ PROCESS = "ocdbt.process_"
 """How the folder of what one rank has written begins; Orbax gives it the rank."""
 THREADS = 4
 """Files that are sent, or fetched, at a time; each of them in parts."""
-IN_INDEX = 4096
-"""Elements of the largest block that may be in the index of a checkpoint rather than in a file of its own place."""
+FETCHES = 16
+"""Requests for files, most of which are small, that are under way."""
+FETCH_TIMES = 2
+"""What is damaged is fetched once more."""
 FETCH_LIMIT_S = 6 * 3600.0
+IsLeft = Callable[[str, BlockDigest], bool]
+"""Whether a block of an array, by its name, is left out."""
+
+
+def _no_block(name: str, block: BlockDigest) -> bool:
+    return False
+
+
+def _all_blocks(name: str, block: BlockDigest) -> bool:
+    return True
 
 
 class RemoteCheckpoints:
@@ -63,6 +75,8 @@ class RemoteCheckpoints:
     ) -> None:  # fmt: skip
         self._store, self._folder, self._before_table = store, folder, before_table
         self.check_run: Callable[[], None] = check_run
+        self._hollow: list[str] = []
+        """Files of other hosts that rank 0 has without the arrays in them, while it joins the parts of a save."""
 
     def saved(self, *, read_only: bool) -> dict[int, float | None]:
         """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then.
@@ -111,20 +125,22 @@ class RemoteCheckpoints:
 
     def gather_parts(self, temporary: Path, step: int, ranks: int) -> None:
         """On rank 0, fetch what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
+        parts: dict[str, DigestTable] = {}
         for rank in range(1, ranks):
             path = temporary / f"{TABLE}.{rank}"
             if not path.exists():  # a rank of another host
                 self._store.download(_key(step, path.name), path)
             part = DigestTable.read(path)
-            arrays = {block.file for blocks in part.blocks.values() for block in blocks}
-            for name in part.files.keys() - arrays:
-                if not (temporary / name).exists():
-                    make_folder((temporary / name).parent)
-                    self._store.download(_key(step, name), temporary / name)
+            parts |= {name: part for name in part.files if not (temporary / name).exists()}
+        with ThreadPoolExecutor(FETCHES) as threads:
+            list(threads.map(lambda name: self._fetch(temporary, step, parts[name], name, _all_blocks), parts))
+        self._hollow = [name for name, part in parts.items() if part.blocks_in(name)]
 
     def commit(self, step: int, ranks: int) -> None:
         """On rank 0, send what is left of a checkpoint that is complete in the local folder; its table last."""
         checkpoint = self._folder / str(step)
+        for name in self._hollow:
+            (checkpoint / name).unlink()
         theirs = tuple(f"{files.STATE}/{PROCESS}{rank}/" for rank in range(ranks))
         paths = {str(path.relative_to(checkpoint)): path for path in files_below(checkpoint)}
         self._send(checkpoint, step, [p for name, p in paths.items() if name != TABLE and not name.startswith(theirs)])
@@ -193,34 +209,21 @@ class RemoteCheckpoints:
             for name in (TABLE, META):
                 (checkpoint / name).unlink(missing_ok=True)
 
-    def check(self, step: int, table: DigestTable, names: Iterable[str]) -> list[str]:
-        """Fetch the files of a checkpoint that are not here, and compare all of `names` with their digests.
+    def check(self, step: int, table: DigestTable, names: Iterable[str], is_left: IsLeft = _no_block) -> list[str]:
+        """Compare files of a checkpoint with their digests, but for the blocks that are left out, and fetch those that
+        do not agree, or are not here: only what is compared, and once for all processes that share the folder.
 
         Returns what is wrong with those that do not agree when they are fetched once more either.
         """
-        names = self._fetch(step, table, names)
-        wrong = table.wrong_files(self._folder / str(step), names)
-        if not wrong:
+        checkpoint = self._folder / str(step)
+        left = frozenset((name, b.bounds) for name, some in table.blocks.items() for b in some if is_left(name, b))
+
+        def wrong(names: Iterable[str]) -> dict[str, list[str]]:
+            return table.wrong_files(checkpoint, names, compared=left)
+
+        problems = wrong(names)
+        if not problems:
             return []
-        for name in wrong:
-            (self._folder / str(step) / name).unlink(missing_ok=True)
-        self._fetch(step, table, wrong)
-        again = table.wrong_files(self._folder / str(step), wrong)
-        return [problem for problems in again.values() for problem in problems]
-
-    def _fetch(self, step: int, table: DigestTable, names: Iterable[str]) -> list[str]:
-        """Fetch what is not here with the right size; once for all processes that share the local folder."""
-        checkpoint, names = self._folder / str(step), sorted(names)
-
-        def missing() -> list[str]:
-            there = {name: checkpoint / name for name in names}
-            return [
-                name for name, path in there.items()
-                if not (path.is_file() and path.stat().st_size == table.files[name].size)
-            ]  # fmt: skip
-
-        if not missing():
-            return names
         lock = wait_for_lock(
             self._folder / ".fetch.lock",
             lambda owner: f"{owner} fetches a checkpoint into {self._folder}: waiting for it",
@@ -228,24 +231,41 @@ class RemoteCheckpoints:
             limit_s=FETCH_LIMIT_S, silent_s=FETCH_LIMIT_S,
         )  # fmt: skip
         try:
-
-            def fetch(name: str) -> None:
-                (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(StoreNotFoundError):  # whoever compares it says that it is missing
-                    self._store.download(_key(step, name), checkpoint / name)
-
-            with ThreadPoolExecutor(THREADS) as threads:
-                list(threads.map(fetch, missing()))
+            problems = wrong(problems)  # another process may have fetched them meanwhile
+            for _ in range(FETCH_TIMES):
+                with ThreadPoolExecutor(FETCHES) as threads:
+                    list(threads.map(lambda name: self._fetch(checkpoint, step, table, name, is_left), problems))
+                problems = wrong(problems)
         finally:
             release_lock(lock)
-        return names
+        return [line for lines in problems.values() for line in lines]
+
+    def _fetch(self, checkpoint: Path, step: int, table: DigestTable, name: str, is_left: IsLeft) -> None:
+        """Fetch a file, or of one in which blocks are left out all else; a file that is gone is left to be missed."""
+        path, size, key = checkpoint / name, table.files[name].size, _key(step, name)
+        left = sorted((b.offset, b.offset + b.size) for array, b in table.blocks_in(name) if is_left(array, b))
+        ends = [0, *(end for _, end in left)], [*(start for start, _ in left), size]
+        ranges = [(start, end) for start, end in zip(*ends, strict=True) if start < end]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(StoreNotFoundError):
+            if not left:
+                self._store.download(key, path)
+                return
+            # In place: another process of this host may have fetched other blocks of it.
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                file.truncate(size)
+                for start, end in ranges:
+                    for begin in range(start, end, AT_ONCE):
+                        stop = min(begin + AT_ONCE, end)
+                        file.seek(begin)
+                        file.write(self._store.read_range(key, begin, stop))
 
     def fetch_params(self, step: int) -> list[str]:
         """Bring what holds the parameters of a checkpoint here, for one process that reads them alone; what is wrong
         with it. Its `meta.json` and table are here."""
         _, table = read_verified(self._folder / str(step), step)
         assert table is not None  # else it does not count in a bucket
-        return self.check(step, table, _files_of(table, lambda name, _: name.startswith(files.PARAMS)))
+        return self.check(step, table, table.files, lambda name, _: not name.startswith(files.PARAMS))
 
     def fetch_all(self, step: int) -> list[str]:
         """The same of all of a checkpoint."""
@@ -265,8 +285,8 @@ class RemoteCheckpoints:
             list(threads.map(send, paths))
 
 
-def needed(table: DigestTable, like: Any) -> set[str]:
-    """The files of a checkpoint that this process reads for a state that lies as `like`: of arrays its own parts."""
+def not_read(like: Any) -> IsLeft:
+    """Whether a block of a checkpoint is none that this process reads for a state that lies as `like`."""
     there: dict[str, list[Bounds]] = {}
     for path, leaf in jax.tree.leaves_with_path(like):
         name, sharding = jax.tree_util.keystr(path, simple=True, separator="/"), getattr(leaf, "sharding", None)
@@ -276,25 +296,11 @@ def needed(table: DigestTable, like: Any) -> set[str]:
             indices = sharding.addressable_devices_indices_map(leaf.shape).values()
             there[name] = list(dict.fromkeys(bounds_of(index, leaf.shape) for index in indices))
 
-    def is_read(name: str, block: Bounds) -> bool:
-        return name in there and (not there[name] or any(_overlap(block, bounds) for bounds in there[name]))
+    def is_left(name: str, block: BlockDigest) -> bool:
+        parts = there.get(name)
+        return parts is None or (bool(parts) and not any(_overlap(block.bounds, part) for part in parts))
 
-    return _files_of(table, is_read)
-
-
-def _files_of(table: DigestTable, is_read: Callable[[str, Bounds], bool]) -> set[str]:
-    """The files that hold blocks which are read, and all that hold no blocks: small ones, and the index."""
-    with_blocks = {block.file for blocks in table.blocks.values() for block in blocks}
-    names = set(table.files) - with_blocks
-    for name, blocks in table.blocks.items():
-        for block in blocks:
-            if not is_read(name, block.bounds):
-                continue
-            if block.file:
-                names.add(block.file)
-            elif math.prod(end - start for start, end in block.bounds) > IN_INDEX:  # in one of its rank's, no one knows
-                names |= {file for file, saved in table.files.items() if saved.rank == block.rank}
-    return names
+    return is_left
 
 
 def _overlap(one: Bounds, other: Bounds) -> bool:

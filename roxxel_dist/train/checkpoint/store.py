@@ -31,7 +31,7 @@ from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import Bounds, DigestTable, damaged_ones, in_words, read_verified
 from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile
-from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints, needed
+from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints, not_read
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -465,8 +465,8 @@ class CheckpointStore:
         table, state, problems = table if self._digests else None, None, list[str]()
         if table is not None:
             if self._remote is not None:
-                names = needed(table, like) if old is None else table.files
-                wrong = self._remote.check(step, table, names)
+                left = (not_read(like),) if old is None else ()
+                wrong = self._remote.check(step, table, table.files, *left)
             else:
                 compared = files.compared(like, table, saved.shapes) if old is None else frozenset()
                 wrong = self._wrong_files(step, table, compared)
