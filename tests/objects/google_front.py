@@ -1,7 +1,8 @@
 """The writing half of Google's XML interface in front of fake-gcs-server, which has it for reading alone.
 
 A PUT becomes an upload by the JSON interface, whose conditions the server obeys; parts are kept here until they are
-completed. Everything else is passed on, but for If-Match of a GET, which the server does not look at. A request without the right bearer token is refused, as Google does.
+completed. Everything else is passed on, but for If-Match of a GET, which the server does not look at. A request without
+the right bearer token is refused, as Google does.
 """
 
 import http.client
@@ -16,15 +17,17 @@ PASSED = ("Range", "Accept")
 
 
 class GoogleFront(ThreadingHTTPServer):
-    """Serves at `address` what the server at `target` has, to who knows the token."""
+    """Serves at `address` what the server at `target` has, to who knows the token; `parts` survive it."""
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], target: tuple[str, int], token: str) -> None:
+    def __init__(
+        self, address: tuple[str, int], target: tuple[str, int], token: str, parts: dict[str, dict[int, bytes]]
+    ) -> None:
         super().__init__(address, Handler)
         self.target = target
         self.token = token
-        self.parts: dict[str, dict[int, bytes]] = {}
+        self.parts = parts
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self.thread.start()
 

@@ -185,13 +185,14 @@ class GcsServer(Server):
         self.token = secrets.token_hex(16)
         self._inner = free_port()
         self._front: GoogleFront | None = None
+        self._parts: dict[str, dict[int, bytes]] = {}
 
     def prepare(self) -> None:
         (self.folder / "objects" / BUCKET).mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
         super().start()
-        self._front = GoogleFront((self.host, self.port), ("127.0.0.1", self._inner), self.token)
+        self._front = GoogleFront((self.host, self.port), ("127.0.0.1", self._inner), self.token, self._parts)
 
     def stop(self) -> None:
         if self._front is not None:

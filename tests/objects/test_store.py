@@ -61,8 +61,9 @@ def test_keys_are_what_they_were(store):
     assert [store.read(key).decode() for key in KEYS] == KEYS
 
 
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_all_pages_of_a_list_are_read(store):
-    keys = [f"n/{i:05}" for i in range(1100)]
+    keys = [f"n/{i:05}" for i in range(1010)]
     threads = [
         threading.Thread(target=lambda part=keys[i::8]: [store.write(key, b"") for key in part]) for i in range(8)
     ]
@@ -100,7 +101,7 @@ def test_what_is_not_there(store):
         store.read_range("k", 8, 9)
     with pytest.raises(ValueError, match="a range has a byte or more"):
         store.read_range("k", 3, 3)
-    with pytest.raises(ValueError, match="the key '../k' is none that can be used"):
+    with pytest.raises(ValueError, match=r"the key '\.\./k' is none that can be used"):
         store.read("../k")
 
 
@@ -131,26 +132,20 @@ def test_conditions(store, server):
     assert store.read("k", etag=second) == b"three"
 
 
-def test_a_conditional_write_whose_answer_was_lost_is_no_failure(server, link, store):
+def test_a_conditional_write_whose_answer_was_lost_is_no_failure(link, store):
     """The second try finds what the first one has done. Another one's object is not taken for it."""
-    for lost, fits in ((b"mine", True), (b"also mine", False)):
-        link.lose = "PUT"
-        done = []
-        thread = threading.Thread(target=lambda lost=lost: done.append(store.write("lease", lost, if_absent=True)))
-        if not fits:
-            link.lose = ""
-            if store.supports_conditions():
-                with pytest.raises(StorePreconditionError):
-                    store.write("lease", lost, if_absent=True)
-            continue
-        thread.start()
-        while sum(request.method == "PUT" for request in link.requests) < 2:
-            assert thread.is_alive()
-        link.lose = ""
-        thread.join()
-        assert done == [store.head("lease").etag]
+    link.lose = "PUT"
+    done = []
+    thread = threading.Thread(target=lambda: done.append(store.write("lease", b"mine", if_absent=True)))
+    thread.start()
+    while sum(request.method == "PUT" for request in link.requests) < 2:
+        assert thread.is_alive()
+    link.lose = ""
+    thread.join()
+    assert done == [store.head("lease").etag]
     if store.supports_conditions():
-        assert store.read("lease") == b"mine"
+        with pytest.raises(StorePreconditionError):
+            store.write("lease", b"mine", if_absent=True)
 
 
 @pytest.mark.parametrize(
