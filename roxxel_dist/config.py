@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_ori
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.component import component
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import check_local
@@ -104,7 +105,9 @@ def _refusal(error: ValueError | OSError) -> str | None:
         if attempt_number() and error.filename and error.errno in AWAY:
             return f"{where}: {error.strerror}"
         return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+    is_of_store = isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError)
+    known = FileNotFoundError | FileExistsError | PermissionError
+    if isinstance(error, OSError) and not isinstance(error, known) and not is_of_store:
         return None
     return str(error) if is_raised_in(PACKAGE, error) else None
 
