@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_ori
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
-from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.component import component
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")

@@ -34,7 +34,9 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
     try:
         import obstore.store
     except ImportError as error:
-        raise MissingLibraryError(f"{url}: a path in a bucket needs a package: pip install 'roxxel-dist[cloud]'") from error
+        raise MissingLibraryError(
+            f"{url}: a path in a bucket needs a package: pip install 'roxxel-dist[cloud]'"
+        ) from error
     options: dict[str, Any] = {"timeout": timedelta(seconds=request_s)}
     options["connect_timeout"] = timedelta(seconds=min(CONNECT_S, request_s))
     if path := environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None:

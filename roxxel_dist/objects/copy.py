@@ -58,22 +58,33 @@ def copy_to_bucket(
     """
     there = {info.key: info for info in store.list()}
     record = CopyRecord(store.read(RECORD) if RECORD in there else None, lambda data: store.write(RECORD, data))
-    sent: list[int] = []
+    absent: list[SourceFile] = []
 
-    def one(file: SourceFile) -> None:
-        if _send(source, store, file, there.get(file.name), record, overwrite):
-            sent.append(file.size)
+    def look(file: SourceFile) -> None:
+        info = there.get(file.name)
+        if info is not None and _is_there(source, store, file, info, record):
+            advance(file.size)
+            return
+        if info is not None and not overwrite:
+            url = store.url.join(file.name)
+            raise ValueError(f"{url} is there already, with another content: choose another place, or give --overwrite")
+        absent.append(file)
+
+    def send(file: SourceFile) -> None:
+        with source.local(file) as (path, xxh3):
+            record.add(file.name, _copied(file, xxh3, store.upload(path, file.name)))
         advance(file.size)
 
-    ordered = sorted(files, key=lambda file: stage(file.name))
+    _in_threads(look, files)  # before anything is changed
+    absent.sort(key=lambda file: (stage(file.name), file.name))
     try:
-        for _, group in groupby(ordered, key=lambda file: stage(file.name)):
-            _in_threads(one, list(group))
+        for _, group in groupby(absent, key=lambda file: stage(file.name)):
+            _in_threads(send, list(group))
     finally:
         with suppress(StoreError):  # the error that ends the copy is the one to tell
             record.flush()
     _compare(store, files, record)
-    return Copied(files=len(files), sent=len(sent), sent_bytes=sum(sent))
+    return Copied(files=len(files), sent=len(absent), sent_bytes=sum(file.size for file in absent))
 
 
 def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:
@@ -133,24 +144,18 @@ def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advan
     return Copied(files=len(files), sent=len(sent), sent_bytes=sum(sent))
 
 
-def _send(
-    source: Source, store: ObjectStore, file: SourceFile, there: ObjectInfo | None, record: CopyRecord, overwrite: bool
-) -> bool:
-    """Copy one file to a store; False where it is there already."""
+def _is_there(source: Source, store: ObjectStore, file: SourceFile, there: ObjectInfo, record: CopyRecord) -> bool:
+    """Whether an object has the bytes of a file: by the record, or by its own bytes."""
     found = record.files.get(file.name)
-    is_known = found is not None and there is not None and (there.size, there.etag) == (found.size, found.etag)
-    if is_known and is_same(found, file):
+    known = found if found is not None and (there.size, there.etag) == (found.size, found.etag) else None
+    if is_same(known, file):
+        return True
+    if there.size != file.size:
         return False
-    with source.local(file) as (path, xxh3):
-        if there is not None and there.size == file.size:
-            if (found.xxh3 if is_known and found is not None else _digest_of(store, there)) == xxh3:
-                record.add(file.name, _copied(file, xxh3, there.etag))
-                return False
-        if there is not None and not overwrite:
-            url = store.url.join(file.name)
-            raise ValueError(f"{url} is there already, with another content: choose another place, or give --overwrite")
-        etag = store.upload(path, file.name)
-        record.add(file.name, _copied(file, xxh3, etag))
+    with source.local(file) as (_, xxh3):
+        if (known.xxh3 if known is not None else _digest_of(store, there)) != xxh3:
+            return False
+    record.add(file.name, _copied(file, xxh3, there.etag))
     return True
 
 
@@ -173,7 +178,9 @@ def _compare(store: ObjectStore, files: Sequence[SourceFile], record: CopyRecord
         if info is None:
             raise StoreNotFoundError(f"copy {url}: it was deleted while the copy ran: start the command again")
         if (info.size, info.etag) != (wanted.size, wanted.etag):
-            raise StoreError(f"copy {url}: it was replaced while the copy ran: start the command again when nobody writes it")
+            raise StoreError(
+                f"copy {url}: it was replaced while the copy ran: start the command again when nobody writes it"
+            )
 
 
 def _in_threads(one: Callable[[SourceFile], None], files: Sequence[SourceFile]) -> None:

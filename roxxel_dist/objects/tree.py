@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,6 +61,7 @@ class FolderSource:
         self.folder = folder
 
     def files(self) -> list[SourceFile]:
+        """See `Source`."""
         found = []
         for folder, folders, names in os.walk(self.folder, followlinks=True):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -75,11 +76,14 @@ class FolderSource:
 
     @contextmanager
     def local(self, file: SourceFile) -> Iterator[tuple[Path, str]]:
+        """See `Source`. Raises ValueError where the file was written to meanwhile."""
         path = self.folder / file.name
         yield path, digest(path)
         status = path.stat()
         if (status.st_size, f"{status.st_mtime_ns}-{status.st_ino}") != (file.size, file.version):
-            raise ValueError(f"{path} was written to while it was copied: start the command again when nobody writes it")
+            raise ValueError(
+                f"{path} was written to while it was copied: start the command again when nobody writes it"
+            )
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -91,18 +95,18 @@ class BucketSource:
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         data = None
-        try:
+        with suppress(StoreNotFoundError):
             data = store.read(RECORD)
-        except StoreNotFoundError:
-            pass
         self._record = CopyRecord(data, lambda _: None)
 
     def files(self) -> list[SourceFile]:
+        """See `Source`."""
         infos = [info for info in self.store.list() if _is_content(info.key)]
         return [SourceFile(name=checked_key(info.key), size=info.size, version=info.etag) for info in infos]
 
     @contextmanager
     def local(self, file: SourceFile) -> Iterator[tuple[Path, str]]:
+        """See `Source`."""
         with tempfile.TemporaryDirectory(prefix="roxxel-copy-") as folder:
             path = Path(folder, "object")
             yield path, self.fetch(file, path)
@@ -122,7 +126,9 @@ class BucketSource:
             if known is None or known.etag != file.version or found == known.xxh3:
                 return found
         path.unlink()
-        raise StoreError(f"copy {self.store.url.join(file.name)}: it is damaged (xxh3 {found}, not {known.xxh3}): write it again")
+        raise StoreError(
+            f"copy {self.store.url.join(file.name)}: it is damaged (xxh3 {found}, not {known.xxh3}): write it again"
+        )
 
     def __str__(self) -> str:
         return str(self.store.url)
