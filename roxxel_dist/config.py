@@ -26,6 +26,7 @@ from roxxel_dist.data.discovery import check_local
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.checkpoint.metadata import absolute_run
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
@@ -106,7 +107,9 @@ def _refusal(error: ValueError | OSError) -> str | None:
         if attempt_number() and error.filename and error.errno in AWAY:
             return f"{where}: {error.strerror}"
         return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+    is_of_store = isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError)
+    known = FileNotFoundError | FileExistsError | PermissionError
+    if isinstance(error, OSError) and not isinstance(error, known) and not is_of_store:
         return None
     return str(error) if is_raised_in(PACKAGE, error) else None
 

@@ -111,8 +111,7 @@ class Shard:
         self.verify_checksums()
         self.verify_document_ends()
         ends = self.document_ends
-        if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(self.tokens):
-            raise self._damaged("the document ends do not cover the tokens")
+        check_ends(self.path, ends, len(self.tokens))
         if self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset].any():
             raise self._damaged("the bytes between tokens and document ends are not zero")
         if self.metadata.index == 0 and not self.follows(None):
@@ -167,6 +166,12 @@ class Shard:
         low, high = np.searchsorted(self.document_ends, [first, last], side="right")
         documents = f"document {low}" if low == high else f"documents {low} to {high}"
         return f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
+
+
+def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:
+    """Raises ValueError, naming `path`, where document ends do not follow each other up to the last token."""
+    if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != tokens:
+        raise ValueError(f"{path}: the document ends do not cover the tokens. Write the file again from its source")
 
 
 @dataclass(frozen=True, kw_only=True)
