@@ -14,11 +14,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,6 @@ from roxxel_dist.train.checkpoint.digests import (
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 from roxxel_dist.train.checkpoint.ocdbt import places
 
-if TYPE_CHECKING:
-    from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints
-
 STATE, PARAMS = "state", "params/"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
@@ -73,21 +70,23 @@ def quiet_orbax() -> Iterator[None]:
         logger.removeFilter(others)
 
 
-def open_folder(folder: Path, *, read_only: bool, remote: "RemoteCheckpoints | None" = None) -> dict[int, float | None]:
+def open_folder(
+    folder: Path, *, read_only: bool, in_bucket: Callable[[], dict[int, float | None]] | None = None
+) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
-    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away. The
-    folder of checkpoints in a bucket (`remote`) is each host's own. Raises ValueError where it cannot be written, or a
+    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away. Where
+    the checkpoints are in a bucket, `in_bucket` reads what is there, and the folder is each host's own. Raises ValueError where it cannot be written, or a
     rank does not see it.
     """
     saved, problem = {}, ""
-    if process_index() == 0 or remote is not None:
+    if process_index() == 0 or in_bucket is not None:
         try:
             if not read_only:
                 make_folder(folder)
                 sweep(folder)
             if process_index() == 0:
-                saved = complete(folder) if remote is None else remote.saved(read_only=read_only)
+                saved = complete(folder) if in_bucket is None else in_bucket()
         except StoreTimeoutError:  # no fault of the folder
             raise
         except OSError as error:
@@ -298,7 +297,7 @@ def compared(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> f
     """The blocks that `check_arrays` will look at, on one rank or another, in a state that is placed as `like`."""
     blocks: set[tuple[str, Bounds]] = set()
     for name, leaf in _named(like):
-        is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not _is_key(leaf)
+        is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not is_key(leaf)
         if not is_same or getattr(leaf, "sharding", None) is None:
             continue
         there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
@@ -462,19 +461,20 @@ def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], 
     return f"it has {extra[0]}, which is not here" if extra else ""
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def keys_to_data(state: Any) -> Any:
     """Random keys as plain integers, which is what a file can hold."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, state)
 
 
 def data_to_keys(state: Any, like: Any) -> Any:
     """The reverse; `like` says which leaves are keys."""
 
     def back(leaf: Any, model: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if _is_key(model) else leaf
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if is_key(model) else leaf
 
     return jax.tree.map(back, state, like)

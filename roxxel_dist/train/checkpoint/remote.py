@@ -290,7 +290,7 @@ def not_read(like: Any) -> IsLeft:
     there: dict[str, list[Bounds]] = {}
     for path, leaf in jax.tree.leaves_with_path(like):
         name, sharding = jax.tree_util.keystr(path, simple=True, separator="/"), getattr(leaf, "sharding", None)
-        if sharding is None or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if sharding is None or files.is_key(leaf):
             there[name] = []
         else:
             indices = sharding.addressable_devices_indices_map(leaf.shape).values()

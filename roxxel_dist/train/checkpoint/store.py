@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,7 +130,8 @@ class CheckpointStore:
         self._name = f"checkpoint {next(_opened)}"
         self._read_only, self._digests = read_only, digests
         self._remote = remote
-        self._saved = files.open_folder(self.folder, read_only=read_only, remote=remote)
+        in_bucket = None if remote is None else partial(remote.saved, read_only=read_only)
+        self._saved = files.open_folder(self.folder, read_only=read_only, in_bucket=in_bucket)
         if remote is not None and not read_only:
             remote.keep_local(self._saved)
         self._read_last: tuple[int, MetaFile, DigestTable | None] | None = None
