@@ -22,6 +22,7 @@ from roxxel_dist.data.format import (
     parse,
 )
 from roxxel_dist.data.reader import map_files
+from roxxel_dist.objects.url import ObjectUrl
 
 DEFAULT_BLOCK_SIZE = 4096
 WRITE_BYTES = 1 << 20
@@ -30,6 +31,10 @@ PIECE_TOKENS = 1 << 17
 PIECE_BYTES = 1 << 24
 HASHED_BYTES = 1 << 20
 """Of blocks that are copied and hashed without a pause."""
+
+
+class DamagedData(ValueError):
+    """Tokens that are read are not those that were written, or are ids that the model does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +46,7 @@ class Shard:
 
     offset: ClassVar[int] = HEADER_BYTES
     """The file's byte at which the tokens begin."""
-    path: Path
+    path: Path | ObjectUrl
     layout: Layout
     tokens: np.ndarray
     """The tokens, separators included: read-only [tokens] in the file's dtype."""
@@ -92,6 +97,10 @@ class Shard:
         layout, before = self.layout, previous.metadata.chain if previous else ""
         chain = chain_of(before, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
         return chain == layout.metadata.chain
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """The tokens `first` to `stop`: read-only [stop - first], in the file."""
+        return self.tokens[first:stop]
 
     def verify(self) -> None:
         """Read the whole file and compare it with its checksums.

@@ -15,7 +15,7 @@ import numpy as np
 
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.slices import TokenFile
 
 WORTH_A_PROCESS = 1 << 32
@@ -68,10 +68,6 @@ def _check(path: Path, blocks: np.ndarray) -> list[int]:
 @lru_cache(maxsize=1)
 def _open(path: Path) -> Shard:
     return Shard.open(path)
-
-
-class DamagedData(ValueError):
-    """Tokens that are read are not those that were written, or are ids that the model does not have."""
 
 
 @dataclass(eq=False)
