@@ -121,8 +121,8 @@ class BlockCache:
 
     def file(self, key: str, size: int, cells: int) -> CacheFile:
         """The file of an object, made if it is not there. `key` is all that tells the object from others."""
-        name = xxhash.xxh3_64_hexdigest(key).encode()
-        file = CacheFile(name=name, path=self.folder / f"{name.decode()}.data", size=size, cells=cells)
+        path = self.path(key, ".data")
+        file = CacheFile(name=path.stem.encode(), path=path, size=size, cells=cells)
         whole = file.cells_at + -(-cells // PAGE) * PAGE
         with self.disk_errors():
             if not file.path.exists() or file.path.stat().st_size != whole:
@@ -132,6 +132,10 @@ class BlockCache:
                 finally:
                     os.close(descriptor)
         return file
+
+    def path(self, key: str, ending: str) -> Path:
+        """Where the file of something is; `key` is all that tells it from others."""
+        return self.folder / f"{xxhash.xxh3_64_hexdigest(key)}{ending}"
 
     @contextmanager
     def claim(self, file: CacheFile, cell: int, cells: int) -> Iterator[Claim]:

@@ -1,8 +1,8 @@
 """A shard whose bytes are in an object store: blocks are in the cache, or come there before they are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -12,12 +12,23 @@ from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, ShardEntry
 from roxxel_dist.data.shard import DamagedData, Shard
 from roxxel_dist.objects.url import ObjectUrl
 
-if TYPE_CHECKING:
-    from roxxel_dist.data.remote.fetch import Fetcher
-
 T = TypeVar("T")
 KEPT_PARTS = 64
 """Parts of the document ends of a shard that a process keeps in memory."""
+
+
+class Blocks(Protocol):
+    """What brings cells into the cache: `fetch.Fetcher`."""
+
+    cache: BlockCache
+
+    def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
+        """What `copy` takes out of some cells."""
+        ...
+
+    def forget(self, shard: "RemoteShard", cells: Sequence[int]) -> None:
+        """Take cells out of the cache."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +148,13 @@ class RemoteShard(Shard):
     file: CacheFile
     present: np.ndarray
     """bool [cells]: what is in the cache, at this moment."""
-    fetcher: "Fetcher" = field(repr=False)
+    fetcher: Any = field(repr=False)
+    """`Blocks`"""
 
     @classmethod
     def opened(
         cls, url: ObjectUrl, entry: ShardEntry, cells: Cells, number: int, file: CacheFile, mapped: np.ndarray,
-        fetcher: "Fetcher",
+        fetcher: Blocks,
     ) -> "RemoteShard":  # fmt: skip
         """The shard whose file of the cache is mapped: read-only uint8."""
         layout, data = cells.layout, mapped.data
