@@ -135,7 +135,7 @@ class BlockCache:
 
     def path(self, key: str, ending: str) -> Path:
         """Where the file of something is; `key` is all that tells it from others."""
-        return self.folder / f"{xxhash.xxh3_64_hexdigest(key)}{ending}"
+        return self.folder / f"{xxhash.xxh3_64_hexdigest(key.encode())}{ending}"
 
     @contextmanager
     def claim(self, file: CacheFile, cell: int, cells: int) -> Iterator[Claim]:

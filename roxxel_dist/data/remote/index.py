@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -121,8 +121,11 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
         raise ValueError(f"{where}: its tables are damaged. Copy it again from its source")
     numbers = np.frombuffer(ends, "<i8")
     check_ends(where, numbers, layout.metadata.tokens)
-    return ShardEntry(
-        **{**vars(entry), "sums": digests(sums), "ends": digests(ends), "firsts": numbers[::TABLE_NUMBERS].copy()},
+    return replace(
+        entry,
+        sums=digests(sums),
+        ends=digests(ends),
+        firsts=numbers[::TABLE_NUMBERS].copy(),
         cuts=tuple(dict.fromkeys(cut_of(numbers, layout.metadata.tokens, share) for share in SHARES)),
     )
 
