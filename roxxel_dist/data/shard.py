@@ -169,12 +169,17 @@ class Shard:
 
     def damage(self, damaged: list[int]) -> str:
         """The first of some damaged blocks, its tokens and its documents, in words."""
-        size = self.layout.block_size
-        first = damaged[0] * size // self.dtype.itemsize
-        last = (min((damaged[0] + 1) * size, self.tokens.nbytes) - 1) // self.dtype.itemsize
-        low, high = np.searchsorted(self.document_ends, [first, last], side="right")
-        documents = f"document {low}" if low == high else f"documents {low} to {high}"
-        return f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
+        return describe_damage(self.path, self.layout, self.document_ends, damaged)
+
+
+def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: list[int]) -> str:
+    """The first of some damaged blocks of a shard, its tokens and its documents, in words."""
+    size, width = layout.block_size, layout.dtype.itemsize
+    first = damaged[0] * size // width
+    last = (min((damaged[0] + 1) * size, layout.metadata.tokens * width) - 1) // width
+    low, high = np.searchsorted(ends, [first, last], side="right")
+    documents = f"document {low}" if low == high else f"documents {low} to {high}"
+    return f"{path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
 
 
 def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.slices import TokenFile
 
@@ -167,10 +168,14 @@ class VerifiedBlocks:
                 )
 
 
+def _bytes_of(shard: TokenFile) -> int:
+    return shard.entry.size if isinstance(shard, RemoteShard) else Path(shard.path).stat().st_size
+
+
 def info(ds: Roxxel) -> str:
     """What a data set holds, one fact a line, and how its first document begins."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
-    size = sum(shard.path.stat().st_size for shard in ds.shards)
+    size = sum(_bytes_of(shard) for shard in ds.shards)
     made_by = f"none beside the shards; their ids are from {ds.tokenizer_fingerprint or 'none'}"
     ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character is at most 4 bytes, and so at most 4 ids
     if tokenizer is not None:
@@ -191,7 +196,7 @@ def info(ds: Roxxel) -> str:
         ("dtype", str(ds.dtype)),
         ("vocabulary", "not known" if ds.vocab_size is None else f"{ds.vocab_size:,} ids"),
         ("tokenizer", made_by),
-        ("bytes", f"{size:,} on disk"),
+        ("bytes", f"{size:,}" if ds.fetcher else f"{size:,} on disk"),
         ("fingerprint", ds.fingerprint),
         ("begins", begins),
     ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.data.remote.fetch import THREADS, Fetcher
+from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.objects.errors import StoreError
 
 SPAN_BYTES = 32 << 20

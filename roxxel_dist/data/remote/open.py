@@ -89,8 +89,7 @@ def find_shards(
 
 
 def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None = None) -> list[ShardEntry]:
-    """The shards directly below a prefix, by its index or else by a list; of a list only those that `pattern` may mean.
-    """
+    """The shards directly below a prefix, by its index or else by a list; of a list only those that `pattern` may mean."""
     if cache is not None:
         with suppress(StoreNotFoundError):
             return _read_index(store, cache)
@@ -132,4 +131,3 @@ def read_beside(shard: RemoteShard, name: str) -> Path | None:
         with cache.disk_errors():
             write_file(path, data)
     return path
-

@@ -95,7 +95,9 @@ class RemoteEnds:
         values = np.asarray(tokens, np.int64)
         firsts = self._shard.entry.firsts
         if firsts is None:  # without an index the whole table is there
-            firsts = np.concatenate([part[:1] for part in self._read(range(self._shard.cells.end_parts))] or [values[:0]])
+            firsts = np.concatenate(
+                [part[:1] for part in self._read(range(self._shard.cells.end_parts))] or [values[:0]]
+            )
         parts = firsts.searchsorted(values, side="right") - 1
         counts = np.zeros(values.shape, np.int64)
         wanted = np.unique(parts[parts >= 0])
