@@ -289,7 +289,7 @@ class Roxxel:
         shard = self.shards[0]
         if isinstance(shard, RemoteShard):
             return read_beside(shard, name)
-        path = Path(shard.path.parent) / name
+        path = Path(str(shard.path.parent)) / name
         return path if path.exists() else None
 
     def split(self, val_fraction: float) -> tuple["Roxxel", "Roxxel"]:

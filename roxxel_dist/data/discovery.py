@@ -29,8 +29,8 @@ def check_local(name: str, path: object) -> None:
     """
     if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
         raise ValueError(
-            f"{name} is {path}: it cannot be in a bucket; name a folder that all hosts see, where the bucket is mounted, "
-            f"or which is copied from it and to it"
+            f"{name} is {path}: it cannot be in a bucket; name a folder that all hosts see, where the bucket is "
+            f"mounted, or which is copied from it and to it"
         )
 
 

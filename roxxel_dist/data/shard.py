@@ -113,7 +113,7 @@ class Shard:
 
     def verify_tables(self) -> None:
         """Check all but the tokens: size, header, tables, metadata and footer. Raises ValueError as `verify` does."""
-        size = os.stat(self.path).st_size
+        size = os.stat(str(self.path)).st_size
         if size != len(self._bytes):
             raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
         parse(self.path, self._bytes.data)

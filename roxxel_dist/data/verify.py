@@ -95,7 +95,7 @@ class VerifiedBlocks:
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self._vocab_size = vocab_size
-        self._files: dict[Path, _File] = {}
+        self._files: dict[object, _File] = {}
 
     def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Compare what some windows read, as for `Roxxel.read`, and with `documents` the document ends too.
@@ -169,7 +169,7 @@ class VerifiedBlocks:
 
 
 def _bytes_of(shard: TokenFile) -> int:
-    return shard.entry.size if isinstance(shard, RemoteShard) else Path(shard.path).stat().st_size
+    return shard.entry.size if isinstance(shard, RemoteShard) else Path(str(shard.path)).stat().st_size
 
 
 def info(ds: Roxxel) -> str:

@@ -1,11 +1,12 @@
 """The cache of blocks of objects on a disk of the host, shared by its processes.
 
 A folder `blocks-BOOT` in the user's folder holds one sparse file for each object, as long as the object, whose blocks
-are written where they are in the object; behind them one byte a cell (a block, or a part of a table) says whether it is
-there. Files are mapped read-only and written with pwrite(2), data before its bytes, so a process may be killed anywhere.
+are written where they are in the object; behind them one byte a cell (a block, or a part of a table) says whether it
+is there. Files are mapped read-only and written with pwrite(2), data before its bytes, so that a process may be killed
+anywhere.
 
-- *Claims*: who fetches cells has a lock of their range of the file (OFD locks, which belong to an open file and end with
-  its process). Who needs the same cells waits for the lock, and finds them there: they are fetched once a host.
+- *Claims*: who fetches cells has a lock of their range of the file (OFD locks, which belong to an open file and end
+  with its process). Who needs the same cells waits for the lock, and finds them there: they are fetched once a host.
 - *Eviction*: every write is a record in the file `order`; whoever writes takes the oldest records away while the cache
   is too large. It clears the cells' bytes, counts up `evictions`, and only then makes a hole. A reader that sees the
   bytes, copies, and finds the same count has copied what was there.
@@ -37,7 +38,8 @@ HEADER = struct.Struct("<4q")
 """
 RECORD = struct.Struct("<16s5q")
 """Of the file `order`: the file, the first cell, cells, where their bytes are, the first byte, bytes."""
-RECORDS_AT_ONCE = 1 << 14
+ORDER_BYTES = 1 << 20
+"""Of the file `order` that are given back at once."""
 PUNCH_HOLE, KEEP_SIZE = 2, 1
 FLOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux with offsets of 64 bits."""
@@ -151,25 +153,27 @@ class BlockCache:
 
     def make_room(self, record: bytes) -> None:
         """Note what is about to be written, and evict the oldest blocks while all would be too many bytes."""
-        with self.disk_errors(), self._lock(), _opened(self.folder / "cache") as header:
-            with _opened(self.folder / "order") as order:
-                stop, first, used, evictions = HEADER.unpack(os.pread(header, HEADER.size, 0))
-                _write(order, record, stop)
-                stop, used = stop + RECORD.size, used + RECORD.unpack(record)[5]
+        with (
+            self.disk_errors(), self._lock(), _opened(self.folder / "cache") as header,
+            _opened(self.folder / "order") as order,
+        ):  # fmt: skip
+            stop, first, used, evictions = HEADER.unpack(os.pread(header, HEADER.size, 0))
+            _write(order, record, stop)
+            stop, used = stop + RECORD.size, used + RECORD.unpack(record)[5]
+            _write(header, HEADER.pack(stop, first, used, evictions), 0)
+            # Not its own, and what others are just fetching once more goes behind.
+            begin, limit = first, stop - RECORD.size
+            while used > self.capacity and first < limit:
+                oldest = os.pread(order, RECORD.size, first)
+                first += RECORD.size
+                if self._evict(oldest, header, evictions + 1):
+                    evictions, used = evictions + 1, used - RECORD.unpack(oldest)[5]
+                else:
+                    _write(order, oldest, stop)
+                    stop += RECORD.size
                 _write(header, HEADER.pack(stop, first, used, evictions), 0)
-                # Not its own, and what others are just fetching once more goes behind.
-                begin, limit = first, stop - RECORD.size
-                while used > self.capacity and first < limit:
-                    oldest = os.pread(order, RECORD.size, first)
-                    first += RECORD.size
-                    if self._evict(oldest, header, evictions + 1):
-                        evictions, used = evictions + 1, used - RECORD.unpack(oldest)[5]
-                    else:
-                        _write(order, oldest, stop)
-                        stop += RECORD.size
-                    _write(header, HEADER.pack(stop, first, used, evictions), 0)
-                if begin // RECORDS_AT_ONCE != first // RECORDS_AT_ONCE:
-                    _punch(order, 0, first // RECORDS_AT_ONCE * RECORDS_AT_ONCE)
+            if begin // ORDER_BYTES != first // ORDER_BYTES:
+                _punch(order, 0, first // ORDER_BYTES * ORDER_BYTES)
 
     def _evict(self, record: bytes, header: int, evictions: int) -> bool:
         """Take the cells of a record away; False where somebody fetches some of them."""

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -162,7 +163,7 @@ class Fetcher:
         cuts = (np.diff(numbers) != 0) | (np.diff(kinds) != 0) | (np.diff(cells) > gap[1:])
         bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(cells)]
         runs: list[tuple[int, int, int]] = []
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in pairwise(bounds):
             number, kind = int(numbers[low]), int(kinds[low])
             first, stop, own = int(cells[low]), int(cells[high - 1]) + 1, self.shards[number].cells
             size = int(self._block_size[number])
@@ -230,8 +231,7 @@ class Fetcher:
                 damaged = [] if checksum(data) == whole else [first]
             else:
                 size = shard.cells.span(first, first + 1)[1] - low if stop - first > 1 else high - low
-                damaged = first + np.flatnonzero(_digests(data, size) != digests)
-                damaged = damaged.tolist()
+                damaged = (first + np.flatnonzero(_digests(data, size) != digests)).tolist()
             if not damaged:
                 return data
         cure = (

@@ -41,7 +41,7 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
     store, entries = find_shards(url, config.store_timeout, cache)
     if not entries:
         raise NoShardsError(
-            f"{url}: no .rox object there. Check the address, or copy a data set there with `roxxel-dist copy DIR {url}`"
+            f"{url}: no .rox object there. Check the address, or bring a data set there: `roxxel-dist copy DIR {url}`"
         )
     return _opened(store, entries, Fetcher(store, cache))
 
@@ -59,8 +59,10 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
     ]
     with fetcher.cache.disk_errors():
         maps = map_files([file.path for file in files])
-    parts = zip(urls, entries, cells, range(len(urls)), files, maps, strict=True)
-    shards = [RemoteShard.opened(*part, fetcher) for part in parts]
+    shards = [
+        RemoteShard.opened(url, entry, each, number, file, mapped, fetcher)
+        for number, (url, entry, each, file, mapped) in enumerate(zip(urls, entries, cells, files, maps, strict=True))
+    ]
     fetcher.serve(shards)
     return shards
 
@@ -89,7 +91,7 @@ def find_shards(
 
 
 def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None = None) -> list[ShardEntry]:
-    """The shards directly below a prefix, by its index or else by a list; of a list only those that `pattern` may mean."""
+    """The shards directly below a prefix, by its index or else a list, of which only what `pattern` may mean."""
     if cache is not None:
         with suppress(StoreNotFoundError):
             return _read_index(store, cache)

@@ -183,7 +183,7 @@ class RemoteShard(Shard):
         size, width = self.layout.block_size, self.dtype.itemsize
         if first >= stop:
             return self.tokens[:0]
-        return self._copy(first * width // size, -(-stop * width // size), lambda: self.tokens[first:stop].copy())
+        return self._copy(first * width // size, -(-stop * width // size), self.tokens[first:stop].copy)
 
     def _copy(self, first: int, stop: int, copy: Callable[[], T]) -> T:
         """What `copy` takes out of the cells `first` to `stop`."""
