@@ -18,7 +18,8 @@ from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import check_local, is_tokens
+from roxxel_dist.data.discovery import absolute, check_local, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.report import draw_losses, read_runs
 from roxxel_dist.run_directory import (
@@ -123,7 +124,7 @@ class Experiment:
         """
         resume = resume or attempt_number() > 0
         with usage_errors():
-            for name, path in (("run_dir", run_dir), ("data_path", data_path), ("fork", fork)):
+            for name, path in (("run_dir", run_dir), ("fork", fork)):
                 check_local(name, path)
             # A launched run without a name has the launcher's: started again, it is the same.
             past = self._past(Path(run_dir or default_run_dir()), resume, fork)
@@ -237,16 +238,18 @@ class Experiment:
         if self.config.datasets is None:
             self.config.datasets = past.config.get("datasets")
         if data_path and "self" in (self.config.datasets or {}):
-            self.config.datasets = {**(self.config.datasets or {}), "self": os.path.abspath(data_path)}
+            self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
     def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
         """Whether a resumed run is given other data than it has read so far."""
         before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
-        if path is None or before.data_path is None or os.path.realpath(path) == os.path.realpath(before.data_path):
+        if path is None or before.data_path is None:
+            return False
+        if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
             return False
         if not is_tokens(path):
             return True
-        with Roxxel(path) as data:
+        with Roxxel(path, remote=self.config.part(RemoteConfig)) as data:
             return data.fingerprint != before.corpus
 
     def _data_path(
