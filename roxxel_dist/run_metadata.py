@@ -16,7 +16,7 @@ from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.discovery import absolute, is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
@@ -142,7 +142,7 @@ def write_run_metadata(
     log, data, config = trainer.logger.text, components.data, components.config
     sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
     if not trainer.finished or saved.get("init_from") != config.init_from:
-        metadata = _metadata(trainer, components, saved, str(Path(data_path or run / DATA).absolute()))
+        metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
             changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.

@@ -21,7 +21,6 @@ import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -118,7 +117,7 @@ def pack_end(layout: Layout) -> bytes:
     return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
 
 
-def parse(path: Path, data: bytes | memoryview) -> Layout:
+def parse(path: object, data: bytes | memoryview) -> Layout:
     """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
 
     Raises:

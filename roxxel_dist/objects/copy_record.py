@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 RECORD = ".roxxel-copy.json"
 """Its name at the destination. It stays in a bucket: its digests are what a copy back is compared with."""
-FLUSH_S = 5.0
+FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

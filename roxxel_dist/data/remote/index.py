@@ -1,7 +1,8 @@
 """The index object of a data set in an object store: what opening needs of every shard, in one object.
 
-`shards.index` lies beside the shards: 8 bytes "ROXXELI1", the xxh3-64 of the rest (little-endian), and a MessagePack map
-packed by zlib. For each shard it has the name, the size, the ETag, the metadata and the footer, and for each 64 KiB of
+`shards.index` lies beside the shards: 8 bytes "ROXXELI1", the xxh3-64 of the rest (little-endian), and a map in
+MessagePack, packed by zlib. For each shard it has the name, the size, the ETag, the metadata and the footer, and for
+each 64 KiB of
 its table of checksums and of its document ends a digest, so that a part of a table proves itself. Of the document ends
 it has the first number of each 64 KiB, and what `split` looks up for usual shares.
 """
@@ -10,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -121,8 +122,11 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
         raise ValueError(f"{where}: its tables are damaged. Copy it again from its source")
     numbers = np.frombuffer(ends, "<i8")
     check_ends(where, numbers, layout.metadata.tokens)
-    return ShardEntry(
-        **{**vars(entry), "sums": digests(sums), "ends": digests(ends), "firsts": numbers[::TABLE_NUMBERS].copy()},
+    return replace(
+        entry,
+        sums=digests(sums),
+        ends=digests(ends),
+        firsts=numbers[::TABLE_NUMBERS].copy(),
         cuts=tuple(dict.fromkeys(cut_of(numbers, layout.metadata.tokens, share) for share in SHARES)),
     )
 
@@ -149,7 +153,7 @@ def pack(entries: Sequence[ShardEntry]) -> bytes:
         }
         for entry in entries
     ]
-    body = zlib.compress(msgpack.packb({"shards": shards}), 1)
+    body = zlib.compress(msgpack.packb({"shards": shards}) or b"", 1)
     return HEAD.pack(MAGIC, checksum(body)) + body
 
 
