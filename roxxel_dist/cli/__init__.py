@@ -130,6 +130,7 @@ COMMANDS = {
     "generate": "roxxel_dist.cli.models:generate",
     "export": "roxxel_dist.cli.models:export",
     "verify": "roxxel_dist.cli.verify:verify",
+    "copy": "roxxel_dist.cli.copy:copy",
     "report": "roxxel_dist.cli.report:report",
     "sweep": "roxxel_dist.cli.sweep:sweep",
     "launch": "roxxel_dist.cli:launch_group",

@@ -74,7 +74,7 @@ class ObjectStore:
 
         Raises:
             ValueError: `url` is no address of objects, or `timeout_s` is not positive.
-            ImportError: obstore is not installed.
+            MissingLibraryError: obstore is not installed.
             StoreDeniedError: the settings of the credentials cannot be used.
         """
         if not timeout_s > 0:
