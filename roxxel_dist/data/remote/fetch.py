@@ -119,8 +119,14 @@ class Fetcher:
                 return evictions
             if urgent:
                 self._check_capacity(numbers, counts)
+            damage: DamagedData | None = None
             for run in [self._begin(*run, urgent=urgent) for run in self._runs(missing)]:
-                run.done.result()
+                try:
+                    run.done.result()
+                except DamagedData as error:
+                    damage = damage or error
+            if damage is not None and not self._present[places].all():  # else it was between what is needed
+                raise damage
             if not urgent:
                 return evictions
         raise self._too_small()
@@ -208,14 +214,22 @@ class Fetcher:
                 return
             if shard.entry.sums is not None or first < shard.cells.blocks:
                 first, stop = first + int(missing[0]), first + int(missing[-1]) + 1
-            claim.put(first, stop - first, shard.cells.span(first, stop)[0], self._verified(shard, first, stop))
+            low, data, damaged = shard.cells.span(first, stop)[0], *self._read(shard, first, stop)
+            view, begin = memoryview(data), first
+            for end in [*damaged, stop]:  # what is whole between what is damaged
+                if begin < end:
+                    start, finish = shard.cells.span(begin, end)
+                    claim.put(begin, end - begin, start, view[start - low : finish - low])
+                begin = end + 1
+            if damaged:
+                raise self._damage(shard, damaged)
 
-    def _verified(self, shard: RemoteShard, first: int, stop: int) -> bytes:
-        """The bytes of some cells, compared with their digests; what differs is read once more."""
+    def _read(self, shard: RemoteShard, first: int, stop: int) -> tuple[bytes, list[int]]:
+        """(The bytes of some cells, those that do not agree with their digests); what differs is read once more."""
         low, high = shard.cells.span(first, stop)
         is_table = first >= shard.cells.blocks
         digests = self._table_digests(shard, first, stop) if is_table else self._checksums(shard, first, stop)
-        damaged: list[int] = []
+        data, damaged = b"", list[int]()
         for _ in range(2):
             try:
                 data = self.store.read_range(shard.entry.name, low, high, etag=shard.entry.etag)
@@ -228,20 +242,24 @@ class Fetcher:
             if digests is None:
                 sums = first >= shard.cells.first_sum
                 whole = shard.layout.sums_checksum if sums else shard.layout.ends_checksum
-                damaged = [] if checksum(data) == whole else [first]
+                damaged = [] if checksum(data) == whole else list(range(first, stop))
             else:
                 size = shard.cells.span(first, first + 1)[1] - low if stop - first > 1 else high - low
                 damaged = (first + np.flatnonzero(_digests(data, size) != digests)).tolist()
             if not damaged:
-                return data
+                break
+        return data, damaged
+
+    def _damage(self, shard: RemoteShard, damaged: list[int]) -> DamagedData:
+        first = damaged[0]
         cure = (
             f"does not agree with its checksum, fetched twice. `roxxel-dist data verify {shard.path.parent}` names all "
             f"that is damaged; copy the object again from its source and go on"
         )
-        if is_table:
+        if first >= shard.cells.blocks:
             name = "checksums" if first >= shard.cells.first_sum else "document ends"
-            raise DamagedData(f"{shard.path}: the table of {name} {cure}")
-        raise DamagedData(f"{shard.damage(damaged)}: it {cure}")
+            return DamagedData(f"{shard.path}: the table of {name} {cure}")
+        return DamagedData(f"{shard.damage(damaged)}: it {cure}")
 
     def _table_digests(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray | None:
         """uint64 of some cells of a table; None where it has one digest as a whole."""

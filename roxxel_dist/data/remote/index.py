@@ -2,9 +2,8 @@
 
 `shards.index` lies beside the shards: 8 bytes "ROXXELI1", the xxh3-64 of the rest (little-endian), and a map in
 MessagePack, packed by zlib. For each shard it has the name, the size, the ETag, the metadata and the footer, and for
-each 64 KiB of
-its table of checksums and of its document ends a digest, so that a part of a table proves itself. Of the document ends
-it has the first number of each 64 KiB, and what `split` looks up for usual shares.
+each 64 KiB of its table of checksums and of its document ends a digest, so that a part of a table proves itself. Of
+the document ends it has the first number of each 64 KiB, and what `split` looks up for usual shares.
 """
 
 import struct
