@@ -35,6 +35,8 @@ def report(words: list[str]) -> int:
     with usage_errors():
         from roxxel_dist.sweep.study import is_study
 
+        if any(map(is_url, args.runs)):
+            return _bucket(args)
         studies = [folder for folder in args.runs if is_study(folder)]
         if studies and len(args.runs) > 1:
             raise ValueError(f"{studies[0]} is a study: report it alone")

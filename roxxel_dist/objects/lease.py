@@ -14,8 +14,9 @@ from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cluster.file_lock import is_alive, process_record, say
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
+
+from roxxel_dist.cluster.file_lock import is_alive, process_record, say
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -166,11 +167,20 @@ class Lease:
 
     def release(self) -> None:
         """Give it back. It is not deleted: that would need a condition too, and its last owner stays readable."""
-        self._over.set()
-        self._thread.join(RELEASE_S)
-        if self._lost is None and not self._thread.is_alive():
+        if self._end():
             with suppress(StoreError):  # it becomes stale by itself
                 self._write(released=True)
+
+    def discard(self) -> None:
+        """Give it back and leave nothing: for an owner that has written nothing else. Raises StoreError."""
+        if self._end():
+            self._store.delete([self._key])
+
+    def _end(self) -> bool:
+        """End the renewing; whether the lease is still this process's, as far as it could see."""
+        self._over.set()
+        self._thread.join(RELEASE_S)
+        return self._lost is None and not self._thread.is_alive()
 
     def _renew_until_over(self) -> None:
         while not self._over.wait(max(POLL_S, RENEW_S - self.age_s)):

@@ -31,7 +31,7 @@ class TrialTask(Ranks):
     attempt: int
     """From 0."""
     run_dir: str
-    """Absolute, as `log`."""
+    """Absolute, as `log`; both, and the corpus's folder, count from the host's cache where `bucket` is given."""
     log: str
     metric: str
     goal: str
@@ -49,5 +49,7 @@ class TrialTask(Ranks):
     """The names of all parameters of the sweep."""
     wandb_sweep: str | None = None
     """The sweep of a W&B server that leads it, as entity/project/name."""
+    bucket: str | None = None
+    """Where the study is, if in a bucket: hosts share no disk."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables of the trial's program."""
