@@ -78,8 +78,8 @@ def _bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
 
     url = ObjectUrl.parse(place or "")
     if "dry_run" in flags:
-        return held.enter_context(reader_bucket(url, TIMEOUT_S))
-    return held.enter_context(driver_bucket(url, TIMEOUT_S, info))
+        return held.enter_context(reader_bucket(url))
+    return held.enter_context(driver_bucket(url, info))
 
 
 def _server(options: SweepOptions, config: Any, flags: set[str], project: str | None, *, is_new: bool) -> str | None:

@@ -21,6 +21,8 @@ from roxxel_dist.sweep.journal import JOURNAL, WAIT_S, Journal
 from roxxel_dist.sweep.segments import SegmentWriter, make_one_of_many, read_segments
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS, StudyDir
 
+TIMEOUT_S = 120.0
+"""So long an operation of the store is tried again."""
 LEASE = "study.lease"
 FILES = (BASE, EXTRAS, DEFINITION)
 """In the order in which they are written: where the last one is, all are."""
@@ -110,11 +112,13 @@ class StudyBucket:
         assert self._lease is not None
         stored = read_segments(self._store)
         make_one_of_many(self._store, stored)
-        with SegmentWriter(self._store, stored.last, self._lease) as writer:
-            with Journal(self.path, log, segments=writer) as journal:
-                if unsent := (self.path / JOURNAL).read_bytes()[len(stored.data) :]:
-                    writer.add(unsent, soon=True, wait=True)
-                yield journal
+        with (
+            SegmentWriter(self._store, stored.last, self._lease) as writer,
+            Journal(self.path, log, segments=writer) as journal,
+        ):
+            if unsent := (self.path / JOURNAL).read_bytes()[len(stored.data) :]:
+                writer.add(unsent, soon=True, wait=True)
+            yield journal
 
     def send(self, page: Path) -> str:
         """Send a file of the copy, such as the report's page, and those beside it; returns its address. Raises
@@ -138,7 +142,7 @@ class StudyBucket:
 
 
 @contextmanager
-def driver_bucket(url: ObjectUrl, timeout_s: float, say: Callable[[str], None]) -> Iterator[StudyBucket]:
+def driver_bucket(url: ObjectUrl, say: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> Iterator[StudyBucket]:
     """A study in a bucket for who searches: its copy, in the cache of this user, is for one process at a time.
 
     Raises ValueError where another process of this host has it, or the prefix holds something else; StoreError.
@@ -167,7 +171,7 @@ def driver_bucket(url: ObjectUrl, timeout_s: float, say: Callable[[str], None]) 
 
 
 @contextmanager
-def reader_bucket(url: ObjectUrl, timeout_s: float) -> Iterator[StudyBucket]:
+def reader_bucket(url: ObjectUrl, timeout_s: float = TIMEOUT_S) -> Iterator[StudyBucket]:
     """A study in a bucket for who looks at it as it is now. Raises as `driver_bucket`."""
     with TemporaryDirectory(prefix="roxxel-study-") as folder:
         bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), Path(folder))

@@ -311,11 +311,12 @@ def run_sweep(
         LeaseLostError: another driver has taken a study in a bucket.
     """
     early_stopping = None if sweep.early_terminate is None else Hyperband(sweep.early_terminate, sweep.sign)
+    place = study if isinstance(study, Path) else study.url
     with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
         before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
         if journal.history.metric is not None and before != now:
             raise ValueError(
-                f"--study {study if isinstance(study, Path) else study.url}: was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: values "
+                f"--study {place}: was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: values "
                 "cannot be compared; name another folder"
             )
         with _ray(options, resources) as ray, SignalPipe(log) as signals:
