@@ -24,6 +24,7 @@ RANKS = [
     ["curriculum"],
     ["component", "data", "lora", "model", "sharding"],
     ["launcher"],
+    ["objects"],
     ["cluster"],
     ["display"],
 ]  # fmt: skip
