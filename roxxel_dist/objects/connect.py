@@ -1,6 +1,7 @@
 """Opens a bucket with obstore: credentials, region and endpoint as the clouds' own tools take them."""
 
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,8 @@ from roxxel_dist.objects.errors import StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
 
 CONNECT_S = 10.0
+ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[\w./-]*)?")
+ENDPOINT_NAME = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
 NO_KEYS = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 
 
@@ -24,6 +27,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
         environ: the environment that credentials, region and endpoint come from.
 
     Raises:
+        ValueError: the environment names an endpoint that is no address.
         ImportError: obstore is not installed.
         StoreDeniedError: the settings of the credentials cannot be used.
     """
@@ -43,6 +47,10 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
     make = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}[url.scheme]
     settings = {"s3": _s3, "gs": _gs, "az": _az}[url.scheme](environ)
     endpoint = settings.get("base_url" if url.scheme == "gs" else "endpoint") or ""
+    if endpoint and not ENDPOINT.fullmatch(endpoint):
+        raise ValueError(
+            f"{url}: {endpoint!r} is no endpoint: {ENDPOINT_NAME[url.scheme]} is https://HOST or http://HOST:PORT"
+        )
     if endpoint.startswith("http://"):  # somebody has written that down: https is what all clouds have
         options["allow_http"] = True
     return make(url.bucket, **settings, client_options=options, retry_config=retries)  # pyright: ignore[reportArgumentType]

