@@ -191,11 +191,19 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
     return build
 
 
-def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
+def open_corpus(
+    config: Config,
+    data_path: str | Path | None,
+    into: Path,
+    *,
+    begins: bool = True,
+    share: Callable[[], None] = lambda: None,
+) -> Roxxel:
     """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
 
-    Raises ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of
-    `init_from`, text is not read where they are of another model.
+    `share`, called on every rank when they are made, brings them to hosts that do not see that folder. Raises
+    ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of `init_from`, text
+    is not read where they are of another model.
     """
     if data_path is None:
         raise ValueError(
@@ -220,6 +228,7 @@ def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, beg
     progress = Progress.from_env(process_index())
     progress.say("")  # a launcher's limit for the start is not meant for a large text
     on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
+    share()
     progress.say("start")
     return Roxxel(into)
 

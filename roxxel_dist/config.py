@@ -23,8 +23,10 @@ from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.component import component
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
+from roxxel_dist.train.checkpoint.metadata import absolute_run
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
@@ -140,7 +142,7 @@ def _is_away(error: ValueError | OSError) -> bool:
 
 
 @component
-class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, DataConfig, UserCodeConfig, ModelConfig):
+class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, RemoteConfig, DataConfig, UserCodeConfig, ModelConfig):
     """Every setting of a run: those of the last class first."""
 
     def __post_init__(self) -> None:
@@ -198,11 +200,12 @@ class Config(Fields):
             check_local(name, path)
             return os.path.abspath(path) if isinstance(path, str) else path
 
+        init_from = None if self.init_from is None else absolute_run(self.init_from)
         sets: dict[str, Any] = {"datasets": self.datasets, "validation": self.validation}
         for field, paths in sets.items():
             if isinstance(paths, dict):
                 sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
-        return dataclasses.replace(self, init_from=absolute("init_from", self.init_from), **sets)
+        return dataclasses.replace(self, init_from=init_from, **sets)
 
     def primary_path(self, data_path: str | Path | None) -> str | Path | None:
         """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does."""

@@ -25,7 +25,8 @@ from roxxel_dist.data.discovery import find_shards, is_tokens
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.run_metadata import RunMetadata, data_of, kernel_begun_with, saved_config
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef
+from roxxel_dist.train.bucket_folder import local_run
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, absolute_run
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.evaluator import Validation
@@ -84,9 +85,10 @@ def evaluate(
             raise ValueError(
                 f"RUN is {checkpoint}, and --best takes the step with the lowest val_loss: use one of the two"
             )
-        saved = saved_config(checkpoint.run)
+        folder = local_run(checkpoint.run)
+        saved = saved_config(folder)
         if not saved:
-            raise ValueError(no_run(checkpoint.run))
+            raise ValueError(no_run(folder, absolute_run(checkpoint.run)))
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
@@ -100,11 +102,11 @@ def evaluate(
             plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-            data = held.enter_context(_data(checkpoint.run, saved, data_path))
+            data = held.enter_context(_data(folder, saved, data_path))
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            components, sets = _components(config, data, plan, validation, checkpoint.run)
+            components, sets = _components(config, data, plan, validation, folder)
             options, mesh = components.options, _mesh(components)
             # Moments are not read: it takes the memory of the weights alone.
             split, state, hparams = init_state(
@@ -124,7 +126,7 @@ def evaluate(
         # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.
         compiler.wait_together()
         means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)), shape)
-        rows = read_rows(checkpoint.run / METRICS)
+        rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,
             step=step,

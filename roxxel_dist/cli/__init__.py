@@ -14,6 +14,7 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.objects.errors import StoreTimeoutError
 
 Command = Callable[[list[str]], int]
 
@@ -33,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         _check_text(words)
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
-    except (ValueError, FileSystemError) as error:
+    except (ValueError, FileSystemError, StoreTimeoutError) as error:
         from roxxel_dist.cli.arguments import as_flags
         from roxxel_dist.config import UsageError
 
-        if not isinstance(error, UsageError | FileSystemError):
+        if not isinstance(error, UsageError | FileSystemError | StoreTimeoutError):
             raise
         info(as_flags(str(error)))
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FILES

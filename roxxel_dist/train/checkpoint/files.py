@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
@@ -45,6 +46,9 @@ from roxxel_dist.train.checkpoint.digests import (
 )
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 from roxxel_dist.train.checkpoint.ocdbt import places
+
+if TYPE_CHECKING:
+    from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints
 
 STATE, PARAMS = "state", "params/"
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -69,19 +73,23 @@ def quiet_orbax() -> Iterator[None]:
         logger.removeFilter(others)
 
 
-def open_folder(folder: Path, *, read_only: bool) -> dict[int, float | None]:
+def open_folder(folder: Path, *, read_only: bool, remote: "RemoteCheckpoints | None" = None) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
-    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away.
-    Raises ValueError where it cannot be written, or a rank does not see it.
+    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away. The
+    folder of checkpoints in a bucket (`remote`) is each host's own. Raises ValueError where it cannot be written, or a
+    rank does not see it.
     """
     saved, problem = {}, ""
-    if process_index() == 0:
+    if process_index() == 0 or remote is not None:
         try:
             if not read_only:
                 make_folder(folder)
                 sweep(folder)
-            saved = complete(folder)
+            if process_index() == 0:
+                saved = complete(folder) if remote is None else remote.saved(read_only=read_only)
+        except StoreTimeoutError:  # no fault of the folder
+            raise
         except OSError as error:
             problem = error.strerror or str(error)
     # Read by the others when rank 0 has done its part.
@@ -421,8 +429,8 @@ def bytes_of(kind: str) -> int:
 
 def cause(error: BaseException) -> str:
     """An error in one line; the system's words where the system was the cause."""
-    while error.__cause__ is not None:  # Orbax wraps a page of its own around what happened
-        error = error.__cause__
+    while error.__cause__ is not None and not isinstance(error, StoreError):
+        error = error.__cause__  # Orbax wraps a page of its own around what happened
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error).strip() or repr(error)

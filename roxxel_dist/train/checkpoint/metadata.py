@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.objects.url import ObjectUrl, is_url
 
 META = "meta.json"
 CURSOR = "training_cursor.json"
@@ -49,6 +50,12 @@ class MetaFile(NamedTuple):
         return json.dumps(saved | ({"digests": True} if self.has_digests else {}))
 
 
+def absolute_run(run: str | Path) -> str:
+    """A run, or a checkpoint as people write it, by a name that holds in any folder: an absolute path, or an address
+    in a bucket."""
+    return str(ObjectUrl.parse(run)) if is_url(run) else os.path.abspath(run)
+
+
 class CheckpointRef(NamedTuple):
     """A checkpoint of a run, as people write it: RUN@STEP, or RUN for its newest one."""
 
@@ -56,7 +63,8 @@ class CheckpointRef(NamedTuple):
     step: int | None
 
     def __str__(self) -> str:
-        return f"{self.run}" if self.step is None else f"{self.run}@{self.step}"
+        run = absolute_run(self.run) if is_url(self.run) else self.run
+        return f"{run}" if self.step is None else f"{run}@{self.step}"
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRef":
@@ -137,7 +145,7 @@ class BaseModelRef:
 
         Another text than before names its new place, as the same one does where the base is no longer at its old one.
         """
-        same = init_from is None or os.path.abspath(init_from) == os.path.abspath(self.init_from)
+        same = init_from is None or absolute_run(init_from) == absolute_run(self.init_from)
         if init_from is None or (same and self.run.exists()):
             return self
         moved = CheckpointRef.parse(init_from)
@@ -146,8 +154,12 @@ class BaseModelRef:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        run = str(self.run.absolute())
-        return {"run": run, "step": self.step, "asked": self.init_from, "fingerprint": self.fingerprint}
+        return {
+            "run": absolute_run(self.run),
+            "step": self.step,
+            "asked": self.init_from,
+            "fingerprint": self.fingerprint,
+        }
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":
