@@ -15,7 +15,7 @@ import numpy as np
 
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.slices import TokenFile
 
 WORTH_A_PROCESS = 1 << 32
@@ -70,10 +70,6 @@ def _open(path: Path) -> Shard:
     return Shard.open(path)
 
 
-class DamagedData(ValueError):
-    """Tokens that are read are not those that were written, or are ids that the model does not have."""
-
-
 @dataclass(eq=False)
 class _File:
     """What is known of one file."""
@@ -106,6 +102,7 @@ class VerifiedBlocks:
         Raises:
             DamagedData: something does not agree. The message names the file, the block and its documents.
         """
+        data.fetch(offsets, length)
         firsts, shards = data.first_tokens, data.shards
         numbers = np.searchsorted(firsts, offsets, side="right") - 1
         for number in np.unique(numbers).tolist():
@@ -159,12 +156,12 @@ class VerifiedBlocks:
         width, block = file.dtype.itemsize, known.block_size
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
             low = int(run[0]) * block // width
-            ids = file.tokens[low : -(-(int(run[-1]) + 1) * block // width)]
+            ids = file.read(low, min(-(-(int(run[-1]) + 1) * block // width), len(file.tokens)))
             if ids.max() >= size or ids.min() < 0:
                 wrong = low + int(np.argmax((ids >= size) | (ids < 0)))
                 document = int(np.searchsorted(file.document_ends, wrong, side="right"))
                 raise DamagedData(
-                    f"{file.path}: token {wrong} (document {document}) is the id {file.tokens[wrong]}, and the "
+                    f"{file.path}: token {wrong} (document {document}) is the id {ids[wrong - low]}, and the "
                     f"vocabulary has the ids 0 to {size - 1}. Use the tokenizer that the model was made with and build "
                     "the data again, or a larger vocab_size"
                 )
