@@ -40,8 +40,8 @@ def report(words: list[str]) -> int:
         from roxxel_dist.objects.url import is_url
         from roxxel_dist.sweep.study import is_study
 
-        if len(args.runs) == 1 and is_url(args.runs[0]):
-            return _in_bucket(args)
+        if len(args.runs) == 1 and is_url(args.runs[0]) and _in_bucket(args):
+            return 0
         studies = [folder for folder in args.runs if is_study(folder)]
         if studies and len(args.runs) > 1:
             raise ValueError(f"{studies[0]} is a study: report it alone")
@@ -73,15 +73,16 @@ def _runs(args: ReportArgs) -> str:
     return missing
 
 
-def _in_bucket(args: ReportArgs) -> int:
-    """Tell of a study in a bucket."""
+def _in_bucket(args: ReportArgs) -> bool:
+    """Tell of a study in a bucket; returns whether there is one."""
+    from roxxel_dist.objects.store import TIMEOUT_S
     from roxxel_dist.objects.url import ObjectUrl
     from roxxel_dist.sweep.bucket import reader_bucket
 
-    with reader_bucket(ObjectUrl.parse(args.runs[0])) as bucket:
-        if missing := _study(args, bucket):
+    with reader_bucket(ObjectUrl.parse(args.runs[0]), TIMEOUT_S) as bucket:
+        if bucket.is_there and (missing := _study(args, bucket)):
             info(missing)
-    return 0
+        return bucket.is_there
 
 
 def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:

@@ -74,12 +74,13 @@ def _bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
     if not is_url(place := flags.get("study")):
         check_local("--study", place)
         return None
+    from roxxel_dist.objects.store import TIMEOUT_S
     from roxxel_dist.sweep.bucket import driver_bucket, reader_bucket
 
-    url = ObjectUrl.parse(place or "")
+    url, timeout_s = ObjectUrl.parse(place or ""), float(flags.get("store_timeout") or TIMEOUT_S)
     if "dry_run" in flags:
-        return held.enter_context(reader_bucket(url))
-    return held.enter_context(driver_bucket(url, info))
+        return held.enter_context(reader_bucket(url, timeout_s))
+    return held.enter_context(driver_bucket(url, info, flags.get("cache_dir"), timeout_s))
 
 
 def _server(options: SweepOptions, config: Any, flags: set[str], project: str | None, *, is_new: bool) -> str | None:

@@ -14,9 +14,8 @@ from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
-
 from roxxel_dist.cluster.file_lock import is_alive, process_record, say
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

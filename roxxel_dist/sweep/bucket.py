@@ -16,13 +16,11 @@ from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
-from roxxel_dist.sweep.execution.private_disk import cache_folder
+from roxxel_dist.sweep.execution.private_disk import studies_folder
 from roxxel_dist.sweep.journal import JOURNAL, WAIT_S, Journal
 from roxxel_dist.sweep.segments import SegmentWriter, make_one_of_many, read_segments
 from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS, StudyDir
 
-TIMEOUT_S = 120.0
-"""So long an operation of the store is tried again."""
 LEASE = "study.lease"
 FILES = (BASE, EXTRAS, DEFINITION)
 """In the order in which they are written: where the last one is, all are."""
@@ -48,12 +46,11 @@ class StudyBucket:
         return StudyDir(self.path, self.url)
 
     def fetch(self) -> None:
-        """Make the copy what the store has. Raises ValueError where the prefix holds something else, StoreError."""
+        """Make the copy what the store has. Raises ValueError where the journal is damaged, StoreError."""
         definitions = {name: self._read(name) for name in FILES}
         self.is_there = definitions[DEFINITION] is not None
         if not self.is_there:
             definitions = dict.fromkeys(FILES)  # what a start has left that was killed
-            self._check_empty()
         for name, data in definitions.items():
             if data is None:
                 (self.path / name).unlink(missing_ok=True)
@@ -134,7 +131,10 @@ class StudyBucket:
         except StoreNotFoundError:
             return None
 
-    def _check_empty(self) -> None:
+    def check_free(self) -> None:
+        """Raises ValueError where no study is there, and something else is."""
+        if self.is_there:
+            return
         others = [info.key for info in self._store.list() if info.key not in (BASE, EXTRAS, LEASE)]
         others = [key for key in others if not key.startswith((".", f"{LEASE}."))]
         if others:
@@ -142,12 +142,15 @@ class StudyBucket:
 
 
 @contextmanager
-def driver_bucket(url: ObjectUrl, say: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> Iterator[StudyBucket]:
-    """A study in a bucket for who searches: its copy, in the cache of this user, is for one process at a time.
+def driver_bucket(
+    url: ObjectUrl, say: Callable[[str], None], cache_dir: str | None, timeout_s: float
+) -> Iterator[StudyBucket]:
+    """A study in a bucket for who searches: its copy, below `cache_dir` or in the user's cache, is for one process at a
+    time.
 
     Raises ValueError where another process of this host has it, or the prefix holds something else; StoreError.
     """
-    path = cache_folder() / f"{url.name}-{sha256(str(url).encode()).hexdigest()[:16]}"
+    path = studies_folder(cache_dir) / f"{url.name}-{sha256(str(url).encode()).hexdigest()[:16]}"
     path.mkdir(parents=True, exist_ok=True)
     lock = wait_for_lock(
         path.with_name(f"{path.name}.lock"),
@@ -162,6 +165,7 @@ def driver_bucket(url: ObjectUrl, say: Callable[[str], None], timeout_s: float =
     try:
         bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), path)
         bucket.fetch()
+        bucket.check_free()
         try:
             yield bucket
         finally:
@@ -171,8 +175,8 @@ def driver_bucket(url: ObjectUrl, say: Callable[[str], None], timeout_s: float =
 
 
 @contextmanager
-def reader_bucket(url: ObjectUrl, timeout_s: float = TIMEOUT_S) -> Iterator[StudyBucket]:
-    """A study in a bucket for who looks at it as it is now. Raises as `driver_bucket`."""
+def reader_bucket(url: ObjectUrl, timeout_s: float) -> Iterator[StudyBucket]:
+    """A study in a bucket for who looks at it as it is now; perhaps none is there. Raises ValueError, StoreError."""
     with TemporaryDirectory(prefix="roxxel-study-") as folder:
         bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), Path(folder))
         bucket.fetch()

@@ -22,6 +22,10 @@ DATA_PATH, DIRECTORY, SERVER, IDENTITY = "data_path", "directory", "wandb_sweep"
 in a bucket, what its trials' folders on their hosts are named after: a place may have had another study before."""
 
 
+OF_A_HOST = {"cache_dir", "cache_gb", "store_timeout"}
+"""Fields that may differ between starts: what is trained does not depend on them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A sweep, and what became of it so far."""
@@ -161,7 +165,11 @@ class StudyDir:
             # The trials of a study are compared with each other: nothing but the parameters may differ.
             # Read as a config: fields that a newer version has besides have their defaults in both.
             before, now = type(config).from_dict(settings, str(self.path / BASE)).to_dict(), config.to_dict()
-            changes = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
+            changes = [
+                f"{name} {before[name]} -> {value}"
+                for name, value in now.items()
+                if before[name] != value and name not in OF_A_HOST
+            ]
             if changes:
                 raise ValueError(
                     f"{self.place} was begun with other settings ({', '.join(changes)}): name another --study"

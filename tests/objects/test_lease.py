@@ -75,7 +75,9 @@ def holder(url):
 
 def test_a_second_owner_is_refused_until_the_first_gives_it_back(holder, url):
     said = []
-    with pytest.raises(LeaseHeldError, match=rf"test \(pid {holder.pid} on host .*\) writes there, .* \d s ago: end it"):
+    with pytest.raises(
+        LeaseHeldError, match=rf"test \(pid {holder.pid} on host .*\) writes there, .* \d s ago: end it"
+    ):
         take(url, said)
     assert f"pid {holder.pid}" in said[-1]
     holder.end.set()
@@ -122,21 +124,20 @@ def test_whoever_has_lost_it_is_told(url):
 
 
 def test_a_store_that_is_away_is_not_the_end_until_the_lease_is_stale(server, url):
-    with server.link() as link, server.environment(link):
-        with take(url) as lease:
-            link.down = True
-            time.sleep(1.5)
+    with server.link() as link, server.environment(link), take(url) as lease:
+        link.down = True
+        time.sleep(1.5)
+        lease.check()
+        link.down = False
+        wait_for(lambda: lease.age_s < 0.5)
+        link.down = True
+        wait_for(lambda: lease.age_s >= lease_module.STALE_S)
+        assert lease.lost is None
+        with pytest.raises(LeaseLostError, match=r"could not be renewed for 4 s \(.*another process may have it"):
             lease.check()
-            link.down = False
-            wait_for(lambda: lease.age_s < 0.5)
-            link.down = True
-            wait_for(lambda: lease.age_s >= lease_module.STALE_S)
-            assert lease.lost is None
-            with pytest.raises(LeaseLostError, match=r"could not be renewed for 4 s \(.*another process may have it"):
-                lease.check()
-            link.down = False
-            wait_for(lambda: lease.age_s < 1)
-            lease.check()
+        link.down = False
+        wait_for(lambda: lease.age_s < 1)
+        lease.check()
 
 
 def wait_for(condition):

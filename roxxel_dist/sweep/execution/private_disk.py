@@ -12,24 +12,27 @@ from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.sweep.execution.task import TrialTask
 from roxxel_dist.sweep.execution.trial import Event, config_file, run
 from roxxel_dist.sweep.wandb_bridge.server import agent_trial
+from roxxel_dist.train.bucket_folder import BucketFolder, cache_folder
 
 SEND_S = 4.0
 """So long the sending of a trial's log may take: less than what is left of `ray_executor.END_S` when it has saved."""
 
 
-def cache_folder() -> Path:
-    """Where this user's studies of buckets have their files on this host."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist" / "studies"
+def studies_folder(cache_dir: str | None) -> Path:
+    """Where this host has its files of studies in buckets: below `cache_dir`, or the user's cache."""
+    return Path(cache_dir or cache_folder()).absolute() / "studies"
 
 
 def on_this_host(task: TrialTask) -> TrialTask:
     """The task with the paths of this host: those of the study count from the cache."""
-    root = cache_folder()
+    root = studies_folder(task.config.get("cache_dir"))
+    local_dir = root / Path(task.run_dir).parts[0]
     corpus, data = task.corpus, task.data_path
     if corpus is not None:
         corpus, data = {**corpus, "folder": str(root / corpus["folder"])}, data and str(root / data)
     directory = task.directory if task.directory and os.path.isdir(task.directory) else None
-    paths: dict[str, Any] = {"run_dir": str(root / task.run_dir), "log": str(root / task.log)}
+    folder = BucketFolder(str(task.run_url), local_dir).folder
+    paths: dict[str, Any] = {"run_dir": str(folder), "log": str(root / task.log), "local_dir": str(local_dir)}
     return replace(task, corpus=corpus, data_path=data, directory=directory, **paths)
 
 

@@ -51,5 +51,12 @@ class TrialTask(Ranks):
     """The sweep of a W&B server that leads it, as entity/project/name."""
     bucket: str | None = None
     """Where the study is, if in a bucket: hosts share no disk."""
+    local_dir: str | None = None
+    """Of a study in a bucket, the folder of this host that has its runs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables of the trial's program."""
+
+    @property
+    def run_url(self) -> str | None:
+        """Where the run is kept, if the study is in a bucket."""
+        return None if self.bucket is None else f"{self.bucket}/trials/{self.trial}"
