@@ -166,11 +166,20 @@ class Lease:
 
     def release(self) -> None:
         """Give it back. It is not deleted: that would need a condition too, and its last owner stays readable."""
-        self._over.set()
-        self._thread.join(RELEASE_S)
-        if self._lost is None and not self._thread.is_alive():
+        if self._end():
             with suppress(StoreError):  # it becomes stale by itself
                 self._write(released=True)
+
+    def discard(self) -> None:
+        """Give it back and leave nothing: for an owner that has written nothing else. Raises StoreError."""
+        if self._end():
+            self._store.delete([self._key])
+
+    def _end(self) -> bool:
+        """End the renewing; whether the lease is still this process's, as far as it could see."""
+        self._over.set()
+        self._thread.join(RELEASE_S)
+        return self._lost is None and not self._thread.is_alive()
 
     def _renew_until_over(self) -> None:
         while not self._over.wait(max(POLL_S, RENEW_S - self.age_s)):
