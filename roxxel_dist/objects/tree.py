@@ -126,9 +126,7 @@ class BucketSource:
             if known is None or known.etag != file.version or found == known.xxh3:
                 return found
         path.unlink()
-        raise StoreError(
-            f"copy {self.store.url.join(file.name)}: it is damaged (xxh3 {found}, not {known.xxh3}): write it again"
-        )
+        raise StoreError(f"copy {self.store.url.join(file.name)}: it does not agree with its digest: write it again")
 
     def __str__(self) -> str:
         return str(self.store.url)

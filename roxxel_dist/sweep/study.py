@@ -11,7 +11,7 @@ from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
-from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.sweep.journal import JOURNAL, LOCK, History, Trial, read_history
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 
@@ -86,11 +86,6 @@ def flat(params: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 def short(value: Any) -> str:
     """A value for people."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _absolute(path: str) -> str:
-    """A path that means the same in every folder."""
-    return path if is_url(path) else str(Path(path).absolute())
 
 
 class StudyDir:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ def run_in_bucket(fields: Mapping[str, Any]) -> Iterator[Event]:
             else:
                 yield event
     finally:
-        events.close()
+        if isinstance(events, Generator):  # the trial ends here, and not when its events are collected
+            events.close()
         for path, name in ((here.log, task.log), (config_file(here), config_file(task))):
             _send(store, Path(path), "/".join(_key(name)))
 
