@@ -248,7 +248,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     if "fork" in given:
         from roxxel_dist.train.bucket_folder import local_run
 
-    runs += [local_run(CheckpointRef.parse(given["fork"]).run)] if "fork" in given else []
+        runs.append(local_run(CheckpointRef.parse(given["fork"]).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
     return parse_config(TrainArgs, words, "train", next(saved, None))
 

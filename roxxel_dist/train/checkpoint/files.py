@@ -14,11 +14,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,6 @@ from roxxel_dist.train.checkpoint.digests import (
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 from roxxel_dist.train.checkpoint.ocdbt import places
 
-if TYPE_CHECKING:
-    from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints
-
 STATE, PARAMS = "state", "params/"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
@@ -73,21 +70,23 @@ def quiet_orbax() -> Iterator[None]:
         logger.removeFilter(others)
 
 
-def open_folder(folder: Path, *, read_only: bool, remote: "RemoteCheckpoints | None" = None) -> dict[int, float | None]:
+def open_folder(
+    folder: Path, *, read_only: bool, in_bucket: Callable[[], dict[int, float | None]] | None = None
+) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
-    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away. The
-    folder of checkpoints in a bucket (`remote`) is each host's own. Raises ValueError where it cannot be written, or a
-    rank does not see it.
+    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away.
+    Those of a run in a bucket are what `in_bucket` says, and the folder is each host's own. Raises ValueError where it
+    cannot be written, or a rank does not see it.
     """
     saved, problem = {}, ""
-    if process_index() == 0 or remote is not None:
+    if process_index() == 0 or in_bucket is not None:
         try:
             if not read_only:
                 make_folder(folder)
                 sweep(folder)
             if process_index() == 0:
-                saved = complete(folder) if remote is None else remote.saved(read_only=read_only)
+                saved = complete(folder) if in_bucket is None else in_bucket()
         except StoreTimeoutError:  # no fault of the folder
             raise
         except OSError as error:

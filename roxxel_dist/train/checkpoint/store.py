@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +132,8 @@ class CheckpointStore:
         self._remote = remote
         self.check_run: Callable[[], None] | None = None if remote is None else remote.check_run
         """Raises what keeps the run from its bucket; None where it has none."""
-        self._saved = files.open_folder(self.folder, read_only=read_only, remote=remote)
+        in_bucket = None if remote is None else partial(remote.saved, read_only=read_only)
+        self._saved = files.open_folder(self.folder, read_only=read_only, in_bucket=in_bucket)
         if remote is not None and not read_only:
             remote.keep_local(self._saved)
         self._read_last: tuple[int, MetaFile, DigestTable | None] | None = None
