@@ -29,6 +29,7 @@ from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
@@ -210,7 +211,7 @@ def open_corpus(
             "no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)"
         )
     if is_tokens(data_path):
-        data = Roxxel(data_path)
+        data = Roxxel(data_path, remote=config.part(RemoteConfig))
         if config.init_from is not None:
             check_tokenizer(config.init_from, data)
         return data

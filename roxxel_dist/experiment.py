@@ -18,7 +18,8 @@ from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import check_local, is_tokens
+from roxxel_dist.data.discovery import absolute, check_local, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.report import draw_losses, read_runs
@@ -134,7 +135,6 @@ class Experiment:
         resume = resume or attempt_number() > 0
         with usage_errors():
             bucket = self._bucket(run_dir, local_dir)
-            check_local("data_path", data_path)
             # A launched run without a name has the launcher's: started again, it is the same.
             past = self._past(bucket.pull() if bucket else Path(run_dir or default_run_dir()), resume, fork)
             # A fork that goes back goes back in itself; to name both is an error of `ResumeSpec`.
@@ -275,16 +275,18 @@ class Experiment:
         if self.config.datasets is None:
             self.config.datasets = past.config.get("datasets")
         if data_path and "self" in (self.config.datasets or {}):
-            self.config.datasets = {**(self.config.datasets or {}), "self": os.path.abspath(data_path)}
+            self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
     def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
         """Whether a resumed run is given other data than it has read so far."""
         before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
-        if path is None or before.data_path is None or os.path.realpath(path) == os.path.realpath(before.data_path):
+        if path is None or before.data_path is None:
+            return False
+        if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
             return False
         if not is_tokens(path):
             return True
-        with Roxxel(path) as data:
+        with Roxxel(path, remote=self.config.part(RemoteConfig)) as data:
             return data.fingerprint != before.corpus
 
     def _data_path(

@@ -18,6 +18,8 @@ from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
+PREFLIGHT_STORE_S = 20.0
+"""For which preflight tries to reach an object store."""
 METRICS, LOGS = "metrics.jsonl", "logs"
 SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
 
@@ -107,8 +109,9 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
         if not is_tokens(path):
             return {"path": path} | ({"text": True} if os.path.exists(path) else {"why": "there is no such file"})
         from roxxel_dist.data.dataset import Roxxel
+        from roxxel_dist.data.remote.config import RemoteConfig
 
-        with Roxxel(path) as data:
+        with Roxxel(path, remote=RemoteConfig(store_timeout=PREFLIGHT_STORE_S)) as data:
             return {"path": path, "fingerprint": data.fingerprint}
     except (OSError, ValueError) as error:
         return {"path": data_path, "why": str(error)}

@@ -16,12 +16,12 @@ from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.discovery import absolute, is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.train.bucket_folder import local_run
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, absolute_run, write_cursor
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, write_cursor
 from roxxel_dist.train.resume import max_steps_note
 from roxxel_dist.train.trainer import Trainer
 
@@ -142,7 +142,7 @@ def write_run_metadata(
     log, data, config = trainer.logger.text, components.data, components.config
     sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
     if not trainer.finished or saved.get("init_from") != config.init_from:
-        metadata = _metadata(trainer, components, saved, str(Path(data_path or run / DATA).absolute()))
+        metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
             changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
@@ -235,7 +235,7 @@ def saved_config(run: Path) -> dict[str, Any]:
     """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
     saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
     init_from = saved.get("init_from")
-    return {**saved, "init_from": absolute_run(init_from)} if isinstance(init_from, str) else saved
+    return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved
 
 
 def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
@@ -262,9 +262,9 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> Checkpoin
     if fork is None:
         return known
     given = CheckpointRef.parse(fork)
-    if absolute_run(given.run) == absolute_run(run):
+    if absolute(given.run) == absolute(run):
         raise ValueError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
-    if saved and (known is None or (absolute_run(given.run), given.step) != (absolute_run(known.run), known.step)):
+    if saved and (known is None or (absolute(given.run), given.step) != (absolute(known.run), known.step)):
         came = f"was forked from {known}" if known else "is no fork"
         raise ValueError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
     if not (local_run(given.run) / CONFIG).exists():

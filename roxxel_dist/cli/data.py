@@ -83,6 +83,27 @@ def data_info(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexArgs:
+    """Write the index of shards in an object store, which other programs have brought there; `copy` does it itself."""
+
+    path: tyro.conf.Positional[str]
+    """The address of the data set: s3://, gs:// or az://."""
+
+
+def data_index(words: list[str]) -> int:
+    """Write the index object of shards in an object store."""
+    args = parse(IndexArgs, words, "data index")
+    with usage_errors():
+        from roxxel_dist.data.remote.index import INDEX, write_index
+        from roxxel_dist.objects.store import ObjectStore
+
+        store = ObjectStore.open(args.path)
+        write_index(store)
+        print(f"index: {store.url.join(INDEX)}")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyArgs:
     """Compare every block of every shard with its checksum; exits with 1 where one differs."""
 
@@ -106,8 +127,13 @@ def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str
     from roxxel_dist.data.build.progress import Progress
     from roxxel_dist.data.dataset import Roxxel
     from roxxel_dist.data.discovery import NoShardsError
+    from roxxel_dist.data.remote.verify import verify_objects
     from roxxel_dist.data.verify import find_damage
+    from roxxel_dist.objects.url import is_url
 
+    if is_url(path):
+        found, whole = verify_objects(path, Progress(True))
+        return not found, found or [whole]
     try:
         opened = Roxxel(path)
     except NoShardsError:

@@ -20,6 +20,7 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
+    from roxxel_dist.data.remote.cache import CacheError
     from roxxel_dist.data.verify import DamagedData
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.objects.lease import LeaseLostError
@@ -34,6 +35,7 @@ def train(words: list[str]) -> int:
         )  # fmt: skip
     except (
         BadStep,
+        CacheError,
         DamagedData,
         LeaseLostError,
         SaveError,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.objects.aws_profile import read_aws_profile
-from roxxel_dist.objects.errors import StoreDeniedError
+from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
 
 CONNECT_S = 10.0
@@ -28,13 +28,15 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
 
     Raises:
         ValueError: the environment names an endpoint that is no address.
-        ImportError: obstore is not installed.
+        MissingLibraryError: obstore is not installed.
         StoreDeniedError: the settings of the credentials cannot be used.
     """
     try:
         import obstore.store
     except ImportError as error:
-        raise ImportError(f"{url}: a path in a bucket needs a package: pip install 'roxxel-dist[cloud]'") from error
+        raise MissingLibraryError(
+            f"{url}: a path in a bucket needs a package: pip install 'roxxel-dist[cloud]'"
+        ) from error
     options: dict[str, Any] = {"timeout": timedelta(seconds=request_s)}
     options["connect_timeout"] = timedelta(seconds=min(CONNECT_S, request_s))
     if path := environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None:

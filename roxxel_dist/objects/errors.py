@@ -21,3 +21,7 @@ class StorePreconditionError(StoreError, FileExistsError):
 
 class StoreTimeoutError(StoreError, TimeoutError, FileSystemError):
     """The store did not do it within the time limit; a command that cannot go on without it ends with exit code 74."""
+
+
+class MissingLibraryError(ImportError, ValueError):
+    """obstore is not installed, which the extra `cloud` has."""

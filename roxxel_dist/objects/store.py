@@ -74,7 +74,7 @@ class ObjectStore:
 
         Raises:
             ValueError: `url` is no address of objects, or `timeout_s` is not positive.
-            ImportError: obstore is not installed.
+            MissingLibraryError: obstore is not installed.
             StoreDeniedError: the settings of the credentials cannot be used.
         """
         if not timeout_s > 0:
@@ -137,7 +137,7 @@ class ObjectStore:
             raise ValueError(f"bytes {start}-{stop} of {self.url.join(key)}: a range has a byte or more")
 
         def call(path: str) -> bytes:
-            result = get(self._reads, path, options={"range": (start, stop), **_match(etag)})
+            result = get(self._reads, path, options=_match(etag) | {"range": (start, stop)})
             if result.meta["size"] < stop:
                 size = result.meta["size"]
                 raise StoreError(f"read {self.url.join(key)} bytes {start}-{stop}: the object has only {size} bytes")

@@ -128,7 +128,7 @@ class SweepRun:
         corpus, data = None, self.data_path  # a program of one's own knows its data
         if self.program is None and self.server is None:
             shards = shards_of(self.trial_config(params), data, folder / CORPUS)
-            if shards is not None and shards.is_relative_to(folder):
+            if shards is not None:
                 corpus, data = {"text": data, "folder": str(folder / CORPUS)}, str(shards)
         return asdict(
             TrialTask(

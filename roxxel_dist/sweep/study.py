@@ -10,7 +10,7 @@ from typing import Any
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import RECORD, load_yaml
-from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.discovery import absolute, check_local
 from roxxel_dist.sweep.journal import JOURNAL, LOCK, History, Trial, read_history
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 
@@ -128,13 +128,12 @@ class StudyDir:
         compared. Raises ValueError for a file that cannot be used, and where the study is that of another sweep.
         """
         check_local("--study", self.path)
-        check_local("data_path", data_path)
         if not self.is_there:
             if sweep_config is None:
                 raise ValueError(f"{self.path} is no study yet: name a file with --sweep_config")
             if self._holds_other_files():
                 raise ValueError(f"--study {self.path} is there, and no study: name another folder")
-            return read_sweep(sweep_config, extras), None if data_path is None else str(Path(data_path).absolute())
+            return read_sweep(sweep_config, extras), None if data_path is None else absolute(data_path)
         for flag, file, own in (("--sweep_config", sweep_config, self._definition), ("--extras", extras, self._extras)):
             if file is not None:
                 self._compare(flag, file, own)
@@ -148,7 +147,7 @@ class StudyDir:
                     f"{self.path} was begun with other settings ({', '.join(changes)}): name another --study"
                 )
         known = self.metadata(DATA_PATH)
-        if data_path is not None and known is not None and Path(data_path).absolute() != Path(known):
+        if data_path is not None and known is not None and absolute(data_path) != absolute(known):
             raise ValueError(f"--data_path {data_path}: {self.path} was begun with {known}; name another --study")
         return self.sweep(), known
 

@@ -6,15 +6,15 @@ import random
 import subprocess
 import sys
 import time
+from urllib.parse import unquote
 
 import pytest
 from objects.servers import GcsServer, S3Server
 
-from roxxel_dist.config import UsageError
 from roxxel_dist.copy import copy
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.objects.copy_record import RECORD
-from roxxel_dist.objects.errors import StoreError, StorePreconditionError
+from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.store import ObjectStore
 
 SERVERS = {"s3": S3Server, "gs": GcsServer}
@@ -44,7 +44,7 @@ def folder(tmp_path):
     (folder / "a" / "b c").mkdir(parents=True)
     for name, size in (
         ("one", 5),
-        ("a/two", 20 << 20),
+        ("a/two", 17 << 20),
         ("a/b c/ü#%", 1000),
         ("empty", 0),
         (".hidden", 5),
@@ -63,7 +63,7 @@ def quiet(*args, **options):
 
 
 def sent(link):
-    return sum(request.method in ("PUT", "POST") and RECORD not in request.path for request in link.requests)
+    return sum(request.method in ("PUT", "POST") and RECORD not in unquote(request.path) for request in link.requests)
 
 
 def test_a_folder_comes_back_as_it_was(folder, url, link, tmp_path, server):
@@ -108,24 +108,28 @@ def test_damage_on_the_way_back_is_noticed(folder, url, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_a_copy_that_was_killed_goes_on(folder, url, link, tmp_path):
     """Either way; what had arrived is not sent again, and nothing appears before its end."""
-    for i in range(40):
+    for i in range(30):
         (folder / f"small{i:02}").write_bytes(bytes([i]) * 100_000)
     for source, target in ((folder, url), (url, tmp_path / "back")):
         link.requests.clear()
-        link.rate = 20e6
+        link.rate = 6e6
         command = [sys.executable, "-m", "roxxel_dist", "copy", str(source), str(target)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while sum("small" in request.path for request in link.requests) < 20 and process.poll() is None:
+        while (
+            sum("small" in request.path and request.method != "HEAD" for request in link.requests) < 30
+            and process.poll() is None
+        ):
             time.sleep(0.01)
         process.kill()
         assert process.wait() == -9
         assert not (tmp_path / "back").exists()
         link.rate = 0
         copied = quiet(source, target)
-        assert copied.files == 44
-        assert copied.sent < 44
+        assert copied.files == 34
+        assert copied.sent < 34
     kept = contents(folder)
     del kept[".hidden"], kept["run.lease"]
     assert contents(tmp_path / "back") == kept
@@ -135,18 +139,19 @@ def test_a_data_set_gets_an_index_and_is_whole_or_not_there(url, link, tmp_path)
     texts = [f"document {i} " * 200 for i in range(100)]
     for seed in (0, 1):
         random.Random(seed).shuffle(texts)
-        Roxxel.write(tmp_path / f"data{seed}", texts, max_shard_bytes=40_000)
+        Roxxel(tmp_path / f"data{seed}" / "shard_*.rox").write(texts, max_shard_bytes=40_000)
     names = sorted(path.name for path in (tmp_path / "data0").glob("*.rox"))
     assert len(names) > 3
     quiet(tmp_path / "data0", url)
     store = ObjectStore.open(url)
     assert [info.key for info in store.list()] == [RECORD, *sorted([*names, "shards.index"])]
-    written = [request.path for request in link.requests if request.method == "PUT" and ".rox" in request.path]
+    puts = [unquote(request.path) for request in link.requests if request.method == "PUT"]
+    written = [path for path in puts if path.endswith(".rox")]
     assert names[0] in written[-1]
     with pytest.raises(ValueError, match="is there already, with another content"):
         quiet(tmp_path / "data1", url)
     assert store.read(names[0]) == (tmp_path / "data0" / names[0]).read_bytes()
-    Roxxel.write(tmp_path / "data2", texts[:50], max_shard_bytes=40_000)
+    Roxxel(tmp_path / "data2" / "shard_*.rox").write(texts[:50], max_shard_bytes=40_000)
     with pytest.raises(ValueError, match="has another data set"):
         quiet(tmp_path / "data2", url)
     quiet(tmp_path / "data2", url, overwrite=True)
@@ -172,7 +177,7 @@ def test_the_command(folder, url, link, capsys):
     from roxxel_dist.cli import main
 
     assert main(["copy", str(folder), url]) == 0
-    assert capsys.readouterr().out == f"{url}: 4 files, 4 copied (20.97 MB)\n"
+    assert capsys.readouterr().out == f"{url}: 4 files, 4 copied (17.83 MB)\n"
     assert main(["copy", str(folder), url]) == 0
     assert capsys.readouterr().out == f"{url}: 4 files, 0 copied (0 B), 4 were there\n"
     link.down = True
