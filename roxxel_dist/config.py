@@ -29,7 +29,6 @@ from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.train.checkpoint.metadata import absolute_run
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
@@ -208,7 +207,6 @@ class Config(Fields):
                 check_local(name, path)
             return absolute_path(path) if isinstance(path, str) else path
 
-        init_from = None if self.init_from is None else absolute_run(self.init_from)
         sets: dict[str, Any] = {"datasets": self.datasets, "validation": self.validation}
         for field, paths in sets.items():
             if isinstance(paths, dict):

@@ -21,13 +21,13 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import open_data_sets
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import NoShardsError, is_tokens
+from roxxel_dist.data.discovery import NoShardsError, absolute, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.run_metadata import RunMetadata, data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.bucket_folder import local_run
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, absolute_run
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.evaluator import Validation
@@ -89,7 +89,7 @@ def evaluate(
         folder = local_run(checkpoint.run)
         saved = saved_config(folder)
         if not saved:
-            raise ValueError(no_run(folder, absolute_run(checkpoint.run)))
+            raise ValueError(no_run(folder, absolute(checkpoint.run)))
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
@@ -262,4 +262,4 @@ def table(evaluation: Evaluation) -> str:
         log = "val_loss is the same as in the log, to the last bit"
     else:
         log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
-    return "\n".join([f"{evaluation.run}, step {evaluation.step}", *aligned(rows), log])
+    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.display import aligned, duration, figure
 from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY, is_run, no_run
 from roxxel_dist.train.bucket_folder import local_run
-from roxxel_dist.train.checkpoint.metadata import absolute_run
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.train.timeline import SPENT, read_timeline, time_spent
 
@@ -78,7 +78,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     folders = [local_run(path) for path in given]
     for path, folder in zip(given, folders, strict=True):
         if not is_run(folder):
-            raise ValueError(no_run(folder, absolute_run(path)))
+            raise ValueError(no_run(folder, absolute(path)))
     names = [path.absolute().name for path in given]
     often = Counter(names)
     return [

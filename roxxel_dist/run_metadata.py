@@ -21,7 +21,7 @@ from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.train.bucket_folder import local_run
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, absolute_run, write_cursor
+from roxxel_dist.train.checkpoint.metadata import CheckpointRef, write_cursor
 from roxxel_dist.train.resume import max_steps_note
 from roxxel_dist.train.trainer import Trainer
 
@@ -235,7 +235,7 @@ def saved_config(run: Path) -> dict[str, Any]:
     """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
     saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
     init_from = saved.get("init_from")
-    return {**saved, "init_from": absolute_run(init_from)} if isinstance(init_from, str) else saved
+    return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved
 
 
 def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
@@ -262,9 +262,9 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> Checkpoin
     if fork is None:
         return known
     given = CheckpointRef.parse(fork)
-    if absolute_run(given.run) == absolute_run(run):
+    if absolute(given.run) == absolute(run):
         raise ValueError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
-    if saved and (known is None or (absolute_run(given.run), given.step) != (absolute_run(known.run), known.step)):
+    if saved and (known is None or (absolute(given.run), given.step) != (absolute(known.run), known.step)):
         came = f"was forked from {known}" if known else "is no fork"
         raise ValueError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
     if not (local_run(given.run) / CONFIG).exists():

@@ -17,13 +17,14 @@ from flax import nnx
 from roxxel_dist.builders import model_builder
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint import files, layout
 from roxxel_dist.train.checkpoint.digests import check_checkpoint, in_words, read_verified
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, absolute_run
+from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.train.train_state import split_module
@@ -76,7 +77,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
             raise ValueError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(run)
     if not (run / CONFIG).exists():
-        raise ValueError(no_run(run, absolute_run(named)))
+        raise ValueError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
     saved = files.complete(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)

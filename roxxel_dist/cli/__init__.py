@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         _check_text(words)
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
-    except (ValueError, FileSystemError, StoreTimeoutError) as error:
+    except (ValueError, FileSystemError) as error:
         from roxxel_dist.cli.arguments import as_flags
         from roxxel_dist.config import UsageError
 
-        if not isinstance(error, UsageError | FileSystemError | StoreTimeoutError):
+        if not isinstance(error, UsageError | FileSystemError):
             raise
         info(as_flags(str(error)))
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FILES

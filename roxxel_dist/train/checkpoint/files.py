@@ -75,9 +75,9 @@ def open_folder(
 ) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
-    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away. Where
-    the checkpoints are in a bucket, `in_bucket` reads which there are, and the folder is each host's own. Raises
-    ValueError where it cannot be written, or a rank does not see it.
+    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away.
+    Those of a run in a bucket are what `in_bucket` says, and the folder is each host's own. Raises ValueError where it
+    cannot be written, or a rank does not see it.
     """
     saved, problem = {}, ""
     if process_index() == 0 or in_bucket is not None:

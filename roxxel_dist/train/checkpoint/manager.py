@@ -157,8 +157,10 @@ class CheckpointManager:
                 raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
 
     def poll(self) -> None:
-        """Log how the saves have gone that have ended since; costs nothing where none has. Raises StoreError."""
-        self._store.check_remote()
+        """Log how the saves have gone that have ended since; costs nothing where none has. Raises what keeps
+        the run from its bucket: StoreError, LeaseLostError."""
+        if (check := self._store.check_run) is not None:
+            check()
         while self._store.unreported and (ended := self._store.poll()) is not None:
             if ended.problem:
                 self._log(f"{ended.problem}. Training goes on, and the next save is tried")

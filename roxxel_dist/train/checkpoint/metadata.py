@@ -5,7 +5,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.data.discovery import absolute
+from roxxel_dist.objects.url import is_url
 
 META = "meta.json"
 CURSOR = "training_cursor.json"
@@ -50,12 +50,6 @@ class MetaFile(NamedTuple):
         return json.dumps(saved | ({"digests": True} if self.has_digests else {}))
 
 
-def absolute_run(run: str | Path) -> str:
-    """A run, or a checkpoint as people write it, by a name that holds in any folder: an absolute path, or an address
-    in a bucket."""
-    return str(ObjectUrl.parse(run)) if is_url(run) else os.path.abspath(run)
-
-
 class CheckpointRef(NamedTuple):
     """A checkpoint of a run, as people write it: RUN@STEP, or RUN for its newest one."""
 
@@ -63,7 +57,7 @@ class CheckpointRef(NamedTuple):
     step: int | None
 
     def __str__(self) -> str:
-        run = absolute_run(self.run) if is_url(self.run) else self.run
+        run = absolute(self.run) if is_url(self.run) else self.run
         return f"{run}" if self.step is None else f"{run}@{self.step}"
 
     @classmethod
@@ -145,7 +139,7 @@ class BaseModelRef:
 
         Another text than before names its new place, as the same one does where the base is no longer at its old one.
         """
-        same = init_from is None or absolute_run(init_from) == absolute_run(self.init_from)
+        same = init_from is None or absolute(init_from) == absolute(self.init_from)
         if init_from is None or (same and self.run.exists()):
             return self
         moved = CheckpointRef.parse(init_from)
@@ -155,7 +149,7 @@ class BaseModelRef:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "run": absolute_run(self.run),
+            "run": absolute(self.run),
             "step": self.step,
             "asked": self.init_from,
             "fingerprint": self.fingerprint,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
@@ -290,7 +291,7 @@ def not_read(like: Any) -> IsLeft:
     there: dict[str, list[Bounds]] = {}
     for path, leaf in jax.tree.leaves_with_path(like):
         name, sharding = jax.tree_util.keystr(path, simple=True, separator="/"), getattr(leaf, "sharding", None)
-        if sharding is None or files.is_key(leaf):
+        if sharding is None or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             there[name] = []
         else:
             indices = sharding.addressable_devices_indices_map(leaf.shape).values()

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +130,8 @@ class CheckpointStore:
         self._name = f"checkpoint {next(_opened)}"
         self._read_only, self._digests = read_only, digests
         self._remote = remote
+        self.check_run: Callable[[], None] | None = None if remote is None else remote.check_run
+        """Raises what keeps the run from its bucket; None where it has none."""
         in_bucket = None if remote is None else partial(remote.saved, read_only=read_only)
         self._saved = files.open_folder(self.folder, read_only=read_only, in_bucket=in_bucket)
         if remote is not None and not read_only:
@@ -250,11 +252,6 @@ class CheckpointStore:
         except Exception as error:
             return _Problem.of(0, error)
         return _Problem()
-
-    def check_remote(self) -> None:
-        """Raises what keeps a run from its bucket: StoreError, LeaseLostError. Costs nothing."""
-        if self._remote is not None:
-            self._remote.check_run()
 
     def poll(self) -> SaveResult | None:
         """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
