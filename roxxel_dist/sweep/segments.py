@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
+from roxxel_dist.objects import lease
+from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError, StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseLostError
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -29,6 +30,7 @@ MANY = 1000
 """Segments that the next driver makes one of."""
 THREADS = 32
 """Segments that are read at once."""
+LEASE_POLL_S = 0.2
 LOOKS = 5
 """How often a journal is listed again that a driver makes shorter meanwhile."""
 
@@ -122,11 +124,11 @@ class SegmentWriter:
     Args:
         store: of the study.
         last: the number of the last segment that is there.
-        lease: of the study, which this process holds.
+        held: the lease of the study, which this process holds.
     """
 
-    def __init__(self, store: "ObjectStore", last: int, lease: Lease) -> None:
-        self._store, self._last, self._lease = store, last, lease
+    def __init__(self, store: "ObjectStore", last: int, held: Lease) -> None:
+        self._store, self._last, self._lease = store, last, held
         self._conditions = store.supports_conditions()
         self._changed = threading.Condition()
         self._pending, self._is_urgent, self._is_over = b"", False, False
@@ -198,7 +200,7 @@ class SegmentWriter:
             if self._conditions:
                 self._store.write(segment.key, data, if_absent=True)
                 return
-            self._lease.check()
+            self._wait_for_lease()
             try:
                 self._store.head(segment.key)
             except StoreNotFoundError:
@@ -207,6 +209,18 @@ class SegmentWriter:
         except StorePreconditionError as error:
             raise self._taken(segment) from error
         raise self._taken(segment)
+
+    def _wait_for_lease(self) -> None:
+        """Until the lease is renewed, which is late where the store was away: nobody else has it if that succeeds."""
+        end = time.monotonic() + self._store.timeout_s
+        while self._lease.lost is None and self._lease.age_s >= lease.STALE_S:
+            if time.monotonic() >= end:
+                raise StoreTimeoutError(
+                    f"write {self._store.url}: the lease of the study was not renewed for {self._lease.age_s:.0f} s: "
+                    "check the network, or raise --store_timeout"
+                )
+            time.sleep(LEASE_POLL_S)
+        self._lease.check()
 
     def _taken(self, segment: Segment) -> LeaseLostError:
         return LeaseLostError(
