@@ -212,7 +212,7 @@ class Config(Fields):
             if isinstance(paths, dict):
                 sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
         check_local("cache_dir", self.cache_dir)
-        cache_dir = absolute("cache_dir", self.cache_dir)
+        init_from, cache_dir = absolute("init_from", self.init_from), absolute("cache_dir", self.cache_dir)
         return dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
 
     def primary_path(self, data_path: str | Path | None) -> str | Path | None:
