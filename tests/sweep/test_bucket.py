@@ -164,7 +164,7 @@ def test_a_driver_that_was_killed_goes_on_where_only_the_bucket_is(study):
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_nothing_is_lost_or_repeated_when_drivers_are_killed_at_20_moments(study):
-    assert kill_and_go_on(study, random.Random(12), 20, 60) == 20
+    assert kill_and_go_on(study, random.Random(12), 20, 300) == 20
 
 
 def test_a_second_driver_is_refused_and_names_the_first(study, monkeypatch):
