@@ -67,7 +67,7 @@ def copy_to_bucket(
             return
         if info is not None and not overwrite:
             url = store.url.join(file.name)
-            raise ValueError(f"{url} is there already, with another content: choose another place, or give overwrite=True")
+            raise ValueError(f"{url} is there with another content: choose another place, or give overwrite=True")
         absent.append(file)
 
     def send(file: SourceFile) -> None:
