@@ -164,8 +164,9 @@ def _data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote: Re
     data = None
     with contextlib.suppress(NoShardsError):
         if path is not None and is_tokens(path):
-            data = Roxxel(path, remote=remote)
-            _ = data.shards  # what names nothing says so here
+            opened = Roxxel(path, remote=remote)
+            _ = opened.shards  # what names nothing says so here
+            data = opened
     if data is None:
         raise ValueError(
             f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "

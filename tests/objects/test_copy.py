@@ -103,7 +103,7 @@ def test_damage_on_the_way_back_is_noticed(folder, url, tmp_path):
     record = json.loads(store.read(RECORD))
     record["files"]["one"]["xxh3"] = "0" * 32  # as if other bytes had been sent
     store.write(RECORD, json.dumps(record).encode())
-    with pytest.raises(StoreError, match=r"/one: it is damaged"):
+    with pytest.raises(StoreError, match=r"/one: it does not agree with its digest"):
         quiet(url, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

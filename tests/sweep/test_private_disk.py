@@ -68,5 +68,5 @@ def test_a_trial_of_a_host_that_is_gone_goes_on_elsewhere_from_the_bucket(study,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "three"))  # a driver that did not hear of its end
     again, last = reports(list(run_in_bucket(in_bucket(study, tmp_path, 2))))
     assert (again, last["result"]["value"]) == (after, end["result"]["value"])
-    [failure] = run_in_bucket(in_bucket(study, tmp_path, 3, params={"dimm": 17}))
+    *_, failure = run_in_bucket(in_bucket(study, tmp_path, 3, params={"dimm": 17}))
     assert failure["fail"]["log"] == f"{study.url}/logs/0.3.log"
