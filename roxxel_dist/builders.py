@@ -29,6 +29,7 @@ from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
@@ -191,18 +192,26 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
     return build
 
 
-def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, begins: bool = True) -> Roxxel:
+def open_corpus(
+    config: Config,
+    data_path: str | Path | None,
+    into: Path,
+    *,
+    begins: bool = True,
+    share: Callable[[], None] = lambda: None,
+) -> Roxxel:
     """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
 
-    Raises ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of
-    `init_from`, text is not read where they are of another model.
+    `share`, called on every rank when they are made, brings them to hosts that do not see that folder. Raises
+    ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of `init_from`, text
+    is not read where they are of another model.
     """
     if data_path is None:
         raise ValueError(
             "no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)"
         )
     if is_tokens(data_path):
-        data = Roxxel(data_path)
+        data = Roxxel(data_path, remote=config.part(RemoteConfig))
         if config.init_from is not None:
             check_tokenizer(config.init_from, data)
         return data
@@ -220,6 +229,7 @@ def open_corpus(config: Config, data_path: str | Path | None, into: Path, *, beg
     progress = Progress.from_env(process_index())
     progress.say("")  # a launcher's limit for the start is not meant for a large text
     on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
+    share()
     progress.say("start")
     return Roxxel(into)
 

@@ -22,9 +22,13 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
 from roxxel_dist.component import component
 from roxxel_dist.data.config import DataConfig
+from roxxel_dist.data.discovery import absolute as absolute_path
 from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
@@ -88,6 +92,8 @@ def usage_errors() -> Iterator[None]:
         yield
     except UsageError:
         raise
+    except StoreTimeoutError:
+        raise
     except (ValueError, OSError) as error:
         if (message := _refusal(error)) is None:
             raise
@@ -99,6 +105,8 @@ def usage_errors() -> Iterator[None]:
 
 def _refusal(error: ValueError | OSError) -> str | None:
     """What to tell the user of an error that is his to mend; None where it is none, and needs its traceback."""
+    if isinstance(error, StoreError):
+        return str(error)
     if isinstance(error, OSError) and error.errno is not None:
         where = error.filename or "a file"
         if attempt_number() and error.filename and error.errno in AWAY:
@@ -140,7 +148,7 @@ def _is_away(error: ValueError | OSError) -> bool:
 
 
 @component
-class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, DataConfig, UserCodeConfig, ModelConfig):
+class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, RemoteConfig, DataConfig, UserCodeConfig, ModelConfig):
     """Every setting of a run: those of the last class first."""
 
     def __post_init__(self) -> None:
@@ -191,18 +199,21 @@ class Config(Fields):
         """The same settings with absolute paths, so that a run may be resumed from another folder.
 
         Raises:
-            ValueError: one is in a bucket.
+            ValueError: one is in a bucket that must not be.
         """
 
         def absolute(name: str, path: Any) -> Any:
-            check_local(name, path)
-            return os.path.abspath(path) if isinstance(path, str) else path
+            if not is_url(path):
+                check_local(name, path)
+            return absolute_path(path) if isinstance(path, str) else path
 
         sets: dict[str, Any] = {"datasets": self.datasets, "validation": self.validation}
         for field, paths in sets.items():
             if isinstance(paths, dict):
                 sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
-        return dataclasses.replace(self, init_from=absolute("init_from", self.init_from), **sets)
+        check_local("cache_dir", self.cache_dir)
+        init_from, cache_dir = absolute("init_from", self.init_from), absolute("cache_dir", self.cache_dir)
+        return dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
 
     def primary_path(self, data_path: str | Path | None) -> str | Path | None:
         """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does."""

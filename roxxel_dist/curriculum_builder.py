@@ -6,6 +6,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import NoShardsError, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 
 SetField = Literal["datasets", "validation"]
 
@@ -32,7 +33,8 @@ def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, R
 
     Raises ValueError where one is no data set, or was made with another tokenizer than `data`.
     """
-    sets = {name: Roxxel(path) for name, path in shard_paths(config, field).items()}
+    remote = config.part(RemoteConfig)
+    sets = {name: Roxxel(path, remote=remote) for name, path in shard_paths(config, field).items()}
     for name, data_set in sets.items():
         prints = data.tokenizer_fingerprint, data_set.tokenizer_fingerprint
         if None not in prints and prints[0] != prints[1]:

@@ -21,10 +21,12 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import open_data_sets
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import find_shards, is_tokens
+from roxxel_dist.data.discovery import NoShardsError, absolute, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.run_metadata import RunMetadata, data_of, kernel_begun_with, saved_config
+from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
@@ -84,9 +86,10 @@ def evaluate(
             raise ValueError(
                 f"RUN is {checkpoint}, and --best takes the step with the lowest val_loss: use one of the two"
             )
-        saved = saved_config(checkpoint.run)
+        folder = local_run(checkpoint.run)
+        saved = saved_config(folder)
         if not saved:
-            raise ValueError(no_run(checkpoint.run))
+            raise ValueError(no_run(folder, absolute(checkpoint.run)))
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
@@ -100,11 +103,11 @@ def evaluate(
             plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-            data = held.enter_context(_data(checkpoint.run, saved, data_path))
+            data = held.enter_context(_data(folder, saved, data_path, config.part(RemoteConfig)))
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            components, sets = _components(config, data, plan, validation, checkpoint.run)
+            components, sets = _components(config, data, plan, validation, folder)
             options, mesh = components.options, _mesh(components)
             # Moments are not read: it takes the memory of the weights alone.
             split, state, hparams = init_state(
@@ -124,7 +127,7 @@ def evaluate(
         # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.
         compiler.wait_together()
         means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)), shape)
-        rows = read_rows(checkpoint.run / METRICS)
+        rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,
             step=step,
@@ -155,15 +158,20 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
             ) from error
 
 
-def _data(run: Path, saved: Mapping[str, Any], data_path: str | None) -> Roxxel:
+def _data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote: RemoteConfig) -> Roxxel:
     """The primary data set of the run, or what is named instead of it."""
     path = data_path or data_of(saved, run)
-    if path is None or not is_tokens(path) or not find_shards(path):
+    data = None
+    with contextlib.suppress(NoShardsError):
+        if path is not None and is_tokens(path):
+            opened = Roxxel(path, remote=remote)
+            _ = opened.shards  # what names nothing says so here
+            data = opened
+    if data is None:
         raise ValueError(
             f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "
             f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
         )
-    data = Roxxel(path)
     if (run / TOKENIZER).exists() and data.tokenizer_fingerprint is not None:
         known = Tokenizer.load(run / TOKENIZER).fingerprint
         if data.tokenizer_fingerprint != known:
@@ -255,4 +263,4 @@ def table(evaluation: Evaluation) -> str:
         log = "val_loss is the same as in the log, to the last bit"
     else:
         log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
-    return "\n".join([f"{evaluation.run}, step {evaluation.step}", *aligned(rows), log])
+    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])

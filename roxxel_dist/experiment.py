@@ -18,8 +18,10 @@ from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import check_local, is_tokens
+from roxxel_dist.data.discovery import absolute, check_local, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.generate import generate
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.report import draw_losses, read_runs
 from roxxel_dist.run_directory import (
     CONFIG,
@@ -40,9 +42,12 @@ from roxxel_dist.run_metadata import (
     saved_config,
     write_run_metadata,
 )
+from roxxel_dist.train.bucket_folder import TRAINED, local_run
+from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
 from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.init_from import find_checkpoint, load_params, with_base, with_shape_of
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
 from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
@@ -102,31 +107,36 @@ class Experiment:
         fork: str | None = None,
         from_step: int | None = None,
         skip_steps: tuple[int, int] | None = None,
+        local_dir: str | Path | None = None,
     ) -> Path:
-        """Train and return the run directory.
+        """Train and return the run directory; of a run in a bucket the local folder that has what this host wrote.
 
         A resumed run, and a fork, keeps each field of its config that the one here does not give, but for `max_steps`.
 
         Args:
             data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
-            run_dir: where the run is kept; by default a new `runs/run_YYYYMMDD_HHMMSS`.
+            run_dir: where the run is kept: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
+                az://…); by default a new `runs/run_YYYYMMDD_HHMMSS`.
             resume: continue the run in `run_dir` from its newest checkpoint, or begin where there is none.
             amend: the phases or the shards of the resumed run are other ones from here on.
             fork: RUN@STEP, a kept checkpoint of another run whose whole state the new one begins with; that run is only
                 read. The phases may be other ones behind that step.
             from_step: go back to this kept checkpoint of the resumed run; later ones are deleted.
             skip_steps: with `from_step`, leave out what these steps (the first and the last, from 1) would have read.
+            local_dir: of a run in a bucket, the folder on each host below which it is written before it is sent; by
+                default in the user's cache.
 
         Raises:
             UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
+            StoreTimeoutError: the bucket of the run was away for longer than its time limit.
+            LeaseLostError: another job has taken the run's place in the bucket.
             FileSystemError: in a later attempt of a job, files of the attempts before cannot be reached.
         """
         resume = resume or attempt_number() > 0
         with usage_errors():
-            for name, path in (("run_dir", run_dir), ("data_path", data_path), ("fork", fork)):
-                check_local(name, path)
+            bucket = self._bucket(run_dir, local_dir)
             # A launched run without a name has the launcher's: started again, it is the same.
-            past = self._past(Path(run_dir or default_run_dir()), resume, fork)
+            past = self._past(bucket.pull() if bucket else Path(run_dir or default_run_dir()), resume, fork)
             # A fork that goes back goes back in itself; to name both is an error of `ResumeSpec`.
             goes_back = from_step is not None and fork is None
             origin = ResumeSpec(fork=None if goes_back else past.fork, from_step=from_step, skip_steps=skip_steps)
@@ -138,22 +148,23 @@ class Experiment:
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         pin_threads(RunMetadata.of(past.config).pjrt_nproc)
         initialize()
-        run = Path(broadcast_from_primary("run directory", str(run_dir or default_run_dir())))
+        named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
+        run = Path(named) if bucket is None else bucket.folder  # which may be another one on each host
         if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
             return run
 
         with contextlib.ExitStack() as held:
-            directory = RunDirectory(run)
-            held.callback(directory.release)
+            directory = RunDirectory(run, str(bucket or run))
+            held.callback(self._release, directory, bucket)
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
-                on_primary("run directory is free", lambda: directory.claim(resume))
+                on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
                 if is_trial and past.saved:  # as it was cut when the trial began
                     self.config = dataclasses.replace(self.config, warmup_steps=past.saved["warmup_steps"])
                 fork_name = str(past.new_fork or "")
                 changed = check_resumable(past.config, self.config, amend=amend or bool(fork_name), fork=fork_name)
                 path = self._data_path(run, past, data_path, resume, is_other_data)
-                data, kernel = self._open(path, run, resume, past), kernel_begun_with(past.config)
+                data, kernel = self._open(path, run, resume, past, bucket), kernel_begun_with(past.config)
                 components = build_components(self.config, data, trial=is_trial, begun_with=kernel)
                 warmup, steps = components.config.warmup_steps, components.curriculum.total_steps
                 if warmup != self.config.warmup_steps and is_primary():
@@ -162,7 +173,7 @@ class Experiment:
                 self.config = components.config
                 tokenizer = components.data.tokenizer  # the sample's beginning is encoded before hours of training
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
-                trainer = self._trainer(run, components, amend, origin)
+                trainer = self._trainer(run, components, amend, origin, bucket)
                 undo.callback(trainer.close)
                 if trainer.finished:
                     self._check_nothing_new(run, trainer.step, changed_from(past.saved, self.config))
@@ -172,10 +183,9 @@ class Experiment:
                 held.enter_context(undo.pop_all())
             message = "" if past.config else self._base_message  # a run that goes on has its base already
             # All ranks learn it, if the disk is full already.
-            on_primary(
-                "record", lambda: write_run_metadata(trainer, run, path, components, past.saved, changed, message)
-            )
-            self._run(trainer, run, tokenizer, ids)
+            arguments = (trainer, run, path, components, past.saved, changed, message)
+            on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
+            self._run(trainer, run, tokenizer, ids, bucket)
         return run
 
     def find_lr(
@@ -219,12 +229,25 @@ class Experiment:
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps), rates, losses
 
+    def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
+        """The run in a bucket that `run_dir` names; None where it names a folder."""
+        if run_dir is not None and is_url(run_dir):
+            cache = self.config.cache_dir
+            local_dir = local_dir or (Path(cache, TRAINED) if cache else None)
+            return BucketRun(run_dir, local_dir, timeout_s=self.config.store_timeout)
+        if local_dir is not None:
+            raise ValueError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
+        check_local("run_dir", run_dir)
+        return None
+
     def _past(self, run: Path, resume: bool, fork: str | None) -> _Past:
         """The run that this one goes on from, whose fields the config takes over where it does not give them."""
         check_still_there(run)
         saved = saved_config(run) if resume else {}
         parent = forked_from(fork, saved, run)
-        past = _Past(saved=saved, fork=parent, config=saved_config(parent.run) if parent and not saved else saved)
+        past = _Past(
+            saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved
+        )
         # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)
@@ -232,21 +255,38 @@ class Experiment:
         self.config = with_shape_of(self.config)
         return past
 
+    @staticmethod
+    def _claim(directory: RunDirectory, resume: bool, bucket: BucketRun | None) -> None:
+        """On rank 0: hold the run directory, and the run in its bucket."""
+        directory.claim(resume)
+        if bucket is not None:
+            bucket.take()
+            directory.check_new(resume)  # by what the bucket has now
+
+    @staticmethod
+    def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:
+        """Let others have the run; what it did well is in its bucket by now."""
+        if bucket is not None:
+            bucket.abandon(CRASH_LIMIT_S)
+        directory.release()
+
     def _name_data_sets(self, past: _Past, data_path: str | Path | None) -> None:
         """The data sets of the run before where none are named; "self" is what `data_path` says."""
         if self.config.datasets is None:
             self.config.datasets = past.config.get("datasets")
         if data_path and "self" in (self.config.datasets or {}):
-            self.config.datasets = {**(self.config.datasets or {}), "self": os.path.abspath(data_path)}
+            self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
     def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
         """Whether a resumed run is given other data than it has read so far."""
         before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
-        if path is None or before.data_path is None or os.path.realpath(path) == os.path.realpath(before.data_path):
+        if path is None or before.data_path is None:
+            return False
+        if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
             return False
         if not is_tokens(path):
             return True
-        with Roxxel(path) as data:
+        with Roxxel(path, remote=self.config.part(RemoteConfig)) as data:
             return data.fingerprint != before.corpus
 
     def _data_path(
@@ -296,15 +336,23 @@ class Experiment:
             f"amend=True; or begin a new run at a kept checkpoint with fork=RUN@STEP"
         )
 
-    def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past) -> Roxxel:
+    def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:
         """The corpus, made from text by rank 0 if need be."""
         # Rank 0 looks for all: it may be making it already when another rank comes here.
         is_made = resume and is_tokens(run / DATA) and not (path and is_tokens(path))
         if broadcast_from_primary("corpus is made", "yes" if is_made else ""):
             return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
-        return open_corpus(self.config, path, run / DATA, begins=not past.config)
 
-    def _trainer(self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec) -> Trainer:
+        def share() -> None:
+            if bucket is not None:
+                on_primary("corpus in the bucket", bucket.send_data)
+                bucket.fetch_data()
+
+        return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
+
+    def _trainer(
+        self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
+    ) -> Trainer:
         config, trackers = self.config, []
         if is_primary() and config.wandb != "off":
             trackers = [WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict())]
@@ -320,11 +368,16 @@ class Experiment:
             amend=amend,
             origin=origin,
             trackers=trackers,
+            bucket=bucket,
             **dataclasses.asdict(components.options),
         )
 
-    def _run(self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
+    def _run(
+        self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None
+    ) -> None:
         begun = time.monotonic()
+        if bucket is not None:
+            bucket.begin()
 
         def at_the_end() -> None:
             """Show a sample and draw the curve. The run is done and saved: what fails here harms nothing."""
@@ -339,11 +392,13 @@ class Experiment:
                     sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
             if is_primary() and not is_shown:
                 curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
-                for text in filter(None, (sample, curve, f"run directory: {run}")):
+                for text in filter(None, (sample, curve, f"run directory: {bucket or run}")):
                     trainer.logger.text(text)
 
         trainer.run(at_the_end)
         self.stopped = trainer.stopped
+        if bucket is not None:
+            bucket.close()  # with the last lines of the log
         barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
 
     def _sample(self, trainer: Trainer, tokenizer: Tokenizer | None, prompt: list[int]) -> str:

@@ -7,6 +7,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
@@ -39,7 +40,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
         data_path = config.primary_path(None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
         raise ValueError(f"{source} does not say which shards it reads: name them with data_path=PATH")
-    with Roxxel(data_path) as data:
+    with Roxxel(data_path, remote=config.part(RemoteConfig)) as data:
         plan = saved_plan(source) or build_curriculum(config, data)[0].plan(config.seed)
         if not 1 <= step <= plan.total_steps:
             raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")

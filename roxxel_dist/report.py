@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.display import aligned, duration, figure
 from roxxel_dist.run_directory import CONFIG, METRICS, SUMMARY, is_run, no_run
+from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.train.timeline import SPENT, read_timeline, time_spent
 
@@ -72,14 +74,16 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
     Raises ValueError where one of them is no run; the message names the nearest that is.
     """
-    folders = list(dict.fromkeys(map(Path, paths)))
-    for folder in folders:
+    given = list(dict.fromkeys(map(Path, paths)))
+    folders = [local_run(path) for path in given]
+    for path, folder in zip(given, folders, strict=True):
         if not is_run(folder):
-            raise ValueError(no_run(folder))
-    names = [folder.absolute().name for folder in folders]
+            raise ValueError(no_run(folder, absolute(path)))
+    names = [path.absolute().name for path in given]
     often = Counter(names)
     return [
-        _read(folder, name if often[name] == 1 else str(folder)) for folder, name in zip(folders, names, strict=True)
+        _read(folder, name if often[name] == 1 else str(path))
+        for path, folder, name in zip(given, folders, names, strict=True)
     ]
 
 

@@ -14,18 +14,21 @@ from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
 from roxxel_dist.cluster.file_lock import is_held as lock_is_held
 from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
+PREFLIGHT_STORE_S = 20.0
+"""For which preflight tries to reach an object store."""
 METRICS, LOGS = "metrics.jsonl", "logs"
 SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
 
 
 class RunDirectory:
-    """A run's folder, which need not exist; held by one training at a time."""
+    """A run's folder, which need not exist; held by one training at a time. People call the run `name`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.path, self._name = path, name or str(path)
         logs = () if os.environ.get(STATUS_ENV) == "1" else (LOGS,)  # a launcher's stay: they say why it was refused
         inside = (DATA, CHECKPOINTS, *logs, LOG, METRICS, LOCK)
         files = (*(path / name for name in inside), path, *path.parents)
@@ -39,8 +42,7 @@ class RunDirectory:
         """
         if os.path.exists(self.path) and not self.path.is_dir():
             raise ValueError(f"run_dir is {self.path}, a file: name a folder")
-        if os.path.exists(self.path / CONFIG) and not resume:
-            raise ValueError(f"{self.path} holds a run already: continue it with resume=True, or name another run_dir")
+        self.check_new(resume)
         try:
             self._let_go = hold(self.path, nested=False)
         except RunIsHeld:
@@ -49,6 +51,11 @@ class RunDirectory:
         save_requests.sweep(self.path)
         for temporary in self.path.glob(".*.tmp"):  # of a writer that was killed
             temporary.unlink(missing_ok=True)
+
+    def check_new(self, resume: bool) -> None:
+        """Raises ValueError where the folder holds a run that shall not be resumed."""
+        if os.path.exists(self.path / CONFIG) and not resume:
+            raise ValueError(f"{self._name} holds a run already: continue it with resume=True, or name another run_dir")
 
     def release(self) -> None:
         """Let others have it."""
@@ -102,8 +109,9 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
         if not is_tokens(path):
             return {"path": path} | ({"text": True} if os.path.exists(path) else {"why": "there is no such file"})
         from roxxel_dist.data.dataset import Roxxel
+        from roxxel_dist.data.remote.config import RemoteConfig
 
-        with Roxxel(path) as data:
+        with Roxxel(path, remote=RemoteConfig(store_timeout=PREFLIGHT_STORE_S)) as data:
             return {"path": path, "fingerprint": data.fingerprint}
     except (OSError, ValueError) as error:
         return {"path": data_path, "why": str(error)}
@@ -129,8 +137,11 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
-def no_run(folder: Path) -> str:
-    """What to say of a folder that is no run: the nearest name that is one, or those beside it."""
+def no_run(folder: Path, name: str = "") -> str:
+    """What to say of a folder that is no run: the nearest name that is one, or those beside it. `name` is what the
+    user has written, where that is no folder."""
+    if is_url(name):
+        return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
     inside, beside = _runs_in(folder), _runs_in(folder.parent)
     if inside:
         return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (

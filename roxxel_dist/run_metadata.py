@@ -16,10 +16,11 @@ from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.data.discovery import is_tokens
+from roxxel_dist.data.discovery import absolute, is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.run_directory import CONFIG, DATA, SUMMARY, TOKENIZER
+from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, write_cursor
 from roxxel_dist.train.resume import max_steps_note
 from roxxel_dist.train.trainer import Trainer
@@ -129,16 +130,19 @@ def write_run_metadata(
     saved: dict[str, Any],
     changed: list[str],
     message: str,
+    *,
+    name: str,
 ) -> None:
     """Write config, tokenizer and sizes into the directory of a run that is about to begin, and log its first lines.
 
     `saved` is the config that the directory holds, `changed` a line for each field that differs from it, and `message`
-    a line about how the config came about. Without a `data_path` the data is in the run directory.
+    a line about how the config came about. `name` is what people call the run. Without a `data_path` the data is in the
+    run directory.
     """
     log, data, config = trainer.logger.text, components.data, components.config
     sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
     if not trainer.finished or saved.get("init_from") != config.init_from:
-        metadata = _metadata(trainer, components, saved, str(Path(data_path or run / DATA).absolute()))
+        metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
             changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
@@ -149,20 +153,20 @@ def write_run_metadata(
         write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
     trained, total = sizes["trainable_parameters"], sizes["parameters"]
     share = "" if trained == total else f" ({trained:,} of them trained, {trained / total:.2%})"
-    log(f"model: {total:,} parameters{share}, {num_devices(trainer.mesh)} device(s), run directory {run}")
+    log(f"model: {total:,} parameters{share}, {num_devices(trainer.mesh)} device(s), run directory {name}")
     if message:
         log(message)
     train = trainer.plan.amendments[-1].sources["self"].units.tokens
     parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
-    for name, data_set in components.curriculum.mix_streamers.items():
-        log(f"data {name}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
+    for source, data_set in components.curriculum.mix_streamers.items():
+        log(f"data {source}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
     if not trainer.start.notes:  # else the plan is among them
         log(trainer.plan.describe())
     if note := max_steps_note(trainer.plan, trainer.options):
         log(note)
     if saved and not trainer.step:
-        log(f"{run} has no checkpoint yet: it begins again, at step 1")
+        log(f"{name} has no checkpoint yet: it begins again, at step 1")
     for line in changed:
         log(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
 
@@ -231,7 +235,7 @@ def saved_config(run: Path) -> dict[str, Any]:
     """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
     saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
     init_from = saved.get("init_from")
-    return {**saved, "init_from": os.path.abspath(init_from)} if isinstance(init_from, str) else saved
+    return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved
 
 
 def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
@@ -258,18 +262,18 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> Checkpoin
     if fork is None:
         return known
     given = CheckpointRef.parse(fork)
-    if given.run.absolute() == run.absolute():
+    if absolute(given.run) == absolute(run):
         raise ValueError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
-    if saved and (known is None or (given.run.absolute(), given.step) != known):
+    if saved and (known is None or (absolute(given.run), given.step) != (absolute(known.run), known.step)):
         came = f"was forked from {known}" if known else "is no fork"
         raise ValueError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
-    if not (given.run / CONFIG).exists():
+    if not (local_run(given.run) / CONFIG).exists():
         raise ValueError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
     return given
 
 
 def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:
     """Where the data of a run is: the shards in its folder `run`, made of text, or what its config remembers."""
-    if run is not None and is_tokens(run / DATA):
-        return str(run / DATA)
+    if run is not None and is_tokens(local_run(run) / DATA):
+        return str(local_run(run) / DATA)
     return RunMetadata.of(saved).data_path

@@ -1,12 +1,22 @@
 """Asking a running job for a checkpoint, from another process."""
 
+import contextlib
+import json
+import secrets
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.save_requests import post_request, take_answer, withdraw
+from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, is_held
+from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, LEASE
 
-POLL_S = 0.1
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+
+POLL_S, BUCKET_POLL_S = 0.1, 1.0
 
 
 class NotSaved(Exception):
@@ -17,10 +27,12 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     """Have the job that trains in `run` save its next logged step, wait until that is on disk, and return the step.
 
     Raises:
-        ValueError: `run` is no run directory, or nobody trains there.
+        ValueError: `run` is no run directory, and no address of a run, or nobody trains there.
         OSError: `run` cannot be written.
         NotSaved: the job failed to save, ended, or did not answer in time.
     """
+    if is_url(run):
+        return _ask_through_bucket(run, timeout_s)
     folder = Path(run)
     if not folder.is_dir():
         raise ValueError(f"{run} is not a run directory: there is no such folder")
@@ -36,6 +48,38 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     if "error" in answer:
         raise NotSaved(answer["error"])
     return answer["step"]
+
+
+def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
+    """The same of a run in a bucket, where rank 0 looks for requests every few seconds."""
+    from roxxel_dist.objects.store import ObjectStore
+
+    store, request, end = ObjectStore.open(run), secrets.token_hex(8), time.monotonic() + timeout_s
+    if not any(info.key == CONFIG for info in store.list()):
+        raise ValueError(f"{store.url} is not a run: it has no {CONFIG}")
+    answer = None
+    store.write(ASKED + request, b"")
+    try:
+        while answer is None:
+            if (reason := _nobody(store)) or time.monotonic() > end:
+                raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
+            time.sleep(BUCKET_POLL_S)
+            with contextlib.suppress(StoreNotFoundError):
+                answer = json.loads(store.read(ANSWERED + request))
+    finally:
+        store.delete([ASKED + request, ANSWERED + request])
+    if "error" in answer:
+        raise NotSaved(answer["error"])
+    return answer["step"]
+
+
+def _nobody(store: "ObjectStore") -> str:
+    """Why nobody would answer, by the lease of the run; empty where somebody trains there."""
+    try:
+        released = json.loads(store.read(LEASE))["released"]
+    except (StoreNotFoundError, ValueError, KeyError):
+        released = True
+    return f"nobody trains in {store.url} now: its checkpoints are there" if released else ""
 
 
 def _wait(folder: Path, request: str, timeout_s: float) -> dict:

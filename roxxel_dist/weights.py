@@ -17,10 +17,13 @@ from flax import nnx
 from roxxel_dist.builders import model_builder
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, no_run
+from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint import files, layout
-from roxxel_dist.train.checkpoint.digests import check_checkpoint, read_verified
+from roxxel_dist.train.checkpoint.digests import check_checkpoint, in_words, read_verified
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
@@ -65,20 +68,29 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     Raises:
         ValueError: the folder holds no model, no weights, or not those of that step.
     """
-    run, named_step = CheckpointRef.parse(path)
+    named, named_step = CheckpointRef.parse(path)
+    bucket = BucketRun(named, read_only=True) if is_url(named) else None
+    run = named if bucket is None else bucket.pull()
     step = named_step if step is None else step
     if is_hf_folder(run):
         if step is not None:
             raise ValueError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(run)
     if not (run / CONFIG).exists():
-        raise ValueError(no_run(run))
+        raise ValueError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
-    if saved := files.complete(checkpoints):
+    saved = files.complete(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    if saved:
         done = step if step is not None else (best and files.best_of(saved)) or max(saved)
         if done not in saved:
-            raise ValueError(f"{run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}")
+            raise ValueError(
+                f"{bucket or run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}"
+            )
+        if bucket is not None and (problems := bucket.checkpoints.fetch_params(done)):
+            raise ValueError(
+                f"the checkpoint of step {done} in {bucket} is damaged ({in_words(problems)}): name another"
+            )
         params, metadata = _of_checkpoint(checkpoints / str(done))
     else:
         params, done = _of_files(run, step, best=best)

@@ -19,7 +19,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
 
 GROUPS = {
-    "data": ("build", "info", "verify"),
+    "data": ("build", "info", "verify", "index"),
     "launch": tuple(options()),
 }
 PATHS = [path for word in COMMANDS for path in ([(word, sub) for sub in GROUPS[word]] if word in GROUPS else [(word,)])]

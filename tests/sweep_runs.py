@@ -15,7 +15,7 @@ import trial_bodies
 
 from roxxel_dist.sweep.controller import Ending, run_sweep
 from roxxel_dist.sweep.execution.local_ray import TOKEN
-from roxxel_dist.sweep.journal import read_history
+from roxxel_dist.sweep.journal import read_history, without_torn_tail
 from roxxel_dist.sweep.options import SweepOptions
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
@@ -63,6 +63,9 @@ class Study:
     def __init__(self, path: Path, address: str | None) -> None:
         self.path, self.address = path, address
         self.said: list[str] = []
+        self.more: dict[str, Any] = {}
+        """What a driver in a process of its own is told besides."""
+        self.changed: Callable[[Any, int | None], None] = lambda history, number: None
         self.changes = 0
         path.mkdir(exist_ok=True)
 
@@ -73,6 +76,7 @@ class Study:
 
         def changed(history: Any, number: int | None) -> None:
             self.changes += 1
+            self.changed(history, number)
 
         given = sweep_of(sweep or ONE)
         return run_sweep(
@@ -83,7 +87,7 @@ class Study:
 
     def start(self, body: str, sweep: dict[str, Any] | None = None, **options: Any) -> "subprocess.Popen[str]":
         """In a process of its own, in a process group of its own."""
-        told = {"sweep": sweep or ONE, "options": {"ray_address": self.address, **options}, "body": body}
+        told = {"sweep": sweep or ONE, "options": {"ray_address": self.address, **options}, "body": body, **self.more}
         return subprocess.Popen(
             [sys.executable, trial_bodies.__file__, str(self.path), json.dumps(told)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -100,7 +104,9 @@ class Study:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.path / "journal.jsonl").read_text().splitlines()]
+        path = self.path / "journal.jsonl"
+        lines = without_torn_tail(path.read_bytes()).splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind."""

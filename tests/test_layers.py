@@ -17,13 +17,14 @@ RANKS = [
     # One run: from a Config to its directory, and what is read there.
     [
         "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
-        "curriculum_builder", "inspect_batch", "save", "weights", "run_metadata", "run_directory", "config",
+        "curriculum_builder", "copy", "inspect_batch", "save", "weights", "run_metadata", "run_directory", "config",
     ],
     ["train"],
     ["data.loader"],
     ["curriculum"],
     ["component", "data", "lora", "model", "sharding"],
     ["launcher"],
+    ["objects"],
     ["cluster"],
     ["display"],
 ]  # fmt: skip

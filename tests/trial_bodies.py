@@ -1,6 +1,7 @@
 """Bodies of trials, which Ray's workers import, and what a driver in a process of its own runs.
 
-`python trial_bodies.py STUDY JSON`: a sweep of them; JSON has `sweep`, `options`, `task` and the name of the `body`.
+`python trial_bodies.py STUDY JSON`: a sweep of them; JSON has `sweep`, `options`, `task` and the name of the `body`; of
+a study in a bucket also its `url`, and STUDY is where its trials leave what they leave.
 """
 
 import json
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +189,32 @@ def main() -> int:
     def task_of(trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
         return {"trial": trial, "params": params, "attempt": attempt, "folder": str(study), **told.get("task", {})}
 
-    ending = run_sweep(
-        study, sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of,
-        SweepOptions(**told["options"]), {"CPU": 1.0, **told.get("resources", {})},
-        on_change=lambda history, number: None, log=lambda line: print(line, flush=True),
-    )  # fmt: skip
-    print(ending.reason, flush=True)
-    return ending.code
+    with ExitStack() as held:
+        ending = run_sweep(
+            held.enter_context(opened(told["url"], told["timeout_s"])) if "url" in told else study,
+            sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of,
+            SweepOptions(**told["options"]), {"CPU": 1.0, **told.get("resources", {})},
+            on_change=lambda history, number: None, log=lambda line: print(line, flush=True),
+        )  # fmt: skip
+        print(ending.reason, flush=True)
+        return ending.code
+
+
+@contextmanager
+def opened(url: str, timeout_s: float) -> Iterator[Any]:
+    """A study in a bucket, held as `roxxel-dist sweep` holds it; its leases have fewer seconds."""
+    from roxxel_dist.objects import lease
+    from roxxel_dist.objects.url import ObjectUrl
+    from roxxel_dist.sweep.bucket import driver_bucket
+    from roxxel_dist.sweep.study import DEFINITION
+
+    lease.RENEW_S, lease.STALE_S, lease.POLL_S, lease.SETTLE_S = 0.5, 5.0, 0.1, 0.1
+    with driver_bucket(ObjectUrl.parse(url), print, None, timeout_s) as bucket:
+        bucket.hold(lambda line: print(line, flush=True))
+        if not bucket.is_there:
+            (bucket.path / DEFINITION).write_text("{}")
+            bucket.create()
+        yield bucket
 
 
 if __name__ == "__main__":

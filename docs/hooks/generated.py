@@ -16,7 +16,7 @@ from roxxel_dist.config import COMPONENTS, FIELD_TYPES, Config
 
 WHOLE = "train"
 """Of the commands that take every field, the one whose help is shown whole."""
-TITLES = ("The model", "A model of one's own", "Data", "The loop", "The run", "The optimizer")
+TITLES = ("The model", "A model of one's own", "Data", "Data in a bucket", "The loop", "The run", "The optimizer")
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 

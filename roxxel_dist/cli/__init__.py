@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_USAGE, FileSystemError
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 
 Command = Callable[[list[str]], int]
 
@@ -41,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
             raise
         info(as_flags(str(error)))
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FILES
+    except StoreError as error:
+        info(str(error))
+        return EXIT_FILES if isinstance(error, StoreTimeoutError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 130
 
@@ -102,7 +106,7 @@ ABOUT = {
 
 
 def data_group(words: list[str]) -> int:
-    """Make, describe and check shards of tokens: build, info, verify."""
+    """Make, describe and check shards of tokens: build, info, verify, index."""
     return _dispatch("data", DATA, lambda word: resolve_name(DATA[word]), words)
 
 
@@ -126,6 +130,7 @@ COMMANDS = {
     "generate": "roxxel_dist.cli.models:generate",
     "export": "roxxel_dist.cli.models:export",
     "verify": "roxxel_dist.cli.verify:verify",
+    "copy": "roxxel_dist.cli.copy:copy",
     "report": "roxxel_dist.cli.report:report",
     "sweep": "roxxel_dist.cli.sweep:sweep",
     "launch": "roxxel_dist.cli:launch_group",
@@ -140,4 +145,5 @@ DATA = {
     "build": "roxxel_dist.cli.data:data_build",
     "info": "roxxel_dist.cli.data:data_info",
     "verify": "roxxel_dist.cli.data:data_verify",
+    "index": "roxxel_dist.cli.data:data_index",
 }

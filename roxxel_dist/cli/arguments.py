@@ -15,6 +15,7 @@ import tyro
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
@@ -203,7 +204,11 @@ class TrainArgs(ConfigArgs):
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
     run_dir: str | None = None
-    """Where to keep the run; a new folder runs/run_YYYYMMDD_HHMMSS where not given."""
+    """Where to keep the run, a folder or an address in a bucket (s3://, gs://, az://); a new folder
+    runs/run_YYYYMMDD_HHMMSS where not given."""
+    local_dir: str | None = None
+    """Of a run in a bucket, the folder on each host below which it is written before it is sent; in the user's cache
+    (~/.cache/roxxel-dist/runs) where not given."""
     resume: bool = False
     """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
     amend: bool = False
@@ -233,10 +238,17 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     if "from_step" in given and "fork" in given:
         raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
     run = Path(given.get("run_dir") or default_run_dir())
+    if is_url(run) and ("resume" in given or attempt_number()):
+        from roxxel_dist.train.bucket_folder import BucketFolder
+
+        run = BucketFolder(run, given.get("local_dir")).pull()
     if attempt_number():  # a job that its launcher starts again is resumed, as `fit` has it
         check_still_there(run)
     runs = [run] if "resume" in given or attempt_number() else []
-    runs += [CheckpointRef.parse(given["fork"]).run] if "fork" in given else []
+    if "fork" in given:
+        from roxxel_dist.train.bucket_folder import local_run
+
+        runs.append(local_run(CheckpointRef.parse(given["fork"]).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
     return parse_config(TrainArgs, words, "train", next(saved, None))
 

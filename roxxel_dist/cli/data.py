@@ -18,7 +18,8 @@ class BuildArgs:
     """Text files and folders of them (a file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by
     Hugging Face datasets; or token files: .npy, .bin, .bin with .idx, .rox."""
     out: str
-    """The folder to make: shards, tokenizer.json and build.json."""
+    """The folder to make: shards, tokenizer.json and build.json; or a place in a bucket, such as s3://BUCKET/DATA, to
+    which each shard is sent when it is whole, and the index last."""
     tokenizer: str = "bpe"
     """bpe, byte, char; or the path of a tokenizer.json, of a Hugging Face tokenizer's folder, or of a SentencePiece
     .model."""
@@ -44,6 +45,10 @@ class BuildArgs:
     """Names of files and folders to leave out, such as test 'build/*'."""
     overwrite: bool = False
     """Replace what is in the folder."""
+    cache_dir: str | None = None
+    """Of an OUT in a bucket: the folder of caches that the files are made in; it needs as much space as they."""
+    store_timeout: float = 120.0
+    """Seconds for which an operation of an object store is tried again; then the command ends with 74."""
 
 
 def data_build(words: list[str]) -> int:
@@ -51,9 +56,11 @@ def data_build(words: list[str]) -> int:
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
         from roxxel_dist.data.build.build import build
+        from roxxel_dist.data.remote.config import RemoteConfig
         from roxxel_dist.data.verify import info
 
         options: dict[str, Any] = dataclasses.asdict(args)
+        options["remote"] = RemoteConfig(cache_dir=options.pop("cache_dir"), store_timeout=options.pop("store_timeout"))
         options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
         if args.include is None:
             del options["include"]
@@ -83,6 +90,27 @@ def data_info(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexArgs:
+    """Write the index of shards in an object store, which other programs have brought there; `copy` does it itself."""
+
+    path: tyro.conf.Positional[str]
+    """The address of the data set: s3://, gs:// or az://."""
+
+
+def data_index(words: list[str]) -> int:
+    """Write the index object of shards in an object store."""
+    args = parse(IndexArgs, words, "data index")
+    with usage_errors():
+        from roxxel_dist.data.remote.index import INDEX, write_index
+        from roxxel_dist.objects.store import ObjectStore
+
+        store = ObjectStore.open(args.path)
+        write_index(store)
+        print(f"index: {store.url.join(INDEX)}")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyArgs:
     """Compare every block of every shard with its checksum; exits with 1 where one differs."""
 
@@ -106,8 +134,13 @@ def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str
     from roxxel_dist.data.build.progress import Progress
     from roxxel_dist.data.dataset import Roxxel
     from roxxel_dist.data.discovery import NoShardsError
+    from roxxel_dist.data.remote.verify import verify_objects
     from roxxel_dist.data.verify import find_damage
+    from roxxel_dist.objects.url import is_url
 
+    if is_url(path):
+        found, whole = verify_objects(path, Progress(True))
+        return not found, found or [whole]
     try:
         opened = Roxxel(path)
     except NoShardsError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from roxxel_dist.cli.arguments import parse, parse_train
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.config import usage_errors
+from roxxel_dist.objects.url import is_url
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.preflight.checks import Requirements
@@ -76,17 +77,18 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     from roxxel_dist.launcher.preflight.checks import requirements_of
     from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 
+    run_dir = None if is_url(args.run_dir) else args.run_dir  # of a run in a bucket no folder is needed
     job = JobSpec(
         command=command or ("true",),
         nprocs=1,
         run_id="new",
-        log_dir=Path(args.run_dir, "logs") if args.run_dir else log_dir_for(command, "new"),
+        log_dir=Path(run_dir, "logs") if run_dir else log_dir_for(command, "new"),
         port=args.port,
         gpus_per_host=args.gpus_per_host,
         max_restarts=0,
     )
     needs = requirements_of(job, {}, writes=True)
-    shared, data_path = needs.shared or bool(args.run_dir), args.data_path or needs.data_path
+    shared, data_path = needs.shared or bool(run_dir), args.data_path or needs.data_path
     return dataclasses.replace(needs, run_id=None, shared=shared, data_path=data_path)
 
 

@@ -3,13 +3,17 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.run_directory import CONFIG
+
+if TYPE_CHECKING:
+    from roxxel_dist.sweep.bucket import StudyBucket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +37,11 @@ def report(words: list[str]) -> int:
     """Compare runs, or the trials of a study: losses, speed, goodput, configs, what matters."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
+        from roxxel_dist.objects.url import is_url
         from roxxel_dist.sweep.study import is_study
 
+        if len(args.runs) == 1 and is_url(args.runs[0]) and _in_bucket(args):
+            return 0
         studies = [folder for folder in args.runs if is_study(folder)]
         if studies and len(args.runs) > 1:
             raise ValueError(f"{studies[0]} is a study: report it alone")
@@ -66,19 +73,34 @@ def _runs(args: ReportArgs) -> str:
     return missing
 
 
-def _study(args: ReportArgs) -> str:
+def _in_bucket(args: ReportArgs) -> bool:
+    """Tell of a study in a bucket; returns whether there is one."""
+    from roxxel_dist.objects.store import TIMEOUT_S
+    from roxxel_dist.objects.url import ObjectUrl
+    from roxxel_dist.sweep.bucket import reader_bucket
+
+    with reader_bucket(ObjectUrl.parse(args.runs[0]), TIMEOUT_S) as bucket:
+        if bucket.is_there and (missing := _study(args, bucket)):
+            info(missing)
+        return bucket.is_there
+
+
+def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     """Tell of a study; returns what to say of pictures that could not be drawn."""
     from roxxel_dist.sweep.report.html import LARGE, write_report
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.study import REPORT, read_study
 
-    study = read_study(args.runs[0])
+    study = read_study(args.runs[0]) if bucket is None else read_study(bucket.path, bucket.url)
+    if bucket is not None and args.best_config is not None and study.done:
+        bucket.fetch_file(study.run_dir(study.done[0]).relative_to(study.path).joinpath(CONFIG).as_posix())
     best = None if args.best_config is None else write_best_config(study, args.best_config)
     if not args.json:
         print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
     if len(study.done) >= LARGE:
         info(f"making the page of {len(study.done):,} trials …")
     page, missing = write_report(study, Path(args.out) if args.out else study.path / REPORT)
+    page = page if bucket is None or args.out else bucket.send(page)
     if args.json:
         _print_json(as_json(study) | {"page": str(page)})
         return missing

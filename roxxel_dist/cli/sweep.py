@@ -1,7 +1,7 @@
 """The command that searches for the best configuration."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from tempfile import NamedTemporaryFile
@@ -9,6 +9,7 @@ from typing import Any
 
 from roxxel_dist.cli.arguments import ConfigArgs, flags_in, parse_config
 from roxxel_dist.config import usage_errors
+from roxxel_dist.data.discovery import check_local
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.sweep.options import SweepOptions
 
@@ -27,19 +28,31 @@ class SweepArgs(SweepOptions, ConfigArgs):
 
 def sweep(words: list[str]) -> int:
     """Search for the best configuration, in trials that are Ray tasks."""
+    with ExitStack() as held:
+        search = _prepared(words, held)
+        if search is None:
+            return 0
+        from roxxel_dist.sweep import run
+
+        return run.search(search)
+
+
+def _prepared(words: list[str], held: ExitStack) -> Any:
+    """The sweep that can begin; None where it was only to be shown. `held` keeps what it needs until it has ended."""
     from roxxel_dist.sweep.study import StudyDir
 
-    with usage_errors(), ExitStack() as held:
+    with usage_errors():
         flags = dict(flags_in(words))
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
-        study = StudyDir(SweepOptions(**named).folder)
+        bucket = _bucket(flags, held)
+        study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files
         args, config = parse_config(SweepArgs, words, "sweep", study.base_file)
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
             raise ValueError("what shall be searched? name a file with --sweep_config, or a study with --study")
         from roxxel_dist.sweep import dry_run, run
 
         given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(SweepOptions)}
-        given["study"] = str(study.path)
+        given["study"] = study.place
         options = SweepOptions(**given)
         project = config.wandb_project if "wandb_project" in flags else None
         server = _server(options, config, set(flags), project, is_new=study.base_file is None)
@@ -47,12 +60,27 @@ def sweep(words: list[str]) -> int:
             # Uploaded later with `wandb sync`, or never. A study that is there has decided already.
             config.wandb = study.settings().get("wandb", "offline")
         definition = options.sweep_config if not server else held.enter_context(_definition_of(server))
-        search = run.open_sweep(options, definition, config, server)
+        search = run.open_sweep(options, definition, config, server, bucket)
         if options.dry_run:
             print(dry_run.preview(search))
-            return 0
-        search = run.create_study(search, project)
-    return run.search(search)
+            return None
+        return run.create_study(search, project)
+
+
+def _bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
+    """The study's bucket; None where it is in a folder."""
+    from roxxel_dist.objects.url import ObjectUrl, is_url
+
+    if not is_url(place := flags.get("study")):
+        check_local("--study", place)
+        return None
+    from roxxel_dist.objects.store import TIMEOUT_S
+    from roxxel_dist.sweep.bucket import driver_bucket, reader_bucket
+
+    url, timeout_s = ObjectUrl.parse(place or ""), float(flags.get("store_timeout") or TIMEOUT_S)
+    if "dry_run" in flags:
+        return held.enter_context(reader_bucket(url, timeout_s))
+    return held.enter_context(driver_bucket(url, info, flags.get("cache_dir"), timeout_s))
 
 
 def _server(options: SweepOptions, config: Any, flags: set[str], project: str | None, *, is_new: bool) -> str | None:

@@ -20,8 +20,10 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
+    from roxxel_dist.data.remote.cache import CacheError
     from roxxel_dist.data.verify import DamagedData
     from roxxel_dist.experiment import Experiment
+    from roxxel_dist.objects.lease import LeaseLostError
     from roxxel_dist.train.bad_steps import BadStep
     from roxxel_dist.train.checkpoint.store import SaveError
 
@@ -29,9 +31,15 @@ def train(words: list[str]) -> int:
     try:
         experiment.fit(
             args.data_path, args.run_dir, args.resume, args.amend,
-            fork=args.fork, from_step=args.from_step, skip_steps=skipped,
+            fork=args.fork, from_step=args.from_step, skip_steps=skipped, local_dir=args.local_dir,
         )  # fmt: skip
-    except (BadStep, DamagedData, SaveError) as problem:  # no fault of the program: its log has the traceback
+    except (
+        BadStep,
+        CacheError,
+        DamagedData,
+        LeaseLostError,
+        SaveError,
+    ) as problem:  # no fault of the program: its log has the traceback
         info(as_flags(str(problem)))
         return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0

@@ -11,6 +11,7 @@ import tyro
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.config import UsageError
+from roxxel_dist.objects.url import is_url
 
 LARGE = 1 << 30
 """Bytes above which the progress is shown."""
@@ -22,8 +23,8 @@ class VerifyArgs:
     something is damaged. It reads only."""
 
     path: tyro.conf.Positional[str]
-    """RUN for all its checkpoints, RUN@STEP for one; a folder of checkpoints; what `export` has made, or a file of
-    weights; shards: a folder, a file, or a pattern."""
+    """RUN for all its checkpoints, RUN@STEP for one, also in a bucket; a folder of checkpoints; what `export` has made,
+    or a file of weights; shards: a folder, a file, or a pattern."""
     deep: bool = False
     """Read the arrays of checkpoints and exports too, and compare each with the digest that it had on the device."""
     json: bool = False
@@ -37,6 +38,8 @@ def verify(words: list[str]) -> int:
     from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
     ref = CheckpointRef.parse(args.path)
+    if is_url(ref.run):
+        return _verify_in_bucket(ref, args)
     folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
     steps = found.steps_of(folder)
     if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
@@ -62,11 +65,46 @@ def verify(words: list[str]) -> int:
                 verdicts += _shown(verdict, args)
     else:
         return _verify_shards(args)
+    return _told(verdicts, args)
+
+
+def _told(verdicts: list[Any], args: VerifyArgs) -> int:
     damaged = any(verdict.state == "damaged" for verdict in verdicts)
     if args.json:
         parts = [dataclasses.asdict(verdict) for verdict in verdicts]
         print(json.dumps({"path": args.path, "whole": not damaged, "parts": parts}, indent=2))
     return EXIT_FAILED if damaged else 0
+
+
+def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
+    """Each checkpoint is fetched into a folder of its own, whatever a cache has, compared, and deleted here."""
+    import shutil
+    import tempfile
+
+    from roxxel_dist.config import usage_errors
+    from roxxel_dist.train.bucket_folder import cache_folder
+    from roxxel_dist.train.bucket_run import BucketRun
+    from roxxel_dist.train.checkpoint import verify as found
+
+    verdicts: list[Any] = []
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with usage_errors(), tempfile.TemporaryDirectory(prefix="verify-", dir=cache_folder()) as scratch:
+        run = BucketRun(ref.run, scratch, read_only=True)
+        folder, kept = run.folder / "checkpoints", run.checkpoints
+        steps = sorted(kept.saved(read_only=True))
+        if not steps and not kept.damaged():
+            return _verify_shards(args)
+        if ref.step is not None and ref.step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise UsageError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
+        for step in steps if ref.step is None else [ref.step]:
+            kept.fetch_all(step)  # what is wrong is found again, and told
+            for verdict in found.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
+                verdicts += _shown(verdict, args)
+            shutil.rmtree(folder / str(step))
+        for name in kept.damaged() if ref.step is None else ():
+            verdicts += _shown(found.Verdict(name=name, state="set aside"), args)
+    return _told(verdicts, args)
 
 
 def _shown(verdict: Any, args: VerifyArgs) -> list[Any]:

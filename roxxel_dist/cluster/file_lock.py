@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
                 os.close(lock)
                 return None
             if is_lock_of(lock, path):  # else who held it has removed the file: this lock is on nothing
-                owner = json.dumps(_this_process()).encode()
+                owner = json.dumps(process_record()).encode()
                 with suppress(OSError):  # a full disk
                     if os.pread(lock, len(owner) + 1, 0) != owner:
                         os.ftruncate(lock, 0)
@@ -112,7 +112,7 @@ def is_held(path: Path, *, unknown: bool) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        lives = _lives(_owner(path))
+        lives = is_alive(_owner(path))
         return unknown if lives is None else lives
     finally:
         os.close(lock)
@@ -125,10 +125,13 @@ def holder(path: Path) -> str:
     return f"another process (pid {owner['pid']} on host {owner['host']})" if owner else "another process"
 
 
-def _this_process() -> dict[str, Any]:
+def process_record() -> dict[str, Any]:
+    """This process, as others can look for it: pid, host and, where the kernel tells, boot id, pid namespace, start."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot, "start": _start_time(os.getpid())}
+        namespace = os.readlink("/proc/self/ns/pid")  # two containers of a host may have the same name and number
+        own = {"boot": boot, "namespace": namespace, "start": _start_time(os.getpid())}
+        return {"pid": os.getpid(), "host": socket.gethostname(), **own}
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
@@ -149,14 +152,18 @@ def _owner(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _lives(owner: dict[str, Any] | None) -> bool | None:
-    """Whether the process lives; None where that cannot be told, as from another host."""
-    if owner is None:
+def is_alive(record: Mapping[str, Any] | None) -> bool | None:
+    """Whether the process of a record lives, False for none; None where that cannot be told, as from another host."""
+    if record is None:
         return False
-    here = _this_process()
-    if owner["host"] != here["host"] or "boot" not in owner.keys() & here.keys():
+    here = process_record()
+    if record["host"] != here["host"] or "boot" not in record.keys() & here.keys():
         return None
-    return owner["boot"] == here["boot"] and owner.get("start") == _start_time(owner["pid"])
+    if record["boot"] != here["boot"]:
+        return False
+    if record.get("namespace", here["namespace"]) != here["namespace"]:
+        return None
+    return record.get("start") == _start_time(record["pid"])
 
 
 def is_lock_of(lock: int, path: Path) -> bool:
@@ -179,7 +186,7 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
             if error.errno == errno.ESTALE:
                 return True
             owner = _owner(path)
-            lives = _lives(owner)
+            lives = is_alive(owner)
             if path.parent not in _unlocked:
                 _unlocked.add(path.parent)
                 last = f"; the last was {holder(path)}" if owner and lives is None else ""

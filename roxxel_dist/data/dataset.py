@@ -16,13 +16,19 @@ import numpy as np
 
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions, write_data_set
-from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards
+from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
 from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.data.packing import segments_and_positions
 from roxxel_dist.data.reader import WindowReader
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.remote.fetch import Fetcher
+from roxxel_dist.data.remote.open import open_shards, read_beside
+from roxxel_dist.data.remote.reader import RemoteReader
+from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
-from roxxel_dist.data.slices import ShardSlice, TokenFile, open_slices, split_slice
+from roxxel_dist.data.slices import ShardSlice, TokenFile, open_slices, slices_of, split_slice
 from roxxel_dist.data.units import steps_in_a_pass
+from roxxel_dist.objects.url import ObjectUrl
 
 
 class Roxxel:
@@ -31,17 +37,23 @@ class Roxxel:
     Args:
         filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
             `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it. Files of other
-            systems are read in place and named the same ways: see `data.foreign`.
+            systems are read in place and named the same ways: see `data.foreign`. Or the address of shards in an object
+            store (`s3://`, `gs://`, `az://`), which are read through a cache: see `data.remote`.
         dtype: of the tokens in `.bin` files that do not say it; uint16 where not given.
         overwrite: what is there need not be readable: a damaged or empty file is no error, and `write` replaces it.
+        remote: the cache of shards in an object store, and how long the store may fail; the defaults where not given.
 
     Raises:
         ValueError: the files are not the whole shards of one data set. The message names the file.
+        StoreError: the object store does not give what is needed.
     """
 
-    def __init__(self, filepath: DataPath, *, dtype: Any = None, overwrite: bool = False) -> None:
+    def __init__(
+        self, filepath: DataPath, *, dtype: Any = None, overwrite: bool = False, remote: RemoteConfig | None = None
+    ) -> None:
         self.filepath = filepath
         self._dtype = dtype
+        self._remote_config = remote or RemoteConfig()
         self._is_view = False
         self._closed = False
         self._opened: tuple[ShardSlice, ...] | None = None
@@ -52,6 +64,11 @@ class Roxxel:
                 raise
 
     def _open(self) -> None:
+        if names_objects(self.filepath):
+            self._forget()
+            shards = open_shards(self.filepath, self._remote_config)
+            self._opened = slices_of(shards, alone=str(shards[0].path) == str(self.filepath))
+            return
         paths = find_shards(self.filepath)
         self._forget()
         # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
@@ -76,7 +93,9 @@ class Roxxel:
 
     def _view(self, slices: Iterable[ShardSlice]) -> "Roxxel":
         view = object.__new__(Roxxel)
-        vars(view).update(filepath=self.filepath, _dtype=self._dtype, _is_view=True, _closed=False)
+        vars(view).update(
+            filepath=self.filepath, _dtype=self._dtype, _remote_config=self._remote_config, _is_view=True, _closed=False
+        )
         view._opened = tuple(slices)
         return view
 
@@ -170,7 +189,26 @@ class Roxxel:
     @cached_property
     def _reader(self) -> WindowReader:
         arrays = [part.shard.tokens[part.low : part.high] for part in self._slices]
-        return WindowReader(arrays, [first for first, _ in self.ranges], self.shards[0].path)
+        firsts, name = [first for first, _ in self.ranges], self.shards[0].path
+        if isinstance(shard := self.shards[0], RemoteShard):
+            return RemoteReader(arrays, firsts, name, shard.fetcher, self.first_tokens)
+        return WindowReader(arrays, firsts, name)
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """What fetches the blocks of shards in an object store; None where they are local files."""
+        shard = self.shards[0]
+        return shard.fetcher if isinstance(shard, RemoteShard) else None
+
+    def fetch(self, offsets: np.ndarray, length: int) -> None:
+        """Have what a `read` of some windows will need in the cache, once; of local files there is nothing to do.
+
+        Raises:
+            ValueError: a window is not within one of `ranges`, what is fetched is damaged, or the cache is full.
+            StoreError: the object store does not give it.
+        """
+        if isinstance(self._reader, RemoteReader):
+            self._reader.fetch(np.asarray(offsets, np.int64), length)
 
     def read(self, offsets: np.ndarray, length: int, dtype: Any = None) -> np.ndarray:
         """Copy one window of contiguous tokens a row.
@@ -235,8 +273,8 @@ class Roxxel:
         Raises:
             ValueError: it is not the tokenizer that made the tokens.
         """
-        path = self.shards[0].path.parent / TOKENIZER_FILE
-        if not path.exists():
+        path = self._beside(TOKENIZER_FILE)
+        if path is None:
             return None
         tokenizer = Tokenizer.load(path)
         if self.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
@@ -245,6 +283,14 @@ class Roxxel:
                 f"{self.tokenizer_fingerprint}. Put the right file back or build the data set again"
             )
         return tokenizer
+
+    def _beside(self, name: str) -> Path | None:
+        """A file beside the shards, or None."""
+        shard = self.shards[0]
+        if isinstance(shard, RemoteShard):
+            return read_beside(shard, name)
+        path = Path(str(shard.path.parent)) / name
+        return path if path.exists() else None
 
     def split(self, val_fraction: float) -> tuple["Roxxel", "Roxxel"]:
         """Two views on the same files: to train on, and held out.
@@ -336,6 +382,11 @@ class Roxxel:
         """
         if self._is_view:
             raise ValueError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
+        if names_objects(self.filepath):
+            raise ValueError(
+                f"{self.filepath} is in an object store: write to a local folder, and copy it there with "
+                f"`roxxel-dist copy DIR {self.filepath}`"
+            )
         file = self._opened[0].shard if self._opened else None
         if isinstance(file, ForeignFile):
             raise ValueError(
@@ -386,7 +437,7 @@ class Roxxel:
 class TokenLocation:
     """Where one token is."""
 
-    path: Path
+    path: Path | ObjectUrl
     """The shard."""
     document: int
     """Number of its document in that shard, from 0."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.data.atomic_dir import finish_interrupted
+from roxxel_dist.objects.url import ObjectUrl, is_url
 
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
@@ -28,9 +29,19 @@ def check_local(name: str, path: object) -> None:
     """
     if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
         raise ValueError(
-            f"{name} is {path}: buckets cannot be read or written; name a folder that all hosts see, where the bucket "
-            f"is mounted, or which is copied from it and to it"
+            f"{name} is {path}: it cannot be in a bucket; name a folder that all hosts see, where the bucket is "
+            f"mounted, or which is copied from it and to it"
         )
+
+
+def names_objects(path: DataPath) -> bool:
+    """Whether a path, or one of a list, is the address of shards in an object store."""
+    return any(map(is_url, [path] if isinstance(path, (str, os.PathLike)) else path))
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """An absolute path; an address of an object store stays what it is."""
+    return str(ObjectUrl.parse(path)) if is_url(path) else os.path.abspath(path)
 
 
 def find_shards(path: DataPath) -> list[Path]:
@@ -101,8 +112,10 @@ def is_tokens(path: DataPath) -> bool:
 
     True for files that end in `.rox`, `.npy`, `.bin` or `.idx`, and for patterns and prefixes of such (a pattern that
     matches nothing counts, so that opening it says so); for folders of `.rox` files; and for folders of the others
-    where no text stands beside them. A list is tokens if all of it is.
+    where no text stands beside them. A list is tokens if all of it is. In an object store there are only tokens.
     """
+    if names_objects(path):
+        return True
     if not isinstance(path, (str, os.PathLike)):
         return bool(path) and all(map(is_tokens, path))
     path = Path(path)

@@ -82,6 +82,10 @@ class ForeignFile:
         ends.flags.writeable = False
         return ends
 
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """The tokens `first` to `stop`: read-only [stop - first], in the file."""
+        return self.tokens[first:stop]
+
     def verify(self) -> None:
         """Check what can be checked without checksums: the sizes, and the whole of a Megatron index.
 

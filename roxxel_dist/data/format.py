@@ -21,7 +21,6 @@ import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -118,19 +117,31 @@ def pack_end(layout: Layout) -> bytes:
     return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
 
 
-def parse(path: Path, data: bytes | memoryview) -> Layout:
+def parse(path: object, data: bytes | memoryview) -> Layout:
     """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
 
     Raises:
         ValueError: the bytes are not one whole ROXXEL03 file. The message names `path`.
     """
     view = memoryview(data)
-    if len(view) < HEADER_BYTES + FOOTER.size:
+    layout = parse_end(path, len(view), view)
+    if bytes(view[:HEADER_BYTES]) != npy_header(layout.dtype, layout.metadata.tokens):
+        raise ValueError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
+    return layout
+
+
+def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
+    """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`.
+
+    Raises:
+        ValueError: they are not those of a ROXXEL03 file of that size. The message names `path`.
+    """
+    if size < HEADER_BYTES + FOOTER.size:
         raise ValueError(
-            f"{path}: {len(view)} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
+            f"{path}: {size} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
             f"it was cut short or is not a .rox file. {REPLACE}"
         )
-    footer = bytes(view[-FOOTER.size :])
+    footer = bytes(end[-FOOTER.size :])
     tokens, name, block_size, documents, ends, sums, meta, meta_length, ends_sum, sums_sum, signature, magic = (
         FOOTER.unpack(footer)
     )
@@ -151,16 +162,15 @@ def parse(path: Path, data: bytes | memoryview) -> Layout:
     expected_sums = expected_ends + 8 * documents
     expected_meta = expected_sums + 8 * block_count(tokens * dtype.itemsize, block_size)
     expected_size = expected_meta + meta_length + FOOTER.size
-    if (ends, sums, meta, len(view)) != (expected_ends, expected_sums, expected_meta, expected_size):
+    if (ends, sums, meta, size) != (expected_ends, expected_sums, expected_meta, expected_size):
         raise ValueError(
-            f"{path}: the file has {len(view)} bytes where its footer speaks of {expected_size}; "
+            f"{path}: the file has {size} bytes where its footer speaks of {expected_size}; "
             f"bytes are missing or were added. {REPLACE}"
         )
-    text = bytes(view[meta : meta + meta_length])
+    at = meta - size  # counted from the end
+    text = bytes(end[at : at + meta_length])
     if checksum(text + footer[:SIGNED_BYTES]) != signature:
         raise ValueError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). Write the file again")
-    if bytes(view[:HEADER_BYTES]) != npy_header(dtype, tokens):
-        raise ValueError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
     try:
         metadata = Metadata(**json.loads(text))
     except (ValueError, TypeError) as error:

@@ -3,7 +3,7 @@
 jax is imported only where batches are placed: a process that reads numpy arrays starts without it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
@@ -15,6 +15,7 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.data.remote.ahead import FetchAhead, Windows
 from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Stream:
         self.sharding = sharding
         self.step: int = start_step
         self._ahead: dict[int, Rows] = {}
+        self._fetch_ahead: FetchAhead | None = None
 
     def __len__(self) -> int:
         if self.plan.total_steps >= ENDLESS:
@@ -82,6 +84,8 @@ class Stream:
     def __next__(self) -> Any:
         if self.step >= self.plan.total_steps:
             raise StopIteration
+        if any(dataset.fetcher for dataset in self.datasets.values()):
+            self._fetch_from(self.step)
         batch = self.place(self._ahead.pop(self.step, None) or self.plan.rows(self.step))
         self.step += 1
         if any(dataset.reads_ahead for dataset in self.datasets.values()):
@@ -98,6 +102,23 @@ class Stream:
                     for number, chosen in self._by_dataset(rows.dataset[low:high]):
                         self.datasets[number].prefetch(rows.offset[low:high][chosen], rows.seq_len)
 
+    def _fetch_from(self, step: int) -> None:
+        """Have what the steps from this one on read fetched ahead, in a thread."""
+        if self._fetch_ahead is None:
+            fetchers = [dataset.fetcher for dataset in self.datasets.values() if dataset.fetcher]
+            self._fetch_ahead = FetchAhead(self.twin().windows, step, self.plan.total_steps, fetchers)
+        self._fetch_ahead.reached(step)
+
+    def windows(self, first: int, stop: int) -> Iterator[Windows]:
+        """What this process reads in the steps [first, stop), by data set and length."""
+        steps = [self.plan.rows(step) for step in range(first, stop)]
+        for (batch, length, packed), group in groupby(steps, attrgetter("offset.size", "seq_len", "packed")):
+            alike = list(group)
+            for low, high in local_row_ranges(self.sharding, (batch, length))[1]:
+                offset = np.concatenate([rows.offset[low:high] for rows in alike])
+                for number, chosen in self._by_dataset(np.concatenate([rows.dataset[low:high] for rows in alike])):
+                    yield Windows(self.plan.datasets[number], self.datasets[number], offset[chosen], length, packed)
+
     def twin(self) -> "Stream":
         """The same stream for another thread: a plan keeps the rows that it computed last, and is for one reader."""
         plan = Plan.from_state(self.plan.state(0))
@@ -110,16 +131,11 @@ class Stream:
         Raises:
             DamagedData: tokens do not agree. The message names data set, file, block and documents.
         """
-        steps = [self.plan.rows(step) for step in range(first, stop)]
-        for (batch, length, packed), group in groupby(steps, attrgetter("offset.size", "seq_len", "packed")):
-            alike = list(group)
-            for low, high in local_row_ranges(self.sharding, (batch, length))[1]:
-                offset = np.concatenate([rows.offset[low:high] for rows in alike])
-                for number, chosen in self._by_dataset(np.concatenate([rows.dataset[low:high] for rows in alike])):
-                    try:
-                        blocks.verify(self.datasets[number], offset[chosen], length, documents=packed)
-                    except ValueError as error:
-                        raise DamagedData(f"data {self.plan.datasets[number]!r}: {error}") from error
+        for windows in self.windows(first, stop):
+            try:
+                blocks.verify(windows.data, windows.offset, windows.length, documents=windows.packed)
+            except ValueError as error:
+                raise DamagedData(f"data {windows.name!r}: {error}") from error
 
     def batch(self, step: int) -> Any:
         """The batch of any step."""

@@ -38,6 +38,11 @@ class _Memory:
         }  # fmt: skip
 
 
+def view_memory(address: int, count: int, dtype: str, owner: object) -> np.ndarray:
+    """`count` elements from an address on, read-only; `owner` is what keeps the memory there."""
+    return np.asarray(_Memory(address, count, dtype, np.dtype(dtype).itemsize, owner))
+
+
 def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
 

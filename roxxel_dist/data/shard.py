@@ -22,6 +22,7 @@ from roxxel_dist.data.format import (
     parse,
 )
 from roxxel_dist.data.reader import map_files
+from roxxel_dist.objects.url import ObjectUrl
 
 DEFAULT_BLOCK_SIZE = 4096
 WRITE_BYTES = 1 << 20
@@ -30,6 +31,10 @@ PIECE_TOKENS = 1 << 17
 PIECE_BYTES = 1 << 24
 HASHED_BYTES = 1 << 20
 """Of blocks that are copied and hashed without a pause."""
+
+
+class DamagedData(ValueError):
+    """Tokens that are read are not those that were written, or are ids that the model does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +46,7 @@ class Shard:
 
     offset: ClassVar[int] = HEADER_BYTES
     """The file's byte at which the tokens begin."""
-    path: Path
+    path: Path | ObjectUrl
     layout: Layout
     tokens: np.ndarray
     """The tokens, separators included: read-only [tokens] in the file's dtype."""
@@ -93,6 +98,10 @@ class Shard:
         chain = chain_of(before, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
         return chain == layout.metadata.chain
 
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """The tokens `first` to `stop`: read-only [stop - first], in the file."""
+        return self.tokens[first:stop]
+
     def verify(self) -> None:
         """Read the whole file and compare it with its checksums.
 
@@ -104,15 +113,14 @@ class Shard:
 
     def verify_tables(self) -> None:
         """Check all but the tokens: size, header, tables, metadata and footer. Raises ValueError as `verify` does."""
-        size = os.stat(self.path).st_size
+        size = os.stat(str(self.path)).st_size
         if size != len(self._bytes):
             raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
         parse(self.path, self._bytes.data)
         self.verify_checksums()
         self.verify_document_ends()
         ends = self.document_ends
-        if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(self.tokens):
-            raise self._damaged("the document ends do not cover the tokens")
+        check_ends(self.path, ends, len(self.tokens))
         if self._bytes[HEADER_BYTES + self.tokens.nbytes : self.layout.ends_offset].any():
             raise self._damaged("the bytes between tokens and document ends are not zero")
         if self.metadata.index == 0 and not self.follows(None):
@@ -161,12 +169,23 @@ class Shard:
 
     def damage(self, damaged: list[int]) -> str:
         """The first of some damaged blocks, its tokens and its documents, in words."""
-        size = self.layout.block_size
-        first = damaged[0] * size // self.dtype.itemsize
-        last = (min((damaged[0] + 1) * size, self.tokens.nbytes) - 1) // self.dtype.itemsize
-        low, high = np.searchsorted(self.document_ends, [first, last], side="right")
-        documents = f"document {low}" if low == high else f"documents {low} to {high}"
-        return f"{self.path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
+        return describe_damage(self.path, self.layout, self.document_ends, damaged)
+
+
+def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: list[int]) -> str:
+    """The first of some damaged blocks of a shard, its tokens and its documents, in words."""
+    size, width = layout.block_size, layout.dtype.itemsize
+    first = damaged[0] * size // width
+    last = (min((damaged[0] + 1) * size, layout.metadata.tokens * width) - 1) // width
+    low, high = np.searchsorted(ends, [first, last], side="right")
+    documents = f"document {low}" if low == high else f"documents {low} to {high}"
+    return f"{path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
+
+
+def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:
+    """Raises ValueError, naming `path`, where document ends do not follow each other up to the last token."""
+    if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != tokens:
+        raise ValueError(f"{path}: the document ends do not cover the tokens. Write the file again from its source")
 
 
 @dataclass(frozen=True, kw_only=True)

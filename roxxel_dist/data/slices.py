@@ -45,7 +45,7 @@ class ShardSlice:
         ends = self.shard.document_ends
         first = max(int(ends[index - 1]) if index else 0, self.low)
         last = min(int(ends[index]) - self._separators, self.high)
-        return self.shard.tokens[first : max(first, last)]
+        return self.shard.read(first, max(first, last))
 
     @property
     def _separators(self) -> int:
@@ -58,6 +58,9 @@ class ShardSlice:
         Raises ValueError where the file is cut short, and names it.
         """
         shard, dtype, ends = self.shard, self.shard.dtype, self.shard.document_ends
+        if not isinstance(shard.path, Path):
+            yield from map(self.document, range(self.documents))
+            return
         if isinstance(shard, Shard):
             ends = read_tokens(shard.path, ends.dtype, shard.layout.ends_offset, len(ends))
         if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(shard.tokens):
@@ -84,8 +87,8 @@ def split_slice(shard_slice: ShardSlice, val_fraction: float) -> tuple[ShardSlic
     target = high - int((high - low) * val_fraction)
     cut, before, behind = high, shard_slice.last_document, shard_slice.last_document
     if target < high:
-        ends = all_ends[shard_slice.first_document : behind]
-        before = behind = shard_slice.first_document + int(np.searchsorted(ends, target, side="right"))
+        count = int(all_ends.searchsorted(target, side="right"))  # not of a part: an index knows it of the whole
+        before = behind = min(max(count, shard_slice.first_document), behind)
         cut = int(all_ends[before - 1]) if before > shard_slice.first_document else low
         if 2 * (cut - low) < target - low:
             cut, before = target, before + 1
@@ -98,9 +101,14 @@ def open_slices(paths: Sequence[Path], *, alone: bool = False, dtype: Any = None
     One that was named `alone` is a data set whatever its number. Raises ValueError for a file that is damaged, missing,
     doubled or of another data set, and names it.
     """
+    return slices_of(open_files(paths, dtype), alone=alone)
+
+
+def slices_of(files: Sequence[TokenFile], *, alone: bool = False) -> tuple[ShardSlice, ...]:
+    """Open files of one data set as whole slices, in their order; raises as `open_slices`."""
     slices: list[ShardSlice] = []
     first = 0
-    for shard in _one_data_set(open_files(paths, dtype), alone):
+    for shard in _one_data_set(files, alone):
         high, documents = len(shard.tokens), shard.metadata.documents
         slices.append(ShardSlice(shard=shard, first=first, low=0, high=high, first_document=0, last_document=documents))
         first += high
@@ -132,7 +140,7 @@ def _is_foreign(path: Path) -> bool:
     return ending == OLD_MAGIC or (path.suffix in FOREIGN and ending != MAGIC)
 
 
-def _one_data_set(files: list[TokenFile], alone: bool) -> Sequence[TokenFile]:
+def _one_data_set(files: Sequence[TokenFile], alone: bool) -> Sequence[TokenFile]:
     """The files in their order, if they are one data set."""
     for file in files:
         if _kind(file) != _kind(files[0]):

@@ -15,7 +15,8 @@ import numpy as np
 
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, Shard
+from roxxel_dist.data.remote.shard import RemoteShard
+from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.slices import TokenFile
 
 WORTH_A_PROCESS = 1 << 32
@@ -70,10 +71,6 @@ def _open(path: Path) -> Shard:
     return Shard.open(path)
 
 
-class DamagedData(ValueError):
-    """Tokens that are read are not those that were written, or are ids that the model does not have."""
-
-
 @dataclass(eq=False)
 class _File:
     """What is known of one file."""
@@ -98,7 +95,7 @@ class VerifiedBlocks:
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self._vocab_size = vocab_size
-        self._files: dict[Path, _File] = {}
+        self._files: dict[object, _File] = {}
 
     def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Compare what some windows read, as for `Roxxel.read`, and with `documents` the document ends too.
@@ -106,6 +103,7 @@ class VerifiedBlocks:
         Raises:
             DamagedData: something does not agree. The message names the file, the block and its documents.
         """
+        data.fetch(offsets, length)
         firsts, shards = data.first_tokens, data.shards
         numbers = np.searchsorted(firsts, offsets, side="right") - 1
         for number in np.unique(numbers).tolist():
@@ -159,21 +157,25 @@ class VerifiedBlocks:
         width, block = file.dtype.itemsize, known.block_size
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
             low = int(run[0]) * block // width
-            ids = file.tokens[low : -(-(int(run[-1]) + 1) * block // width)]
+            ids = file.read(low, min(-(-(int(run[-1]) + 1) * block // width), len(file.tokens)))
             if ids.max() >= size or ids.min() < 0:
                 wrong = low + int(np.argmax((ids >= size) | (ids < 0)))
                 document = int(np.searchsorted(file.document_ends, wrong, side="right"))
                 raise DamagedData(
-                    f"{file.path}: token {wrong} (document {document}) is the id {file.tokens[wrong]}, and the "
+                    f"{file.path}: token {wrong} (document {document}) is the id {ids[wrong - low]}, and the "
                     f"vocabulary has the ids 0 to {size - 1}. Use the tokenizer that the model was made with and build "
                     "the data again, or a larger vocab_size"
                 )
 
 
+def _bytes_of(shard: TokenFile) -> int:
+    return shard.entry.size if isinstance(shard, RemoteShard) else Path(str(shard.path)).stat().st_size
+
+
 def info(ds: Roxxel) -> str:
     """What a data set holds, one fact a line, and how its first document begins."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
-    size = sum(shard.path.stat().st_size for shard in ds.shards)
+    size = sum(_bytes_of(shard) for shard in ds.shards)
     made_by = f"none beside the shards; their ids are from {ds.tokenizer_fingerprint or 'none'}"
     ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character is at most 4 bytes, and so at most 4 ids
     if tokenizer is not None:
@@ -194,7 +196,7 @@ def info(ds: Roxxel) -> str:
         ("dtype", str(ds.dtype)),
         ("vocabulary", "not known" if ds.vocab_size is None else f"{ds.vocab_size:,} ids"),
         ("tokenizer", made_by),
-        ("bytes", f"{size:,} on disk"),
+        ("bytes", f"{size:,}" if ds.fetcher else f"{size:,} on disk"),
         ("fingerprint", ds.fingerprint),
         ("begins", begins),
     ]

@@ -22,6 +22,7 @@ CONTRACT = (
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+BUCKET = re.compile(r"(s3|gs|az):/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +159,15 @@ def claim(name: str) -> bool:
 
 
 def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:
-    """`X/logs` for `train … --run_dir X` (the last one counts), otherwise `runs/run_<run_id>/logs`."""
-    run_dir = flag(command, "run_dir") if command[:1] == ("train",) else None
+    """`X/logs` for `train … --run_dir X` (the last one counts); otherwise, and where X is in a bucket,
+    `runs/run_<run_id>/logs`."""
+    run_dir = flag(command, "run_dir") if command[:1] == ("train",) and not trains_in_bucket(command) else None
     return Path(run_dir or Path("runs", f"run_{run_id}")) / "logs"
+
+
+def trains_in_bucket(command: Sequence[str]) -> bool:
+    """Whether a command trains a run that is kept in a bucket: no folder has to be there, or shared, for it."""
+    return command[:1] == ("train",) and BUCKET.match(flag(command, "run_dir") or "") is not None
 
 
 def flag(words: Sequence[str], name: str) -> str | None:

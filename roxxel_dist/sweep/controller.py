@@ -21,6 +21,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.sweep.bucket import StudyBucket
 from roxxel_dist.sweep.execution.local_ray import local_ray
 from roxxel_dist.sweep.execution.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.journal import VERSION, History, Journal
@@ -83,6 +84,7 @@ class Controller:
                 return self._ended()
             for attempt, item in self.executor.wait(POLL_S):
                 self._handle(attempt, item)
+            self.journal.check()
             self._check()
 
     @property
@@ -274,7 +276,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def run_sweep(
-    study: Path,
+    study: Path | StudyBucket,
     sweep: Sweep,
     sampler: Engine,
     run: Callable[[Item], Iterator[Item]],
@@ -288,7 +290,7 @@ def run_sweep(
     """Run a sweep, or go on with it.
 
     Args:
-        study: its folder.
+        study: its folder, or its bucket, which this process holds.
         sweep: what is searched.
         sampler: a new one, of the sweep; it is told what the journal has.
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
@@ -305,14 +307,16 @@ def run_sweep(
     Raises:
         ValueError: the study is held or of another metric, or no node can run a trial.
         ClusterError: the Ray cluster does not answer.
-        OSError: the journal cannot be written.
+        OSError: the journal cannot be written; of one in a bucket, StoreError.
+        LeaseLostError: another driver has taken a study in a bucket.
     """
     early_stopping = None if sweep.early_terminate is None else Hyperband(sweep.early_terminate, sweep.sign)
-    with Journal(study, log) as journal:
+    place = study if isinstance(study, Path) else study.url
+    with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
         before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
         if journal.history.metric is not None and before != now:
             raise ValueError(
-                f"--study {study}: was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: values "
+                f"--study {place}: was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: values "
                 "cannot be compared; name another folder"
             )
         with _ray(options, resources) as ray, SignalPipe(log) as signals:

@@ -25,7 +25,7 @@ def preview(run: SweepRun) -> str:
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a Ray of its own on this machine"
     return "\n".join(
         [
-            f"study {run.study.path}: {run.description}",
+            f"study {run.study.place}: {run.description}",
             f"trials: {run.extent}",
             *(f"  for instance {', '.join(f'{k} {short(v)}' for k, v in flat(sample).items())}" for sample in samples),
             f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"

@@ -1,4 +1,7 @@
-"""The journal of a study: append-only JSON lines, each on the disk before anything is done about it, by one writer.
+"""The journal of a study: append-only JSON lines, each kept before anything is done about it, by one writer.
+
+Kept is what is on the disk or, of a study in a bucket, what its store has. There start and report may follow within a
+second: a trial that is run again tells them again; and so does one whose result was not sent any more.
 
 `History` is what the journal tells: the trials, what they reported, and how they ended. It is kept up to date line by
 line, at a cost that does not grow with the number of trials.
@@ -15,10 +18,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
+
+if TYPE_CHECKING:
+    from roxxel_dist.sweep.segments import SegmentWriter
 
 JOURNAL, LOCK = "journal.jsonl", ".lock"
 WAIT_S = 30.0
@@ -30,6 +36,10 @@ KEYS = {
     "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
 }  # fmt: skip
 """What events have in this version."""
+AWAITED = {"study", "ask"}
+"""Of a study in a bucket: events that its store has before anything else happens."""
+SOON = {"stop", "result", "fail"}
+"""Events that are sent there at once."""
 State = Literal["running", "done", "stopped", "failed"]
 
 
@@ -212,11 +222,23 @@ def replay(path: Path, data: bytes) -> History:
 class Journal:
     """The journal of a study, whose folder is made if missing: held by one controller while the context is open.
 
+    Args:
+        study: its folder; of a study in a bucket the copy of it.
+        log: shows a line to a person.
+        wait_s: how long another controller is waited for.
+        segments: where the lines of a study in a bucket go.
+
     Raises ValueError on entry where another one holds it after `wait_s`, and where it cannot be written or read.
     """
 
-    def __init__(self, study: Path, log: Callable[[str], None], wait_s: float = WAIT_S) -> None:
-        self._study, self._log, self._wait_s = study, log, wait_s
+    def __init__(
+        self,
+        study: Path,
+        log: Callable[[str], None],
+        wait_s: float = WAIT_S,
+        segments: "SegmentWriter | None" = None,
+    ) -> None:
+        self._study, self._log, self._wait_s, self._segments = study, log, wait_s, segments
         self.history = History()
 
     def __enter__(self) -> "Journal":
@@ -256,7 +278,8 @@ class Journal:
     def append(self, *events: Mapping[str, Any]) -> None:
         """Write events, in one piece; they are on the disk when this returns.
 
-        Numbers that JSON has no form for are written as null. Raises OSError where the disk does not take them.
+        Numbers that JSON has no form for are written as null. Raises OSError where the disk does not take them, and
+        what `SegmentWriter.add` raises.
         """
         now = round(time.time(), 3)
         timed = [{"event": event["event"], "time": now, **_plain(event)} for event in events]
@@ -265,14 +288,23 @@ class Journal:
             written = 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
-            os.fdatasync(self._file)
+            if self._segments is None:
+                os.fdatasync(self._file)
         except OSError:
             with suppress(OSError):  # a later line must not stand behind half of this one
                 os.ftruncate(self._file, self._size)
             raise
         self._size += len(data)
+        if self._segments is not None:
+            kinds = {event["event"] for event in timed}
+            self._segments.add(data, soon=bool(kinds & SOON), wait=bool(kinds & AWAITED))
         for event in timed:
             self.history.apply(event)
+
+    def check(self) -> None:
+        """Raises what `SegmentWriter.check` raises, where the study is in a bucket."""
+        if self._segments is not None:
+            self._segments.check()
 
 
 def _plain(value: Any) -> Any:

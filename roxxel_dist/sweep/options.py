@@ -43,7 +43,8 @@ class SweepOptions:
     count: int | None = None
     """Trials in all, those of earlier starts included; run_cap of the YAML where not given, else until Ctrl-C."""
     study: str | None = None
-    """Folder of the study; studies/NAME, after the file or the id, where not given. A study that is there goes on."""
+    """Folder of the study, or s3://…, gs://…, az://…; studies/NAME, after the file or the id, where not given. A study
+    that is there goes on."""
     workers: int = 1
     """Trials that run at once."""
     method: str | None = None

@@ -1,20 +1,26 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT
+from roxxel_dist.cluster.file_lock import say
 from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, flat_fields, load_yaml, unknown, usage_errors
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
+from roxxel_dist.objects.lease import LeaseLostError
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.sweep.bucket import StudyBucket
 from roxxel_dist.sweep.controller import run_sweep
 from roxxel_dist.sweep.execution.corpus import shards_of
+from roxxel_dist.sweep.execution.private_disk import run_in_bucket
 from roxxel_dist.sweep.execution.task import TrialTask
-from roxxel_dist.sweep.execution.trial import config_of
+from roxxel_dist.sweep.execution.trial import Event, config_of
 from roxxel_dist.sweep.execution.trial import run as run_trial
 from roxxel_dist.sweep.journal import History, read_history
 from roxxel_dist.sweep.live_view import LiveView
@@ -27,6 +33,7 @@ from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
     DIRECTORY,
+    IDENTITY,
     LOGS,
     REPORT,
     SERVER,
@@ -64,6 +71,8 @@ class SweepRun:
     program: list[str] | None
     """The words of a program of the user's own."""
     resources: TrialResources
+    bucket: StudyBucket | None = None
+    """The study's, of which `study` is the copy."""
     created: tuple[Path, ...] | None = None
     """The folders that this start has made; None where the study was there."""
 
@@ -125,30 +134,36 @@ class SweepRun:
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
         """What a worker is told of a trial."""
         folder, options = self.study.path.absolute(), self.options
+        log = f"{trial}.log"
+        if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
+            folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
         corpus, data = None, self.data_path  # a program of one's own knows its data
         if self.program is None and self.server is None:
             shards = shards_of(self.trial_config(params), data, folder / CORPUS)
-            if shards is not None and shards.is_relative_to(folder):
+            if shards is not None:
                 corpus, data = {"text": data, "folder": str(folder / CORPUS)}, str(shards)
         return asdict(
             TrialTask(
                 trial=trial, params=params, attempt=attempt, run_dir=str(folder / TRIALS / str(trial)),
-                log=str(folder / LOGS / f"{trial}.log"), metric=self.sweep.metric, goal=self.sweep.goal,
+                log=str(folder / LOGS / log), metric=self.sweep.metric, goal=self.sweep.goal,
                 config=self.base, data_path=data, corpus=corpus, program=self.program, hosts=options.hosts_per_trial,
                 procs_per_host=options.procs_per_host, gpus_per_host=self.resources.gpus,
                 cpus_per_host=self.resources.cpus, max_time_s=options.max_time_s, ray_address=options.ray_address,
                 insecure=options.insecure, directory=self.directory,
                 swept=sorted(self.swept), wandb_sweep=self.server,
+                bucket=None if self.bucket is None else str(self.bucket.url),
             )
         )  # fmt: skip
 
 
-def open_sweep(options: SweepOptions, definition: str | None, config: Any, server: str | None) -> SweepRun:
+def open_sweep(
+    options: SweepOptions, definition: str | None, config: Any, server: str | None, bucket: StudyBucket | None = None
+) -> SweepRun:
     """The sweep of a study that is there, or begins; the arguments are fields of SweepRun, and `definition` counts for
     `options.sweep_config`. Nothing is written. Raises ValueError where something cannot be."""
     if config.wandb != "off" and find_spec("wandb") is None:
         raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
-    config, study = config.with_absolute_paths(), StudyDir(options.folder)
+    config, study = config.with_absolute_paths(), StudyDir(options.folder) if bucket is None else bucket.files
     server = study.wandb_sweep_id(server)
     sweep, data = study.open(definition, options.extras, config, options.data_path)
     began = study.metadata(DIRECTORY)
@@ -156,13 +171,13 @@ def open_sweep(options: SweepOptions, definition: str | None, config: Any, serve
     run = SweepRun(
         options=options, definition=definition, config=config, study=study, sweep=sweep, data_path=data, server=server,
         directory=directory, program=command_of(sweep.program, sweep.command, directory),
-        resources=options.trial_resources(sweep.rules.resources),
+        resources=options.trial_resources(sweep.rules.resources), bucket=bucket,
     )  # fmt: skip
     # Where there is no data, no such field or no such metric, every trial would fail.
     path, is_ours = run.config.primary_path(run.data_path), run.program is None
     if path is None and is_ours and run.server is None:
         raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
-    if path is not None and not os.path.exists(path):
+    if path is not None and not is_url(path) and not os.path.exists(path):
         raise ValueError(f"--data_path {path}: no such file or folder")
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
@@ -184,6 +199,8 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
             run.sampler().ask()
         except SpaceExhausted as error:
             raise ValueError(str(error)) from error
+    if run.bucket is not None:
+        run.bucket.hold(say)
     if run.server == "":
         definition = {} if run.definition is None else load_yaml(run.definition)
         run = replace(run, server=create_or_join(definition, wandb_project))
@@ -192,7 +209,10 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
     folder = run.study.path.absolute()
     created = tuple(path for path in (folder, *folder.parents) if not path.exists())
     metadata = {DATA_PATH: run.data_path, DIRECTORY: run.directory, SERVER: run.server}
+    metadata |= {} if run.bucket is None else {IDENTITY: token_hex(4)}
     run.study.create(run.definition, run.options.extras, run.config, metadata)
+    if run.bucket is not None:
+        run.bucket.create()
     return replace(run, created=created)
 
 
@@ -204,25 +224,37 @@ def search(run: SweepRun) -> int:
         try:
             with usage_errors():
                 ending = run_sweep(
-                    run.study.path, run.sweep, run.sampler() if run.server is None else ServerSampler(),
-                    run_trial if run.server is None else agent_trial, run.task_of,
+                    run.bucket or run.study.path, run.sweep, run.sampler() if run.server is None else ServerSampler(),
+                    _body(run), run.task_of,
                     replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
                 )  # fmt: skip
         except (ClusterError, UsageError) as error:
             # Nothing is left of a first start in which nothing ran.
             if run.created is not None and run.server is None and not run.history().trials:
                 run.study.rollback(run.created)
+                if run.bucket is not None:
+                    run.bucket.rollback()
             if isinstance(error, UsageError):
                 raise
             view.log(str(error))
             return EXIT_PREFLIGHT
+        except LeaseLostError as error:
+            view.log(str(error))
+            return EXIT_FAILED
     _last_words(run, ending.reason)
     return ending.code
 
 
+def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
+    """What runs a trial."""
+    if run.bucket is not None:
+        return run_in_bucket
+    return run_trial if run.server is None else agent_trial
+
+
 def _notes(run: SweepRun) -> list[str]:
     """What a person should know before it begins."""
-    lines = [f"study {run.study.path}: {run.description}, {run.extent}"]
+    lines = [f"study {run.study.place}: {run.description}, {run.extent}"]
     cap, count = run.sweep.run_cap, run.options.count
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
@@ -237,14 +269,15 @@ def _notes(run: SweepRun) -> list[str]:
 
 def _last_words(run: SweepRun, reason: str) -> None:
     """Print why it ended and the best, and write the page."""
-    study = read_study(run.study.path)
+    study = read_study(run.study.path, run.study.url)
     print(f"{table(study)}\n\n{reason}", flush=True)
     if len(study.done) >= LARGE:
         print(f"making the page of {len(study.done):,} trials …", flush=True)
     try:
         page, missing = write_report(study, study.path / REPORT)
+        page = page if run.bucket is None else run.bucket.send(page)
     except OSError as error:  # the sweep has ended all the same, and the journal has all
-        page, missing = f"not written ({error.strerror}): roxxel-dist report {study.path} makes it", ""
+        page, missing = f"not written ({error.strerror or error}): roxxel-dist report {study.place} makes it", ""
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
     if study.done and run.program is None:
-        print(f"train the best: roxxel-dist report {study.path} --best_config best.yaml")
+        print(f"train the best: roxxel-dist report {study.place} --best_config best.yaml")

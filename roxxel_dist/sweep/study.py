@@ -10,14 +10,20 @@ from typing import Any
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import RECORD, load_yaml
-from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.discovery import absolute
+from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.sweep.journal import JOURNAL, LOCK, History, Trial, read_history
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 
 DEFINITION, EXTRAS, BASE = "study.yaml", "extras.yaml", "config.yaml"
 TRIALS, LOGS, CORPUS, REPORT = "trials", "logs", "data", "report"
-DATA_PATH, DIRECTORY, SERVER = "data_path", "directory", "wandb_sweep"
-"""What is recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study."""
+DATA_PATH, DIRECTORY, SERVER, IDENTITY = "data_path", "directory", "wandb_sweep", "study_id"
+"""What is recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study; of one
+in a bucket, what its trials' folders on their hosts are named after: a place may have had another study before."""
+
+
+OF_A_HOST = {"cache_dir", "cache_gb", "store_timeout"}
+"""Fields that may differ between starts: what is trained does not depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +33,18 @@ class Study:
     path: Path
     sweep: Sweep
     history: History
+    url: ObjectUrl | None = None
+    """Where it is, if `path` is a copy."""
 
     @property
     def name(self) -> str:
         """What people call it."""
-        return self.sweep.name or self.path.absolute().name
+        return self.sweep.name or (self.url.name if self.url else self.path.absolute().name)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return str(self.url or self.path)
 
     @property
     def done(self) -> list[Trial]:
@@ -49,12 +62,17 @@ def is_study(folder: str | Path) -> bool:
     return (Path(folder) / JOURNAL).is_file() and (Path(folder) / DEFINITION).is_file()
 
 
-def read_study(folder: str | Path) -> Study:
-    """The study of a folder, also while it is searched. Raises ValueError where it is none."""
+def read_study(folder: str | Path, url: ObjectUrl | None = None) -> Study:
+    """The study of a folder, also while it is searched; `url` is where it is, if that is a copy of it.
+
+    Raises ValueError where it is none.
+    """
     path = Path(folder)
     if not is_study(path):
-        raise ValueError(f"{path} is no study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`")
-    return Study(path=path, sweep=StudyDir(path).sweep(), history=read_history(path))
+        raise ValueError(
+            f"{url or path} is no study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`"
+        )
+    return Study(path=path, sweep=StudyDir(path).sweep(), history=read_history(path), url=url)
 
 
 def flat(params: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -73,8 +91,9 @@ def short(value: Any) -> str:
 class StudyDir:
     """The files of a study that say what it searches, and from what. The definition is last: where it is, all is."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, url: ObjectUrl | None = None) -> None:
+        self.path, self.url = path, url
+        self.place: str = str(url or path)  # where it is, for people
         self._definition, self._extras = path / DEFINITION, path / EXTRAS
 
     @property
@@ -92,7 +111,7 @@ class StudyDir:
         return {} if self.base_file is None else load_yaml(self.base_file)
 
     def metadata(self, key: str) -> str | None:
-        """What the study was begun with: DATA_PATH, DIRECTORY or SERVER."""
+        """What the study was begun with: DATA_PATH, DIRECTORY, SERVER or IDENTITY."""
         return (self.settings().get(RECORD) or {}).get(key)
 
     def wandb_sweep_id(self, requested: str | None) -> str | None:
@@ -107,11 +126,11 @@ class StudyDir:
         if requested is not None and known is None:
             server = f"the W&B sweep {requested}" if requested else "a W&B server (--wandb online)"
             raise ValueError(
-                f"{self.path} was begun with a search of its own, which {server} cannot lead: name another --study"
+                f"{self.place} was begun with a search of its own, which {server} cannot lead: name another --study"
             )
         if requested and requested != known:
             raise ValueError(
-                f"{self.path} was begun with the W&B sweep {known}, not with {requested}: name another --study"
+                f"{self.place} was begun with the W&B sweep {known}, not with {requested}: name another --study"
             )
         return known
 
@@ -127,14 +146,12 @@ class StudyDir:
         A study that is there has its own `sweep_config`, `extras` and `data_path`: they may be left out, and are else
         compared. Raises ValueError for a file that cannot be used, and where the study is that of another sweep.
         """
-        check_local("--study", self.path)
-        check_local("data_path", data_path)
         if not self.is_there:
             if sweep_config is None:
-                raise ValueError(f"{self.path} is no study yet: name a file with --sweep_config")
+                raise ValueError(f"{self.place} is no study yet: name a file with --sweep_config")
             if self._holds_other_files():
-                raise ValueError(f"--study {self.path} is there, and no study: name another folder")
-            return read_sweep(sweep_config, extras), None if data_path is None else str(Path(data_path).absolute())
+                raise ValueError(f"--study {self.place} is there, and no study: name another folder")
+            return read_sweep(sweep_config, extras), None if data_path is None else absolute(data_path)
         for flag, file, own in (("--sweep_config", sweep_config, self._definition), ("--extras", extras, self._extras)):
             if file is not None:
                 self._compare(flag, file, own)
@@ -142,14 +159,18 @@ class StudyDir:
             # The trials of a study are compared with each other: nothing but the parameters may differ.
             # Read as a config: fields that a newer version has besides have their defaults in both.
             before, now = type(config).from_dict(settings, str(self.path / BASE)).to_dict(), config.to_dict()
-            changes = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
+            changes = [
+                f"{name} {before[name]} -> {value}"
+                for name, value in now.items()
+                if before[name] != value and name not in OF_A_HOST
+            ]
             if changes:
                 raise ValueError(
-                    f"{self.path} was begun with other settings ({', '.join(changes)}): name another --study"
+                    f"{self.place} was begun with other settings ({', '.join(changes)}): name another --study"
                 )
         known = self.metadata(DATA_PATH)
-        if data_path is not None and known is not None and Path(data_path).absolute() != Path(known):
-            raise ValueError(f"--data_path {data_path}: {self.path} was begun with {known}; name another --study")
+        if data_path is not None and known is not None and absolute(data_path) != absolute(known):
+            raise ValueError(f"--data_path {data_path}: {self.place} was begun with {known}; name another --study")
         return self.sweep(), known
 
     def _holds_other_files(self) -> bool:
@@ -167,7 +188,7 @@ class StudyDir:
         key = next(key for key in {**before, **now} if before.get(key, ...) != now.get(key, ...))
         values = [str(values.get(key, "nothing")) for values in (before, now)]
         raise ValueError(
-            f"{flag} {file} is not what {self.path} was begun with ({key} is {values[1]}, and {values[0]} in "
+            f"{flag} {file} is not what {self.place} was begun with ({key} is {values[1]}, and {values[0]} in "
             f"{own.name}): name another --study, or leave {flag} out"
         )
 

@@ -19,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, stacked_scales, target_of
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.train.bucket_folder import local_run
+from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
@@ -37,7 +40,11 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
 
     Raises ValueError where there is no such checkpoint; the message begins with `field`, what names it.
     """
-    store = CheckpointStore(ref.run / "checkpoints", read_only=True)
+    if is_url(ref.run):
+        bucket = BucketRun(ref.run, read_only=True)
+        store = CheckpointStore(bucket.folder / "checkpoints", read_only=True, remote=bucket.checkpoints)
+    else:
+        store = CheckpointStore(ref.run / "checkpoints", read_only=True)
     try:
         kept = store.steps()
         if not kept:
@@ -140,7 +147,7 @@ def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
     if metadata.base is None:
         raise ValueError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((local_run(run) / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:  # a run of a bare Trainer
         return metadata.base
     return metadata.base.at((config or {}).get("init_from"))
@@ -222,6 +229,7 @@ def _tokenizer_in(run: Path) -> Path | None:
     """What `Tokenizer.load` reads; of a folder of Hugging Face, the folder: other files name end-of-text."""
     if is_hf_folder(run):
         return run if any((run / name).is_file() for name in TOKENIZER_NAMES) else None
+    run = local_run(run)
     return run / TOKENIZER_FILE if (run / TOKENIZER_FILE).exists() else None
 
 

@@ -15,9 +15,15 @@ import numpy as np
 
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.train.bad_steps import BadStep
 from roxxel_dist.train.checkpoint.generations import Generation
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
+from roxxel_dist.train.checkpoint.metadata import (
+    BaseModelRef,
+    CheckpointMetadata,
+    CheckpointRef,
+    ResumeSpec,
+)
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.init_from import (
@@ -100,7 +106,7 @@ def begin(
         metadata=replace(start.metadata, base=BaseModelRef(source.run, source.step or 0, options.init_from)),
         load=partial(load_params, source),
         notes=(note, start.plan.describe()),
-        record={INITIALIZED_FROM: {"run": str(source.run.absolute()), "step": source.step}},
+        record={INITIALIZED_FROM: {"run": absolute(source.run), "step": source.step}},
     )
 
 
@@ -166,7 +172,7 @@ class _Run:
             CheckpointMetadata(base=saved.base, **self.fingerprint),
             notes=(note, *self._plan_notes(saved, before, plan, step)),
             source=source,
-            record={"forked_from": {"run": str(source.run.absolute()), "step": step}},
+            record={"forked_from": {"run": absolute(source.run), "step": step}},
         )
 
     def restart_from(self, step: int, skip_steps: tuple[int, int] | None) -> ResumePoint:
@@ -354,7 +360,7 @@ def with_adapters(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:
     if base is None:
         return start
     note = f"adapters are trained for the weights of {base.checkpoint}, which stay as they are"
-    known = {"run": str(base.run.absolute()), "step": base.step, "fingerprint": base.fingerprint}
+    known = {"run": absolute(base.run), "step": base.step, "fingerprint": base.fingerprint}
     return replace(
         start, notes=(note, *start.notes) if start.notes else (), record={**start.record, INITIALIZED_FROM: known}
     )

@@ -30,6 +30,7 @@ from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
+from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.generations import run_identity
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
@@ -101,6 +102,7 @@ class Trainer:
         logger: speaks and writes its own files too, instead of the console; close it after the trainer.
         checkpointer: whose folder and `max_to_keep` the run's checkpoints have, instead of `save_path`/checkpoints;
             commands such as `generate` look there.
+        bucket: the run is kept there too, and its checkpoints count there alone; `save_path` is its local folder.
         options: the fields of `train.config.LoopOptions`, such as `log_every`.
 
     Attributes:
@@ -131,6 +133,7 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
         logger: Logger | None = None,
         checkpointer: Checkpointer | None = None,
+        bucket: BucketRun | None = None,
         **options: Any,
     ) -> None:
         self.options: LoopOptions = LoopOptions(**options)
@@ -140,7 +143,7 @@ class Trainer:
         self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(self._curriculum.shapes, grad_accum_steps)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
-        self._trackers, self._user_logger = trackers, logger
+        self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
         self._model = model if isinstance(model, nnx.Module) else None
         self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
         self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
@@ -159,6 +162,7 @@ class Trainer:
                 self.store: CheckpointStore = CheckpointStore(
                     self._folder / "checkpoints", self.options.max_to_keep,
                     keep_every=self.options.keep_every, keep_steps=self.options.keep_steps,
+                    remote=None if bucket is None else bucket.checkpoints,
                 )  # fmt: skip
                 undo.callback(self.store.close)
             elif self.options.keep_every or self.options.keep_steps:
@@ -188,7 +192,7 @@ class Trainer:
         options = self.options
         made_with = run_fingerprint(self._curriculum, options.seed), options.seed, options.fsdp, options.use_bf16
         return open_memory(
-            run_identity(self._folder, self.mesh, made_with),
+            run_identity(self._folder.absolute() if self._bucket is None else self._bucket, self.mesh, made_with),
             every=options.memory_checkpoint_every, replicas=options.memory_replicas, log=self.logger.text,
             rows=[self._folder / name for name in ("training_log.csv", "metrics.jsonl")],
         )  # fmt: skip
@@ -309,7 +313,8 @@ class Trainer:
             self.go_back()
             if self._memory is not None and self.start.copy is None:
                 self._memory.discard()  # before later rows are dropped: no copy is ahead of its log
-            own = trackers_for(self._folder, self.last_step, self.step, self._user_logger)
+            in_bucket = self._bucket is not None
+            own = trackers_for(self._folder, self.last_step, self.step, self._user_logger, own_log=in_bucket)
             self.logger.open([*own, self._timeline, *self._trackers])
             with self.logger, watching_for_stop(), self._checkpoints, self._verification, SpeedProbe(self._progress):
                 self._timeline.open()

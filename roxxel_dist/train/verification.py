@@ -107,6 +107,10 @@ class Verification:
                     first += 1
                 except DamagedData as error:
                     problem, stop = DamagedData(f"step {first + 1} cannot be done: {error}"), first
+        except TimeoutError as error:  # an object store is away; the loop has not come there yet
+            if self._reached < first and not self._ended:
+                return first
+            problem, stop = error, first
         except BaseException as error:  # whatever it is, the loop must hear of it
             problem, stop = error, first
         with self._change:

@@ -8,21 +8,7 @@ import time
 import psutil
 import pytest
 import trial_bodies
-
-LIMIT_S = 60.0
-
-
-def until(condition, what):
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"waited {LIMIT_S} s for {what}"
-        time.sleep(0.02)
-
-
-def ended(process, limit_s=LIMIT_S):
-    """Its exit code and what it said."""
-    said, _ = process.communicate(timeout=limit_s)
-    return process.returncode, said
+from killed_drivers import ended, kill_and_go_on, until
 
 
 def alive(pid):
@@ -109,52 +95,6 @@ def test_a_trial_that_was_stopped_but_not_written_has_its_result_without_another
     [event] = study.of("result")
     assert (event["value"], event["stopped"], event["params"]) == (2.0, "hyperband", {"x": 0.5})
     assert len(study.of("start")) == 1
-
-
-def kill_and_go_on(study, chance, kills, count):
-    """Kill drivers at random moments, and let the last one end; returns how many were killed."""
-    killed = 0
-    while killed < kills:
-        driver = study.start("kept", count=count, workers=2)
-        before = len(study.events) if (study.path / "journal.jsonl").exists() else 0
-        until(lambda: len(_events(study)) > before or driver.poll() is not None, "the driver")  # noqa: B023
-        time.sleep(chance.uniform(0.0, 2.5))
-        if driver.poll() is None:
-            killed += 1
-        driver.kill()
-        driver.communicate()
-        _check(study, whole=False)
-        if len(study.ends()) == count:
-            break
-    code, said = ended(study.start("kept", count=count, workers=2), limit_s=5 * LIMIT_S)
-    assert code == 0, said
-    _check(study, whole=True)
-    assert study.ends() == list(range(count))
-    return killed
-
-
-def _events(study):
-    path = study.path / "journal.jsonl"
-    return path.read_bytes().splitlines() if path.exists() else []
-
-
-def _check(study, whole):
-    """No result is lost or there twice, and no configuration is run under two numbers."""
-    history = study.history
-    configurations = [str(trial.params) for trial in history.trials.values()]
-    assert len(set(configurations)) == len(configurations)
-    results = {path.suffix[1:]: float(path.read_text() or "nan") for path in study.path.glob("result.*")}
-    for number, trial in history.trials.items():
-        if trial.state == "done":
-            assert results[str(number)] == trial.value == trial.params["x"]
-        elif whole:
-            raise AssertionError(f"trial {number} is {trial.state}")
-    worked = (study.path / "work").read_text().splitlines() if (study.path / "work").exists() else []
-    assert {line.split(" ", 1)[0] for line in worked} >= set(results)
-    by_trial = {}
-    for line in worked:
-        number, params = line.split(" ", 1)
-        assert by_trial.setdefault(number, params) == params, "a trial was run with two configurations"
 
 
 def test_nothing_is_lost_or_repeated_when_a_driver_is_killed(study):

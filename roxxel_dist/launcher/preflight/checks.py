@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roxxel_dist.launcher.preflight.host_info import IS_FILE, LOCK, HostInfo, is_loopback
-from roxxel_dist.launcher.spec import JobSpec, flag, split_flags
+from roxxel_dist.launcher.spec import JobSpec, flag, split_flags, trains_in_bucket
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]
@@ -49,10 +49,11 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
     `outer` are variables that ranks have beside those of the job; `writes`: logs are written on the host in any case.
     """
     train = job.command[0] == "train"
+    needs_folder = train and not trains_in_bucket(job.command)
     return Requirements(
         run_id=job.run_id,
-        run_dir=str(job.log_dir.parent) if train or writes else None,
-        shared=train,
+        run_dir=str(job.log_dir.parent) if needs_folder or writes else None,
+        shared=needs_folder,
         data_path=flag(job.command, "data_path") if train else None,
         resume=train
         and any(name == "resume" and (value or "").lower() != "false" for name, value, _ in split_flags(job.command)),

@@ -19,10 +19,10 @@ LIMIT_S = 3600.0
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
-    """Where the shards of a trial are, or will be (in `folder`, for text); None where its own run makes them."""
+    """Where the shards of a trial will be, in `folder`, of text; None where they are, or its own run makes them."""
     path = config.primary_path(data_path)
     if path is None or is_tokens(path):
-        return None if path is None else Path(path)
+        return None
     if config.init_from is not None:  # the tokenizer is that of the weights
         return None
     size = "" if config.vocab_size is None else f"-{config.vocab_size}"

@@ -31,7 +31,7 @@ class TrialTask(Ranks):
     attempt: int
     """From 0."""
     run_dir: str
-    """Absolute, as `log`."""
+    """Absolute, as `log`; both, and the corpus's folder, count from the host's cache where `bucket` is given."""
     log: str
     metric: str
     goal: str
@@ -49,5 +49,14 @@ class TrialTask(Ranks):
     """The names of all parameters of the sweep."""
     wandb_sweep: str | None = None
     """The sweep of a W&B server that leads it, as entity/project/name."""
+    bucket: str | None = None
+    """Where the study is, if in a bucket: hosts share no disk."""
+    local_dir: str | None = None
+    """Of a study in a bucket, the folder of this host that has its runs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables of the trial's program."""
+
+    @property
+    def run_url(self) -> str | None:
+        """Where the run is kept, if the study is in a bucket."""
+        return None if self.bucket is None else f"{self.bucket}/trials/{self.trial}"

@@ -79,7 +79,7 @@ def write_best_config(study: Study, file: str | Path) -> Trial:
         ValueError: no trial has a value yet, or its program was not ours.
     """
     if not study.done:
-        raise ValueError(f"--best_config {file}: no trial of {study.path} has given a {study.sweep.metric} yet")
+        raise ValueError(f"--best_config {file}: no trial of {study.place} has given a {study.sweep.metric} yet")
     best = study.done[0]
     used = study.run_dir(best) / CONFIG
     if not used.is_file():

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from roxxel_dist.config import flat_fields
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit
 from roxxel_dist.sweep.execution.process import environment
 from roxxel_dist.sweep.execution.task import Ranks, TrialTask
@@ -165,7 +166,7 @@ def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
             RUN_DIR_ENV: str(folder),
             RANKS_ENV: json.dumps({field.name: getattr(task, field.name) for field in fields(Ranks)}),
             SHARE_COMPILATION: "1",
-            **({DATA_ENV: str(Path(task.data_path).absolute())} if task.data_path else {}),
+            **({DATA_ENV: absolute(task.data_path)} if task.data_path else {}),
             **task.environment,
         }
     )

@@ -181,36 +181,58 @@ class DigestTable:
 
         Blocks that are `compared`, by name and bounds, when they are read from the files are not hashed here too.
         """
-        inside: dict[str, dict[BlockDigest, str]] = {}
-        for name, blocks in self.blocks.items():
-            for block in blocks:
-                if block.file:
-                    inside.setdefault(block.file, {})[block] = name
+        inside = self._blocks_by_file()
 
-        def skipped(file: str) -> frozenset[BlockDigest]:
-            blocks = inside.get(file, {})
-            return frozenset(block for block, name in blocks.items() if (name, block.bounds) in compared)
+        def work(file: str) -> int:
+            skipped = (b.size for b, name in inside.get(file, {}).items() if (name, b.bounds) in compared)
+            return self.files[file].size - sum(skipped)
+
+        mine = _shares({file: work(file) for file in self.files}, parts)[part]
+        wrong = self.wrong_files(folder, mine, compared=compared, progress=progress)
+        return [problem for problems in wrong.values() for problem in problems]
+
+    def wrong_files(
+        self,
+        folder: Path,
+        names: Iterable[str],
+        *,
+        compared: Set[tuple[str, Bounds]] = frozenset(),
+        progress: Progress | None = None,
+    ) -> dict[str, list[str]]:
+        """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
+        inside = self._blocks_by_file()
 
         def check(file: str) -> list[str]:
             saved, blocks = self.files[file], inside.get(file, {})
             by = f", written by rank {saved.rank}"
+            skipped = frozenset(block for block, name in blocks.items() if (name, block.bounds) in compared)
             try:
                 size = (folder / file).stat().st_size
                 if size != saved.size:
                     return [f"{file} has {size:,} bytes instead of {saved.size:,}{by}"]
-                outside, hashed = _hash_file(folder / file, blocks, skipped(file), progress)
+                outside, hashed = _hash_file(folder / file, blocks, skipped, progress)
             except OSError as error:
                 return [f"{file} {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}{by}"]
             wrong = [f"{blocks[block]}{block} in {file}" for block, text in hashed.items() if text != block.digest]
             wrong += [file] if outside != saved.digest else []
             return [f"{what} does not agree with its digest{by}" for what in wrong]
 
-        def work(file: str) -> int:
-            return self.files[file].size - sum(block.size for block in skipped(file))
-
-        mine = _shares({file: work(file) for file in self.files}, parts)[part]
+        names = list(names)
         with ThreadPoolExecutor(THREADS) as threads:
-            return [problem for problems in threads.map(check, mine) for problem in problems]
+            return {file: found for file, found in zip(names, threads.map(check, names), strict=True) if found}
+
+    def blocks_in(self, file: str) -> list[tuple[str, BlockDigest]]:
+        """The blocks that lie in a file, and the names of their arrays."""
+        return [(name, block) for name, blocks in self.blocks.items() for block in blocks if block.file == file]
+
+    def _blocks_by_file(self) -> dict[str, dict[BlockDigest, str]]:
+        """The name of the array of each block that lies in a file."""
+        inside: dict[str, dict[BlockDigest, str]] = {}
+        for name, blocks in self.blocks.items():
+            for block in blocks:
+                if block.file:
+                    inside.setdefault(block.file, {})[block] = name
+        return inside
 
     def check_array(self, name: str, bounds: Bounds, data: Callable[[], np.ndarray]) -> list[str]:
         """What is wrong with the elements of an array within `bounds`, as far as whole blocks lie within them."""

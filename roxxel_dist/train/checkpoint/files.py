@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
@@ -69,19 +70,25 @@ def quiet_orbax() -> Iterator[None]:
         logger.removeFilter(others)
 
 
-def open_folder(folder: Path, *, read_only: bool) -> dict[int, float | None]:
+def open_folder(
+    folder: Path, *, read_only: bool, in_bucket: Callable[[], dict[int, float | None]] | None = None
+) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
     Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away.
-    Raises ValueError where it cannot be written, or a rank does not see it.
+    Those of a run in a bucket are what `in_bucket` says, and the folder is each host's own. Raises ValueError where it
+    cannot be written, or a rank does not see it.
     """
     saved, problem = {}, ""
-    if process_index() == 0:
+    if process_index() == 0 or in_bucket is not None:
         try:
             if not read_only:
                 make_folder(folder)
                 sweep(folder)
-            saved = complete(folder)
+            if process_index() == 0:
+                saved = complete(folder) if in_bucket is None else in_bucket()
+        except StoreTimeoutError:  # no fault of the folder
+            raise
         except OSError as error:
             problem = error.strerror or str(error)
     # Read by the others when rank 0 has done its part.
@@ -234,7 +241,9 @@ def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, 
 def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
     """Leave the digests of what this rank has written where rank 0 finds them. Its files are final by now."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
-    where, folder = places(own), str(own.relative_to(temporary))
+    # Where the blocks of an array are not alike, they are found nowhere, or one with a size that is not its own.
+    alike = {name.replace("/", "."): [b - a for a, b in some[0].bounds] for name, some in blocks.items() if some}
+    where, folder = places(own, alike), str(own.relative_to(temporary))
     inside: dict[str, list[BlockDigest]] = {}
 
     def located(name: str, block: BlockDigest) -> BlockDigest:
@@ -288,7 +297,7 @@ def compared(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> f
     """The blocks that `check_arrays` will look at, on one rank or another, in a state that is placed as `like`."""
     blocks: set[tuple[str, Bounds]] = set()
     for name, leaf in _named(like):
-        is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not _is_key(leaf)
+        is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not is_key(leaf)
         if not is_same or getattr(leaf, "sharding", None) is None:
             continue
         there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
@@ -421,8 +430,8 @@ def bytes_of(kind: str) -> int:
 
 def cause(error: BaseException) -> str:
     """An error in one line; the system's words where the system was the cause."""
-    while error.__cause__ is not None:  # Orbax wraps a page of its own around what happened
-        error = error.__cause__
+    while error.__cause__ is not None and not isinstance(error, StoreError):
+        error = error.__cause__  # Orbax wraps a page of its own around what happened
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error).strip() or repr(error)
@@ -452,19 +461,20 @@ def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], 
     return f"it has {extra[0]}, which is not here" if extra else ""
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def keys_to_data(state: Any) -> Any:
     """Random keys as plain integers, which is what a file can hold."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, state)
 
 
 def data_to_keys(state: Any, like: Any) -> Any:
     """The reverse; `like` says which leaves are keys."""
 
     def back(leaf: Any, model: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if _is_key(model) else leaf
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(model)) if is_key(model) else leaf
 
     return jax.tree.map(back, state, like)

@@ -65,10 +65,10 @@ class Generation:
         return self._found.restore(self._header, like)
 
 
-def run_identity(run: Path, mesh: Any, settings: Sequence[Any]) -> str:
+def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
     """What must be equal for a generation to be taken: the run, its data and plan, the devices, how arrays lie."""
     devices = [(device.id, device.process_index) for device in mesh.devices.flat]
-    text = json.dumps([str(run.absolute()), LAYOUT, list(mesh.shape.items()), devices, *settings])
+    text = json.dumps([str(run), LAYOUT, list(mesh.shape.items()), devices, *settings])
     return digest(text.encode())
 
 

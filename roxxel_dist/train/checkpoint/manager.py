@@ -32,8 +32,12 @@ class Exporter:
     are not the run's any more.
     """
 
-    def __init__(self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool) -> None:
+    def __init__(
+        self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool,
+        fetch: Callable[[int], None] = lambda step: None,
+    ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._log, self._enabled = run, checkpoints, log, enabled
+        self._fetch = fetch
         self._steps: dict[str, int] = {}
         """By file, the step that it shall hold and does not yet."""
         self._lock = threading.Lock()
@@ -103,6 +107,7 @@ class Exporter:
                 f"the checkpoints have larger ones"
             )
             return
+        self._fetch(step)
         params = files.read_params(checkpoint, saved, table)
         if checkpoint.exists():  # it was there to the end, so all of it was read
             write_weights(path, step, params)
@@ -126,7 +131,8 @@ class CheckpointManager:
     ) -> None:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
-        self._exporter = Exporter(folder, store.folder, log, enabled=export and is_primary())
+        enabled = export and is_primary()
+        self._exporter = Exporter(folder, store.folder, log, enabled=enabled, fetch=store.fetch_params)
 
     def __enter__(self) -> "CheckpointManager":
         if is_primary():
@@ -151,7 +157,10 @@ class CheckpointManager:
                 raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
 
     def poll(self) -> None:
-        """Log how the saves have gone that have ended since; costs nothing where none has."""
+        """Log how the saves have gone that have ended since; costs nothing where none has. Raises what keeps
+        the run from its bucket: StoreError, LeaseLostError."""
+        if (check := self._store.check_run) is not None:
+            check()
         while self._store.unreported and (ended := self._store.poll()) is not None:
             if ended.problem:
                 self._log(f"{ended.problem}. Training goes on, and the next save is tried")

@@ -5,7 +5,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.data.discovery import absolute
+from roxxel_dist.objects.url import is_url
 
 META = "meta.json"
 CURSOR = "training_cursor.json"
@@ -56,7 +57,8 @@ class CheckpointRef(NamedTuple):
     step: int | None
 
     def __str__(self) -> str:
-        return f"{self.run}" if self.step is None else f"{self.run}@{self.step}"
+        run = absolute(self.run) if is_url(self.run) else self.run
+        return f"{run}" if self.step is None else f"{run}@{self.step}"
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRef":
@@ -137,7 +139,7 @@ class BaseModelRef:
 
         Another text than before names its new place, as the same one does where the base is no longer at its old one.
         """
-        same = init_from is None or os.path.abspath(init_from) == os.path.abspath(self.init_from)
+        same = init_from is None or absolute(init_from) == absolute(self.init_from)
         if init_from is None or (same and self.run.exists()):
             return self
         moved = CheckpointRef.parse(init_from)
@@ -146,8 +148,12 @@ class BaseModelRef:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        run = str(self.run.absolute())
-        return {"run": run, "step": self.step, "asked": self.init_from, "fingerprint": self.fingerprint}
+        return {
+            "run": absolute(self.run),
+            "step": self.step,
+            "asked": self.init_from,
+            "fingerprint": self.fingerprint,
+        }
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":

@@ -1,6 +1,7 @@
 """Where the blocks of arrays lie in the files that Orbax writes: an OCDBT database of zarr chunks, by tensorstore."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,11 @@ class Place(NamedTuple):
     size: int
 
 
-def places(database: Path) -> dict[tuple[str, Bounds], Place]:
+def places(database: Path, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, Bounds], Place]:
     """Of blocks that are stored as they are in memory, in C order, by the array's name (with dots) and their bounds.
 
-    Empty where the database is of another form; small blocks are in its index, and have no place.
+    `shapes` are those of a block of each array, by the same names: rank 0 alone writes how an array is stored, as it
+    does for all. Empty where the database is of another form; small blocks are in its index, and have no place.
     """
     try:
         store = ts.KvStore.open({"driver": "file", "path": f"{database}/"}).result()
@@ -30,7 +32,7 @@ def places(database: Path) -> dict[tuple[str, Bounds], Place]:
             return {}
         entries = ts.ocdbt.dump(store, newest["root"]["location"]).result()["entries"]
         stored = {bytes(entry["key"]).decode(): entry for entry in entries}
-        chunks = {
+        chunks: dict[str, Sequence[int]] = {**shapes} | {
             key.removesuffix("/.zarray"): _chunks(json.loads(bytes(entry["inline_value"])))
             for key, entry in stored.items()
             if key.endswith("/.zarray")
@@ -51,7 +53,7 @@ def _chunks(about: dict[str, Any]) -> list[int]:
     return [] if is_coded or about["zarr_format"] != 2 else about["chunks"]
 
 
-def _bounds(index: str, chunks: list[int]) -> Bounds:
+def _bounds(index: str, chunks: Sequence[int]) -> Bounds:
     starts = [int(number) * size for number, size in zip(index.split("."), chunks, strict=True)]
     return tuple((start, start + size) for start, size in zip(starts, chunks, strict=True))
 

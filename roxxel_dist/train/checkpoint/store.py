@@ -10,11 +10,12 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,10 +27,12 @@ from roxxel_dist.cluster.distributed import (
     process_index,
 )
 from roxxel_dist.data.discovery import check_local
+from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import Bounds, DigestTable, damaged_ones, in_words, read_verified
 from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile
+from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints, not_read
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -64,6 +67,18 @@ class SaveResult:
     """Why there is no such checkpoint; empty where there is one."""
 
 
+class _Problem(NamedTuple):
+    """Why a rank, or all of them, could not save; an empty text where they could."""
+
+    text: str = ""
+    store_away: bool = False
+    """Whether it is an object store that does not answer: no later save would do better."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "_Problem":
+        return cls(f"rank {rank}: {files.cause(error)}", isinstance(error, StoreTimeoutError))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Save:
     """A save that is under way."""
@@ -79,15 +94,17 @@ class CheckpointStore:
     """The checkpoints of one run. All ranks make the same calls.
 
     A save that fails in the background changes nothing: training may go on, the checkpoints that there are stay, and
-    the next save is tried afresh.
+    the next save is tried afresh. In a bucket a save is complete when all of it is there; of a store that does not
+    answer within its time limit, all ranks raise StoreTimeoutError when they next save, poll or wait.
 
     Args:
-        folder: where they are; made where it is missing. Every rank must see the same folder.
+        folder: where they are; made where it is missing. Every rank must see the same folder, if not for `remote`.
         max_to_keep: how many to keep, the newest ones; None for all. The one with the lowest val_loss stays too.
         keep_every: every so many steps, one is kept for ever.
         keep_steps: these steps are kept for ever.
         read_only: look, and change nothing; the folder may belong to a run that is still going on.
         digests: hash what is saved, and compare what is restored. Off, checkpoints prove nothing.
+        remote: the same checkpoints in a bucket, which alone count; the folder has what this host needs of them.
 
     Raises:
         ValueError: the folder cannot be written, or an option is below 1.
@@ -102,6 +119,7 @@ class CheckpointStore:
         keep_steps: Collection[int] | None = None,
         read_only: bool = False,
         digests: bool = True,
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -111,13 +129,19 @@ class CheckpointStore:
         self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
         self._name = f"checkpoint {next(_opened)}"
         self._read_only, self._digests = read_only, digests
-        self._saved = files.open_folder(self.folder, read_only=read_only)
+        self._remote = remote
+        self.check_run: Callable[[], None] | None = None if remote is None else remote.check_run
+        """Raises what keeps the run from its bucket; None where it has none."""
+        in_bucket = None if remote is None else partial(remote.saved, read_only=read_only)
+        self._saved = files.open_folder(self.folder, read_only=read_only, in_bucket=in_bucket)
+        if remote is not None and not read_only:
+            remote.keep_local(self._saved)
         self._read_last: tuple[int, MetaFile, DigestTable | None] | None = None
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(files.quiet_orbax())
         self._handler = files.array_handler()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[_Save, Future[str]] | None = None
+        self._pending: tuple[_Save, Future[_Problem]] | None = None
         self._ended: deque[SaveResult] = deque()
         self.unreported: int = 0
         """Saves whose end `poll` has not told yet."""
@@ -182,9 +206,9 @@ class CheckpointStore:
         self.unreported += 1
         begun.exception()
 
-    def _finish(self, save: _Save) -> str:
+    def _finish(self, save: _Save) -> _Problem:
         """In the background: why the ranks have not saved it, the same text on all of them; or nothing."""
-        problem, rank = "", process_index()
+        problem, rank = _Problem(), process_index()
         try:
             writes, blocks = save.begun.result()
             hashed = files.hash_blocks(blocks, rank) if self._digests else {}
@@ -192,28 +216,42 @@ class CheckpointStore:
                 written.result()
             if self._digests:
                 files.write_part(save.temporary, save.step, hashed, rank)
+            if self._remote is not None:
+                self._remote.send_part(save.temporary, save.step, rank)
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
-            problem = f"rank {rank}: {files.cause(error)}"
+            problem = _Problem.of(rank, error)
         try:
-            problems = gather_to_primary(self._name, problem, SAVE_LIMIT_S)
+            told = gather_to_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)
+            problems = [_Problem(*json.loads(text)) for text in told]
         except TimeoutError as error:
-            problems = [str(error)]
+            problems = [_Problem(str(error))]
         if is_primary():
-            problem = next(filter(None, problems), "") or self._commit(save)
+            problem = next((each for each in problems if each.text), None) or self._commit(save)
             files.sweep(self.folder)  # now: the others begin the next save when they have read what follows
-        return broadcast_from_primary(self._name, problem, SAVE_LIMIT_S)
+        problem = _Problem(*json.loads(broadcast_from_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)))
+        if self._remote is not None and not is_primary():
+            kept = None if problem.text else files.kept(self._saved | {save.step: save.val_loss}, *self._keep)
+            self._remote.keep_part(save.temporary, save.step, rank, kept)
+        return problem
 
-    def _commit(self, save: _Save) -> str:
+    def _commit(self, save: _Save) -> _Problem:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
         try:
             ranks = process_count() if self._digests else 0
+            if self._remote is not None:
+                self._remote.gather_parts(save.temporary, save.step, ranks)
+                files.delete(self.folder / str(save.step))  # that of a save which did not reach the bucket
             files.commit(self._handler, save.temporary, self.folder / str(save.step), save.meta, ranks)
+            if self._remote is not None:
+                self._remote.commit(save.step, ranks)
+            saved = self._saved | {save.step: save.val_loss}
+            for step in saved.keys() - files.kept(saved, *self._keep):
+                if self._remote is not None:
+                    self._remote.delete(step)
+                files.delete(self.folder / str(step))
         except Exception as error:
-            return f"rank 0: {files.cause(error)}"
-        saved = self._saved | {save.step: save.val_loss}
-        for step in saved.keys() - files.kept(saved, *self._keep):
-            files.delete(self.folder / str(step))
-        return ""
+            return _Problem.of(0, error)
+        return _Problem()
 
     def poll(self) -> SaveResult | None:
         """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
@@ -235,17 +273,20 @@ class CheckpointStore:
         try:
             problem = finished.result()
         except Exception as error:  # the other ranks could not be asked
-            problem = files.cause(error)
-        if problem:
+            problem = _Problem(files.cause(error))
+        text = problem.text
+        if text:
             newest = self.latest_step()
             rest = "there is none yet" if newest is None else f"the newest complete one is of step {newest}"
-            problem = f"the checkpoint of step {save.step} could not be saved in {self.folder} ({problem}); {rest}"
+            text = f"the checkpoint of step {save.step} could not be saved in {self.folder} ({text}); {rest}"
         else:
             self._saved[save.step] = save.val_loss
             kept = files.kept(self._saved, *self._keep)
             self._saved = {step: val_loss for step, val_loss in self._saved.items() if step in kept}
-        self._problem = problem
-        self._ended.append(SaveResult(step=save.step, problem=problem))
+        self._problem = text
+        self._ended.append(SaveResult(step=save.step, problem=text))
+        if problem.store_away:
+            raise StoreTimeoutError(text)
 
     def wait(self) -> None:
         """Until the last save is complete. Raises SaveError where it failed, now or earlier."""
@@ -259,7 +300,8 @@ class CheckpointStore:
         Args:
             limit_s: wait for no longer than so many seconds, after a failure that the other ranks must learn of.
         """
-        self.settle(limit_s)
+        with contextlib.suppress(StoreTimeoutError):  # it is one of `wait`'s problems then
+            self.settle(limit_s)
         self._thread.shutdown(wait=self._pending is None)
         if self._pending is None:
             self._handler.close()
@@ -296,6 +338,14 @@ class CheckpointStore:
         """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
         return self.restore_model(step, {"params": like})["params"]
 
+    def fetch_params(self, step: int) -> None:
+        """Bring what holds the parameters of a checkpoint in a bucket into the folder, for one process alone.
+
+        Raises ValueError where it is damaged, and StoreError.
+        """
+        if self._remote is not None and (problems := self._remote.fetch_params(step)):
+            raise ValueError(in_words(problems))
+
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
         self._check(step, {"params": like}, whole=False)
@@ -314,9 +364,13 @@ class CheckpointStore:
         if is_primary():
             try:  # in this order: cut off between, the old run is there
                 files.replace_meta(self.folder / str(step), saved._replace(meta=meta).to_json())
-                for later in (self.folder / str(other) for other in self.steps() if other > step):
-                    files.delete(later)
-                    if later.exists():
+                if self._remote is not None:
+                    self._remote.send_meta(step)
+                for other in (other for other in self.steps() if other > step):
+                    if self._remote is not None:
+                        self._remote.delete(other)
+                    files.delete(self.folder / str(other))
+                    if (self.folder / str(other)).exists():
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             except (OSError, ValueError) as error:
                 problem = files.cause(error)
@@ -363,6 +417,8 @@ class CheckpointStore:
             name, problem = "", ""
             if is_primary():
                 try:
+                    if self._remote is not None:
+                        self._remote.set_aside(wrong.step)
                     name = files.set_aside(self.folder / str(wrong.step)).name
                 except OSError as error:
                     problem = files.cause(error)
@@ -377,7 +433,8 @@ class CheckpointStore:
 
     def check_not_all_damaged(self) -> None:
         """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
-        names = json.loads(broadcast_from_primary(self._name, json.dumps(damaged_ones(self.folder))))
+        names = [] if not is_primary() else self._remote.damaged() if self._remote else damaged_ones(self.folder)
+        names = json.loads(broadcast_from_primary(self._name, json.dumps(names)))
         if names and not self._saved:
             raise ValueError(self._nothing_whole(names))
 
@@ -406,8 +463,13 @@ class CheckpointStore:
         saved, table = self._read(step)
         table, state, problems = table if self._digests else None, None, list[str]()
         if table is not None:
-            compared = files.compared(like, table, saved.shapes) if old is None else frozenset()
-            self._agree(step, self._wrong_files(step, table, compared))  # Orbax is given nothing that is damaged
+            if self._remote is not None:
+                left = (not_read(like),) if old is None else ()
+                wrong = self._remote.check(step, table, table.files, *left)
+            else:
+                compared = files.compared(like, table, saved.shapes) if old is None else frozenset()
+                wrong = self._wrong_files(step, table, compared)
+            self._agree(step, wrong)  # Orbax is given nothing that is damaged
         try:
             if old is not None:
                 state = files.restore_converted(self._handler, checkpoint, old.shapes, like)
@@ -425,12 +487,14 @@ class CheckpointStore:
         """What is wrong with this rank's share of a checkpoint's files; blocks that are `compared` are not read."""
         if table is None:
             return []
+        if self._remote is not None:
+            return self._remote.check(step, table, sorted(table.files)[process_index() :: process_count()])
         return table.check_files(self.folder / str(step), process_index(), process_count(), compared=compared)
 
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
         heard = [text for text in gather_to_primary(self._name, in_words(problems), CHECK_LIMIT_S) if text]
-        why, gone = in_words(list(dict.fromkeys(heard))), bool(heard) and not (self.folder / str(step)).exists()
+        why, gone = in_words(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
         why, gone = json.loads(broadcast_from_primary(self._name, json.dumps([why, gone]), CHECK_LIMIT_S))
         if not why:
             return
@@ -438,6 +502,9 @@ class CheckpointStore:
         if gone:  # its run goes on, and keeps the newest ones
             raise ValueError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
         raise DamagedCheckpoint(self.folder, step, why, self._instead(step) if self._read_only else "")
+
+    def _exists(self, step: int) -> bool:
+        return (self.folder / str(step)).exists() if self._remote is None else self._remote.exists(step)
 
     def _instead(self, step: int) -> str:
         """What a reader of another run's checkpoints may name instead of a damaged one."""
@@ -459,6 +526,8 @@ class CheckpointStore:
             return self._read_last[1:]
         saved, problems = None, list[str]()
         try:
+            if self._remote is not None:
+                self._remote.fetch_meta(step)
             saved = read_verified(self.folder / str(step), step)
         except ValueError as error:
             problems = [str(error)]

@@ -20,10 +20,13 @@ goes on from (a tracker drops later rows); None where there is nothing to track 
 own, comes with them from the `Experiment`."""
 
 
-def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger | None = None) -> list[Tracker]:
+def trackers_for(
+    run: Path, total_steps: int, restored_step: int, logger: Logger | None = None, *, own_log: bool = False
+) -> list[Tracker]:
     """Rank 0 writes the metrics and talks to the person; every rank has its lines in `logs/rank-N.log`.
 
-    Under the launcher that file is made of what a rank prints, so there every rank prints. Rows after `restored_step`,
+    Under the launcher that file is made of what a rank prints, so there every rank prints; and has its lines in the
+    file too where that is its `own_log`, of a run that the launcher's host does not see. Rows after `restored_step`,
     from which this process goes on, are dropped. A `logger` talks to the person instead.
     """
     launched = os.environ.get(STATUS_ENV) == "1"
@@ -32,7 +35,7 @@ def trackers_for(run: Path, total_steps: int, restored_step: int, logger: Logger
         trackers.append(logger.tracker(total_steps, restored_step))
     elif is_primary() or launched:
         trackers.append(ConsoleTracker(total_steps))
-    if not launched:
+    if not launched or own_log:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
     if is_primary():
         trackers += [tracker for make in METRICS if (tracker := make(run, restored_step)) is not None]

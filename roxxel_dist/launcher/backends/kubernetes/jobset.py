@@ -20,7 +20,7 @@ from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
 from roxxel_dist.launcher.environment import assignments, is_secret, masked_words, read_env_file
 from roxxel_dist.launcher.placement import placements
-from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for
+from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for, trains_in_bucket
 
 Plain = dict[str, Any]
 
@@ -140,12 +140,13 @@ class JobSetSpec:
                 raise ValueError(
                     f"--volume {volume!r}: write CLAIM:/path, a PersistentVolumeClaim and where it shall be"
                 )
-        if self.command[:1] != ("train",):
+        if self.command[:1] != ("train",) or trains_in_bucket(self.command):
             return
         run_dir = flag(self.command, "run_dir")
         if run_dir is None:
             raise ValueError(
-                "train without --run_dir: name a folder of a volume that all pods share (--volume CLAIM:/path)"
+                "train without --run_dir: name a folder of a volume that all pods share (--volume CLAIM:/path), or an "
+                "address in a bucket"
             )
         folder = os.path.normpath(run_dir)
         if not any(f"{folder}/".startswith(f"{os.path.normpath(path)}/") for _, path in self.mounts):

@@ -1,0 +1,1 @@
+"""A data set in an object store: its index, the cache of verified blocks, fetching ahead."""

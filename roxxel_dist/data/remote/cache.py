@@ -1,0 +1,292 @@
+"""The cache of blocks of objects on a disk of the host, shared by its processes.
+
+A folder `blocks-BOOT` in the user's folder holds one sparse file for each object, as long as the object, whose blocks
+are written where they are in the object; behind them one byte a cell (a block, or a part of a table) says whether it
+is there. Files are mapped read-only and written with pwrite(2), data before its bytes, so that a process may be killed
+anywhere.
+
+- *Claims*: who fetches cells has a lock of their range of the file (OFD locks, which belong to an open file and end
+  with its process). Who needs the same cells waits for the lock, and finds them there: they are fetched once a host.
+- *Eviction*: every write is a record in the file `order`; whoever writes takes the oldest records away while the cache
+  is too large. It clears the cells' bytes, counts up `evictions`, and only then makes a hole. A reader that sees the
+  bytes, copies, and finds the same count has copied what was there.
+- Pages reach the disk in no order: after the host has stopped, nothing of a cache can be trusted, so each boot begins
+  one of its own, and the caches of boots before are deleted.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.data.reader import map_files
+
+PAGE = 4096
+HEADER = struct.Struct("<4q")
+"""Of the file `cache`: the end and the begin of `order`, the bytes of its records, and how often something was evicted.
+"""
+RECORD = struct.Struct("<16s5q")
+"""Of the file `order`: the file, the first cell, cells, where their bytes are, the first byte, bytes."""
+ORDER_BYTES = 1 << 20
+"""Of the file `order` that are given back at once."""
+PUNCH_HOLE, KEEP_SIZE = 2, 1
+FLOCK = struct.Struct("hhqqi4x")
+"""struct flock of Linux with offsets of 64 bits."""
+_libc: ctypes.CDLL = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class CacheError(ValueError):
+    """The cache cannot be used: the message names cache_dir or cache_gb."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CacheFile:
+    """The file of one object."""
+
+    name: bytes
+    path: Path
+    size: int
+    """Of the object."""
+    cells: int
+
+    @property
+    def cells_at(self) -> int:
+        """Where the bytes of the cells begin."""
+        return -(-self.size // PAGE) * PAGE
+
+
+class Claim:
+    """The right to fetch some cells of a file, which nobody else has meanwhile."""
+
+    def __init__(self, cache: "BlockCache", file: CacheFile, descriptor: int) -> None:
+        self._cache, self._file, self._descriptor = cache, file, descriptor
+
+    def put(self, cell: int, cells: int, offset: int, data: bytes | memoryview) -> None:
+        """Write `cells` cells from `cell` on, which are `data` and begin at the object's byte `offset`.
+
+        Raises CacheError where the disk is full.
+        """
+        self._cache.make_room(RECORD.pack(self._file.name, cell, cells, self._file.cells_at, offset, len(data)))
+        with self._cache.disk_errors():
+            _write(self._descriptor, data, offset)
+            _write(self._descriptor, b"\1" * cells, self._file.cells_at + cell)
+
+    def forget(self, cell: int, cells: int) -> None:
+        """Take cells away that turned out to be damaged."""
+        _write(self._descriptor, bytes(cells), self._file.cells_at + cell)
+
+
+class BlockCache:
+    """Blocks in `folder`, of at most `capacity` bytes.
+
+    Raises:
+        CacheError: the folder cannot be made or written, or its file system cannot do what is needed.
+    """
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self.user_folder, self.capacity = folder, capacity
+        self.folder = folder / f"blocks-{_boot()}"
+        with self.disk_errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            weakref.finalize(self, os.close, users)
+            fcntl.flock(users, fcntl.LOCK_SH)  # as long as this object lives, which is no longer than the process
+            self._delete_older()
+            with self._lock():
+                header = self.folder / "cache"
+                if not header.exists():
+                    self._check_file_system()
+                    write_file(header, bytes(PAGE))
+            self._header = map_files([header])[0][: HEADER.size].view(np.int64)
+
+    @property
+    def evictions(self) -> int:
+        """How often something was evicted."""
+        return int(self._header[3])
+
+    @property
+    def used(self) -> int:
+        """Bytes of the blocks that are there."""
+        return int(self._header[2])
+
+    def file(self, key: str, size: int, cells: int) -> CacheFile:
+        """The file of an object, made if it is not there. `key` is all that tells the object from others."""
+        path = self.path(key, ".data")
+        file = CacheFile(name=path.stem.encode(), path=path, size=size, cells=cells)
+        whole = file.cells_at + -(-cells // PAGE) * PAGE
+        with self.disk_errors():
+            if not file.path.exists() or file.path.stat().st_size != whole:
+                descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    os.ftruncate(descriptor, whole)
+                finally:
+                    os.close(descriptor)
+        return file
+
+    def path(self, key: str, ending: str) -> Path:
+        """Where the file of something is; `key` is all that tells it from others."""
+        return self.folder / f"{xxhash.xxh3_64_hexdigest(key.encode())}{ending}"
+
+    @contextmanager
+    def claim(self, file: CacheFile, cell: int, cells: int) -> Iterator[Claim]:
+        """Wait until nobody else fetches any of some cells, and keep them for this block."""
+        with self.disk_errors():
+            descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with self.disk_errors():
+                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, cell, cells, 0))
+            yield Claim(self, file, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_room(self, record: bytes) -> None:
+        """Note what is about to be written, and evict the oldest blocks while all would be too many bytes."""
+        with (
+            self.disk_errors(), self._lock(), _opened(self.folder / "cache") as header,
+            _opened(self.folder / "order") as order,
+        ):  # fmt: skip
+            stop, first, used, evictions = HEADER.unpack(os.pread(header, HEADER.size, 0))
+            _write(order, record, stop)
+            stop, used = stop + RECORD.size, used + RECORD.unpack(record)[5]
+            _write(header, HEADER.pack(stop, first, used, evictions), 0)
+            # Not its own, and what others are just fetching once more goes behind.
+            begin, limit = first, stop - RECORD.size
+            while used > self.capacity and first < limit:
+                oldest = os.pread(order, RECORD.size, first)
+                first += RECORD.size
+                if self._evict(oldest, header, evictions + 1):
+                    evictions, used = evictions + 1, used - RECORD.unpack(oldest)[5]
+                else:
+                    _write(order, oldest, stop)
+                    stop += RECORD.size
+                _write(header, HEADER.pack(stop, first, used, evictions), 0)
+            if begin // ORDER_BYTES != first // ORDER_BYTES:
+                _punch(order, 0, first // ORDER_BYTES * ORDER_BYTES)
+
+    def _evict(self, record: bytes, header: int, evictions: int) -> bool:
+        """Take the cells of a record away; False where somebody fetches some of them."""
+        name, cell, cells, cells_at, offset, size = RECORD.unpack(record)
+        try:
+            descriptor = os.open(self.folder / f"{name.decode()}.data", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, cell, cells, 0))
+            except (BlockingIOError, PermissionError):
+                return False
+            _write(descriptor, bytes(cells), cells_at + cell)
+            _write(header, struct.pack("<q", evictions), 24)
+            _punch(descriptor, offset, size)
+        finally:
+            os.close(descriptor)
+        return True
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with _opened(self.folder / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _delete_older(self) -> None:
+        """Delete the caches of boots before, which nobody uses."""
+        for folder in self.user_folder.glob("blocks-*"):
+            if folder == self.folder:
+                continue
+            with suppress(OSError), _opened(folder / "users") as users:
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _check_file_system(self) -> None:
+        """Raises CacheError where files cannot have holes or locks of ranges."""
+        path = self.folder / "check"
+        try:
+            with _opened(path) as descriptor:
+                os.ftruncate(descriptor, 2 * PAGE)
+                _write(descriptor, b"\1" * PAGE, 0)
+                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+                _punch(descriptor, 0, PAGE)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CacheError(
+                f"cache_dir {self.user_folder} is on a file system that cannot make holes in files, or lock parts of "
+                f"them ({error.strerror}): name a folder on a local disk of the host"
+            ) from error
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def disk_errors(self) -> Iterator[None]:
+        """What the disk refuses within it is a CacheError."""
+        try:
+            yield
+        except OSError as error:
+            where = f"cache_dir {self.user_folder}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free, gb = _free(self.user_folder), self.capacity / 1e9
+                raise CacheError(
+                    f"{where}: the disk is full ({free / 1e9:.2g} GB are free, and blocks of data may take cache_gb = "
+                    f"{gb:g}): make room, use a lower cache_gb, or a cache_dir on a larger disk"
+                ) from error
+            if error.errno == errno.ENOENT:
+                raise CacheError(f"{where}: the cache was deleted while it was in use; start again") from error
+            raise CacheError(
+                f"{where} cannot be used ({error.strerror}): name a folder that can be written on a local disk"
+            ) from error
+
+
+def default_folder() -> Path:
+    """Where blocks are kept if nothing is said: in the user's folder of caches."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "roxxel-dist"
+
+
+def _free(folder: Path) -> int:
+    try:
+        disk = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+    except OSError:
+        return 0
+    return disk.f_bavail * disk.f_frsize
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return "unknown"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite(2), all of it."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _punch(descriptor: int, offset: int, size: int) -> None:
+    """Give the disk space of a range of a file back; it reads as zeros then."""
+    if size and _libc.fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, offset, size):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

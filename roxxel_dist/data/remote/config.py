@@ -1,0 +1,23 @@
+"""How data in an object store is read."""
+
+from roxxel_dist.component import component
+
+
+@component
+class RemoteConfig:
+    """The cache of data that is in an object store, and how long the store may fail."""
+
+    cache_dir: str | None = None
+    """Folder on a disk of the host for blocks of data in an object store, shared by its processes;
+    $XDG_CACHE_HOME/roxxel-dist, or ~/.cache/roxxel-dist, where not given."""
+    cache_gb: float = 32.0
+    """GB (10^9 bytes) that the blocks in cache_dir may take; the oldest ones go first."""
+    store_timeout: float = 120.0
+    """Seconds for which an operation of an object store is tried again; then the run ends with exit code 74."""
+
+    def __post_init__(self) -> None:
+        if self.cache_dir == "":
+            raise ValueError("cache_dir is empty: name a folder, or leave it out")
+        for name in ("cache_gb", "store_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0")

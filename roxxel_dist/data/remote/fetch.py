@@ -1,0 +1,291 @@
+"""Fetching cells of shards into the cache: what is missing, in ranges, in parallel, each compared with its digest.
+
+What a reader waits for has threads of its own: they are free when those that fetch ahead hang on a store that is away.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from roxxel_dist.data.format import checksum
+from roxxel_dist.data.reader import view_memory
+from roxxel_dist.data.remote.cache import BlockCache, CacheError
+from roxxel_dist.data.remote.index import TABLE_NUMBERS
+from roxxel_dist.data.remote.shard import RemoteShard
+from roxxel_dist.data.shard import DamagedData
+from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
+from roxxel_dist.objects.store import ObjectStore
+
+T = TypeVar("T")
+THREADS = 16
+GAP_BYTES = 1 << 16
+"""Read along where two ranges lie so near: what a request costs at 50 ms and 20 MB/s among 16."""
+REQUEST_BYTES = 1 << 20
+ROUNDS = 100
+"""In which what was fetched was evicted before it was read."""
+
+
+class _Run:
+    """Cells of a shard that are being fetched, or wait for it."""
+
+    def __init__(self, number: int, first: int, stop: int) -> None:
+        self.number, self.first, self.stop = number, first, stop
+        self.begun = False
+        self.done: Future[None] = Future()
+
+
+class _Pool:
+    """Daemon threads, which a process that ends need not wait for."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._name, self._threads = name, 0
+        weakref.finalize(self, _end, self._jobs).atexit = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        if self._threads < THREADS:
+            self._threads += 1
+            threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
+
+    @property
+    def waiting(self) -> int:
+        return self._jobs.qsize()
+
+
+def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # or it would be kept, and what it belongs to, until the next one
+
+
+def _end(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    for _ in range(THREADS):
+        jobs.put(None)
+
+
+class Fetcher:
+    """Fetches the cells of the shards of one data set. May be used by several threads."""
+
+    def __init__(self, store: ObjectStore, cache: BlockCache) -> None:
+        self.store, self.cache = store, cache
+        self.shards: Sequence[RemoteShard] = ()
+        self._lock = threading.Lock()
+        self._pending: dict[int, list[_Run]] = {}
+        self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
+
+    def serve(self, shards: Sequence[RemoteShard]) -> None:
+        """From now on fetch for these shards, whose files are mapped in one range of addresses, in this order."""
+        self.shards = shards
+        addresses = [shard.present.__array_interface__["data"][0] for shard in shards]
+        low, high = min(addresses), max(addresses[-1] + shards[-1].cells.count, max(addresses) + 1)
+        self._present = view_memory(low, high - low, "|b1", shards)
+        self._base = np.array(addresses, np.int64) - low
+        self._blocks = np.array([shard.cells.blocks for shard in shards], np.int64)
+        self._first_sum = np.array([shard.cells.first_sum for shard in shards], np.int64)
+        self._block_size = np.array([shard.layout.block_size for shard in shards], np.int64)
+
+    @property
+    def backlog(self) -> int:
+        """Ranges that wait for a thread to fetch them ahead."""
+        return self._ahead.waiting
+
+    def fetch(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, *, urgent: bool) -> int:
+        """Have cells in the cache: those from `first` to `stop`, int64 [N] each, of the shards with these numbers.
+
+        Returns the count of evictions at which all of them were there. Where it is not `urgent`, nothing is fetched
+        again that was evicted meanwhile.
+
+        Raises:
+            DamagedData: what was fetched is damaged, the second time too, or the object is another one now.
+            StoreError: the store does not give it, after all tries.
+            CacheError: the cache is full, or too small.
+        """
+        counts = stop - first
+        starts = np.cumsum(counts) - counts
+        cells = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
+        places = np.repeat(self._base[numbers], counts) + cells
+        for _ in range(ROUNDS):
+            evictions = self.cache.evictions
+            missing = np.unique(places[~self._present[places]])
+            if not len(missing):
+                return evictions
+            if urgent:
+                self._check_capacity(numbers, counts)
+            damage: DamagedData | None = None
+            for run in [self._begin(*run, urgent=urgent) for run in self._runs(missing)]:
+                try:
+                    run.done.result()
+                except DamagedData as error:
+                    damage = damage or error
+            if damage is not None and not self._present[places].all():  # else it was between what is needed
+                raise damage
+            if not urgent:
+                return evictions
+        raise self._too_small()
+
+    def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
+        """What `copy` takes out of these cells, which are all there while it does; raises as `fetch`."""
+        for _ in range(ROUNDS):
+            evictions = self.fetch(numbers, first, stop, urgent=True)
+            result = copy()
+            if self.cache.evictions == evictions:
+                return result
+        raise self._too_small()
+
+    def forget(self, shard: RemoteShard, cells: Sequence[int]) -> None:
+        """Take cells out of the cache that are not what was fetched."""
+        for cell in cells:
+            with self.cache.claim(shard.file, cell, 1) as claim:
+                claim.forget(cell, 1)
+
+    def cell_bytes(self, numbers: np.ndarray) -> np.ndarray:
+        """Bytes of a block in the shards with these numbers."""
+        return self._block_size[numbers]
+
+    def _check_capacity(self, numbers: np.ndarray, counts: np.ndarray) -> None:
+        if int((self._block_size[numbers] * counts).sum()) > self.cache.capacity:
+            raise self._too_small()
+
+    def _too_small(self) -> CacheError:
+        return CacheError(
+            f"cache_gb is {self.cache.capacity / 1e9:g}: blocks are evicted before they are read, a batch of each "
+            f"process of the host, and what is fetched ahead for it, must have room. Use a larger cache_gb"
+        )
+
+    def _runs(self, missing: np.ndarray) -> list[tuple[int, int, int]]:
+        """(shard, first cell, end) of ranges to fetch, from sorted places of what is missing."""
+        numbers = self._base.searchsorted(missing, side="right") - 1
+        cells = missing - self._base[numbers]
+        kinds = (cells >= self._blocks[numbers]).astype(np.int64) + (cells >= self._first_sum[numbers])
+        gap = np.where(kinds == 0, np.maximum(1, GAP_BYTES // self._block_size[numbers] + 1), 1)
+        cuts = (np.diff(numbers) != 0) | (np.diff(kinds) != 0) | (np.diff(cells) > gap[1:])
+        bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(cells)]
+        runs: list[tuple[int, int, int]] = []
+        for low, high in pairwise(bounds):
+            number, kind = int(numbers[low]), int(kinds[low])
+            first, stop, own = int(cells[low]), int(cells[high - 1]) + 1, self.shards[number].cells
+            size = int(self._block_size[number])
+            step = max(1, REQUEST_BYTES // size)
+            if kind:
+                step = max(1, own.count)
+                if self.shards[number].entry.sums is None:  # it proves itself as a whole alone
+                    first, stop = (own.blocks, own.first_sum) if kind == 1 else (own.first_sum, own.count)
+            runs += [(number, begin, min(begin + step, stop)) for begin in range(first, stop, step)]
+        return runs
+
+    def _begin(self, number: int, first: int, stop: int, *, urgent: bool) -> _Run:
+        """Have a range fetched: a new run, or one that has it already."""
+        with self._lock:
+            for run in self._pending.get(number, ()):
+                if run.first <= first and stop <= run.stop and (run.begun or not urgent):
+                    return run
+            run = _Run(number, first, stop)
+            self._pending.setdefault(number, []).append(run)
+        (self._urgent if urgent else self._ahead).submit(lambda: self._do(run))
+        return run
+
+    def _do(self, run: _Run) -> None:
+        run.begun = True
+        problem: BaseException | None = None
+        try:
+            self._fetch(self.shards[run.number], run.first, run.stop)
+        except BaseException as error:  # whatever it is, who waits must hear of it
+            problem = error
+        with self._lock:
+            self._pending[run.number].remove(run)
+        if problem is None:
+            run.done.set_result(None)
+        else:
+            run.done.set_exception(problem)
+
+    def _fetch(self, shard: RemoteShard, first: int, stop: int) -> None:
+        """Fetch what is missing of a range, once nobody else fetches any of it."""
+        with self.cache.claim(shard.file, first, stop - first) as claim:
+            missing = np.flatnonzero(~shard.present[first:stop])
+            if not len(missing):
+                return
+            if shard.entry.sums is not None or first < shard.cells.blocks:
+                first, stop = first + int(missing[0]), first + int(missing[-1]) + 1
+            low, data, damaged = shard.cells.span(first, stop)[0], *self._read(shard, first, stop)
+            view, begin = memoryview(data), first
+            for end in [*damaged, stop]:  # what is whole between what is damaged
+                if begin < end:
+                    start, finish = shard.cells.span(begin, end)
+                    claim.put(begin, end - begin, start, view[start - low : finish - low])
+                begin = end + 1
+            if damaged:
+                raise self._damage(shard, damaged)
+
+    def _read(self, shard: RemoteShard, first: int, stop: int) -> tuple[bytes, list[int]]:
+        """(The bytes of some cells, those that do not agree with their digests); what differs is read once more."""
+        low, high = shard.cells.span(first, stop)
+        is_table = first >= shard.cells.blocks
+        digests = self._table_digests(shard, first, stop) if is_table else self._checksums(shard, first, stop)
+        data, damaged = b"", list[int]()
+        for _ in range(2):
+            try:
+                data = self.store.read_range(shard.entry.name, low, high, etag=shard.entry.etag)
+            except (StorePreconditionError, StoreNotFoundError) as error:
+                gone = "is gone from" if isinstance(error, StoreNotFoundError) else "was replaced in"
+                raise DamagedData(
+                    f"{shard.path} {gone} the bucket since its data set was opened, or its index written: put it back, "
+                    f"or write the index again (`roxxel-dist data index`) and start again"
+                ) from error
+            if digests is None:
+                sums = first >= shard.cells.first_sum
+                whole = shard.layout.sums_checksum if sums else shard.layout.ends_checksum
+                damaged = [] if checksum(data) == whole else list(range(first, stop))
+            else:
+                size = shard.cells.span(first, first + 1)[1] - low if stop - first > 1 else high - low
+                damaged = (first + np.flatnonzero(_digests(data, size) != digests)).tolist()
+            if not damaged:
+                break
+        return data, damaged
+
+    def _damage(self, shard: RemoteShard, damaged: list[int]) -> DamagedData:
+        first = damaged[0]
+        cure = (
+            f"does not agree with its checksum, fetched twice. `roxxel-dist data verify {shard.path.parent}` names all "
+            f"that is damaged; copy the object again from its source and go on"
+        )
+        if first >= shard.cells.blocks:
+            name = "checksums" if first >= shard.cells.first_sum else "document ends"
+            return DamagedData(f"{shard.path}: the table of {name} {cure}")
+        return DamagedData(f"{shard.damage(damaged)}: it {cure}")
+
+    def _table_digests(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray | None:
+        """uint64 of some cells of a table; None where it has one digest as a whole."""
+        begin, digests = shard.cells.blocks, shard.entry.ends
+        if first >= shard.cells.first_sum:
+            begin, digests = shard.cells.first_sum, shard.entry.sums
+        return None if digests is None else digests[first - begin : stop - begin]
+
+    def _checksums(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray:
+        """uint64 of some blocks, from the table in the cache, which is fetched here where it is not there."""
+        low = shard.cells.first_sum + first // TABLE_NUMBERS
+        high = shard.cells.first_sum + (stop - 1) // TABLE_NUMBERS + 1
+        for _ in range(ROUNDS):
+            evictions = self.cache.evictions
+            if shard.present[low:high].all():
+                sums = shard.checksums[first:stop].copy()
+                if self.cache.evictions == evictions:
+                    return sums
+            else:
+                runs = self._runs(self._base[shard.number] + low + np.flatnonzero(~shard.present[low:high]))
+                for _, begin, end in runs:
+                    self._fetch(shard, begin, end)
+        raise self._too_small()
+
+
+def _digests(data: bytes, size: int) -> np.ndarray:
+    """uint64: the xxh3-64 of each `size` bytes."""
+    view: Any = memoryview(data)
+    return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)

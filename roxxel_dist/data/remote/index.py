@@ -1,0 +1,183 @@
+"""The index object of a data set in an object store: what opening needs of every shard, in one object.
+
+`shards.index` lies beside the shards: 8 bytes "ROXXELI1", the xxh3-64 of the rest (little-endian), and a map in
+MessagePack, packed by zlib. For each shard it has the name, the size, the ETag, the metadata and the footer, and for
+each 64 KiB of its table of checksums and of its document ends a digest, so that a part of a table proves itself. Of
+the document ends it has the first number of each 64 KiB, and what `split` looks up for usual shares.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from roxxel_dist.data.format import FOOTER, HEADER_BYTES, Layout, checksum, npy_header, parse_end
+from roxxel_dist.data.shard import check_ends
+from roxxel_dist.objects.store import ObjectInfo, ObjectStore
+
+INDEX = "shards.index"
+MAGIC = b"ROXXELI1"
+HEAD = struct.Struct("<8sQ")
+TABLE_BYTES = 1 << 16
+"""Of a table that one digest covers."""
+TABLE_NUMBERS = TABLE_BYTES // 8
+END_BYTES = 1 << 13
+"""Read of a shard's end at first: the footer, and more metadata than there is."""
+SHARES = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
+"""Of `val_fraction`, whose cut of every shard is in the index."""
+REQUESTS = 32
+"""Shards that are looked at at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """What is known of a shard that nothing was read of."""
+
+    name: str
+    size: int
+    etag: str
+    end: bytes
+    """The metadata and the footer: the last bytes of the file."""
+    sums: np.ndarray | None = None
+    """uint64: the xxh3-64 of each 64 KiB of the table of checksums; None where there is no index."""
+    ends: np.ndarray | None = None
+    """uint64: the same of the document ends."""
+    firsts: np.ndarray | None = None
+    """int64: the first number in each 64 KiB of the document ends."""
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    """(token, document ends at or before it, the last of them or 0) for the cuts of usual shares."""
+
+    def layout(self, where: object) -> Layout:
+        """Where its parts are. Raises ValueError, naming `where`, if the end is damaged."""
+        return parse_end(where, self.size, self.end)
+
+
+def write_index(store: ObjectStore) -> str:
+    """Write the index of all shards (`*.rox`) directly below a store's prefix, and return its ETag.
+
+    Tables are read and compared with the footers, tokens are not read. Where the store has conditional puts, an index
+    that somebody else has written meanwhile is not replaced.
+
+    Raises:
+        ValueError: there is no shard, or one is damaged or not whole. The message names the object.
+        StoreError: the store does not do it; StorePreconditionError where somebody else has written an index meanwhile.
+    """
+    found = store.list()
+    before = next((info.etag for info in found if info.key == INDEX), None)
+    shards = [info for info in found if is_shard(info.key)]
+    if not shards:
+        raise ValueError(f"{store.url} has no shards (*.rox): nothing to write an index of. Check the address")
+    with ThreadPoolExecutor(min(REQUESTS, len(shards), 8)) as pool:
+        entries = list(pool.map(partial(_read_entry, store), shards))
+    data = pack(entries)
+    if not store.supports_conditions():
+        return store.write(INDEX, data)
+    return store.write(INDEX, data, if_match=before, if_absent=before is None)
+
+
+def is_shard(key: str) -> bool:
+    """Whether a key, relative to the prefix of a data set, is that of a shard."""
+    return key.endswith(".rox") and "/" not in key and not key.startswith(".")
+
+
+def read_ends(store: ObjectStore, shards: Sequence[ObjectInfo]) -> list[ShardEntry]:
+    """The entries of some shards without an index: the end of each is read, in parallel."""
+    with ThreadPoolExecutor(min(REQUESTS, max(1, len(shards)))) as pool:
+        return list(pool.map(partial(_read_end, store), shards))
+
+
+def _read_end(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
+    where = store.url.join(info.key)
+    if info.size < HEADER_BYTES + FOOTER.size:
+        parse_end(where, info.size, b"")  # raises
+    end = store.read_range(info.key, max(0, info.size - END_BYTES), info.size, etag=info.etag)
+    try:
+        layout = parse_end(where, info.size, end)
+    except ValueError:  # damage is read once more
+        end = store.read_range(info.key, max(0, info.size - END_BYTES), info.size, etag=info.etag)
+        layout = parse_end(where, info.size, end)
+    return ShardEntry(name=info.key, size=info.size, etag=info.etag, end=end[layout.meta_offset - info.size :])
+
+
+def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
+    """The entry of a shard with its digests."""
+    where, entry = store.url.join(info.key), _read_end(store, info)
+    layout = entry.layout(where)
+    header = store.read_range(info.key, 0, HEADER_BYTES, etag=info.etag)
+    if header != npy_header(layout.dtype, layout.metadata.tokens):
+        raise ValueError(f"{where}: the .npy header is damaged: it does not agree with the footer. Copy it again")
+    tables = b""
+    if layout.meta_offset > layout.ends_offset:
+        tables = store.read_range(info.key, layout.ends_offset, layout.meta_offset, etag=info.etag)
+    ends, sums = tables[: layout.sums_offset - layout.ends_offset], tables[layout.sums_offset - layout.ends_offset :]
+    if checksum(ends) != layout.ends_checksum or checksum(sums) != layout.sums_checksum:
+        raise ValueError(f"{where}: its tables are damaged. Copy it again from its source")
+    numbers = np.frombuffer(ends, "<i8")
+    check_ends(where, numbers, layout.metadata.tokens)
+    return replace(
+        entry,
+        sums=digests(sums),
+        ends=digests(ends),
+        firsts=numbers[::TABLE_NUMBERS].copy(),
+        cuts=tuple(dict.fromkeys(cut_of(numbers, layout.metadata.tokens, share) for share in SHARES)),
+    )
+
+
+def cut_of(ends: np.ndarray, tokens: int, share: float) -> tuple[int, int, int]:
+    """(token, document ends at or before it, the last of them or 0), where `share` of a shard is held out."""
+    target = tokens - int(tokens * share)
+    number = int(ends.searchsorted(target, side="right"))
+    return target, number, int(ends[number - 1]) if number else 0
+
+
+def digests(table: bytes) -> np.ndarray:
+    """uint64: the xxh3-64 of each 64 KiB of a table."""
+    starts = range(0, len(table), TABLE_BYTES)
+    return np.array([xxhash.xxh3_64_intdigest(table[start : start + TABLE_BYTES]) for start in starts], np.uint64)
+
+
+def pack(entries: Sequence[ShardEntry]) -> bytes:
+    """The bytes of the index object of these shards, all of which have their digests."""
+    shards = [
+        {
+            **vars(entry),
+            **{name: _column(entry, name).tobytes() for name in ("sums", "ends", "firsts")},
+        }
+        for entry in entries
+    ]
+    body = zlib.compress(msgpack.packb({"shards": shards}) or b"", 1)
+    return HEAD.pack(MAGIC, checksum(body)) + body
+
+
+def _column(entry: ShardEntry, name: str) -> np.ndarray:
+    return getattr(entry, name).astype("<i8" if name == "firsts" else "<u8")
+
+
+def unpack(where: object, data: bytes) -> list[ShardEntry]:
+    """The shards in the bytes of an index object. Raises ValueError, naming `where`, for one that is damaged."""
+    cure = "write it again: `roxxel-dist data index` with the address of its data set"
+    if len(data) < HEAD.size or not data.startswith(MAGIC):
+        raise ValueError(f"{where} is no index of shards: {cure}")
+    if checksum(data[HEAD.size :]) != HEAD.unpack_from(data)[1]:
+        raise ValueError(f"{where} is damaged (its checksum is wrong): {cure}")
+    shards: list[dict[str, Any]] = msgpack.unpackb(zlib.decompress(data[HEAD.size :]))["shards"]
+    return [
+        ShardEntry(
+            name=shard["name"],
+            size=shard["size"],
+            etag=shard["etag"],
+            end=shard["end"],
+            sums=np.frombuffer(shard["sums"], "<u8"),
+            ends=np.frombuffer(shard["ends"], "<u8"),
+            firsts=np.frombuffer(shard["firsts"], "<i8"),
+            cuts=tuple(map(tuple, shard["cuts"])),
+        )
+        for shard in shards
+    ]

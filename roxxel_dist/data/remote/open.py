@@ -1,0 +1,135 @@
+"""From the address of a data set in an object store to its shards, none of which is read."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.data.discovery import DataPath, NoShardsError
+from roxxel_dist.data.reader import map_files
+from roxxel_dist.data.remote.cache import BlockCache, default_folder
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.remote.fetch import Fetcher
+from roxxel_dist.data.remote.index import INDEX, ShardEntry, is_shard, read_ends, unpack
+from roxxel_dist.data.remote.shard import Cells, RemoteShard
+from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.objects.url import ObjectUrl, is_url
+
+MAGIC_CHARACTERS = re.compile(r"[*?\[]")
+
+
+def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
+    """The shards that an address names: all of a prefix, one `.rox`, a pattern or a prefix of names in the last part.
+
+    With an index beside the shards, which is kept in the cache, it takes one or two requests; else the end of each is
+    read.
+
+    Raises:
+        ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
+        NoShardsError: there are no shards.
+        StoreError: the store does not give what is needed.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not is_url(path):
+        raise ValueError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
+    url = ObjectUrl.parse(path)
+    folder = Path(os.path.abspath(os.path.expanduser(config.cache_dir))) if config.cache_dir else default_folder()
+    cache = BlockCache(folder, int(config.cache_gb * 1e9))
+    store, entries = find_shards(url, config.store_timeout, cache)
+    if not entries:
+        raise NoShardsError(
+            f"{url}: no .rox object there. Check the address, or bring a data set there: `roxxel-dist copy DIR {url}`"
+        )
+    return _opened(store, entries, Fetcher(store, cache))
+
+
+def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher) -> list[RemoteShard]:
+    layouts = [entry.layout(store.url.join(entry.name)) for entry in entries]
+    # As a data set has them, which need not be the order of their names.
+    order = sorted(range(len(entries)), key=lambda number: layouts[number].metadata.index)
+    entries = [entries[number] for number in order]
+    urls = [store.url.join(entry.name) for entry in entries]
+    cells = [Cells.of(layouts[number]) for number in order]
+    files = [
+        fetcher.cache.file(f"{url} {entry.etag} {entry.size}", entry.size, each.count)
+        for url, entry, each in zip(urls, entries, cells, strict=True)
+    ]
+    with fetcher.cache.disk_errors():
+        maps = map_files([file.path for file in files])
+    shards = [
+        RemoteShard.opened(url, entry, each, number, file, mapped, fetcher)
+        for number, (url, entry, each, file, mapped) in enumerate(zip(urls, entries, cells, files, maps, strict=True))
+    ]
+    fetcher.serve(shards)
+    return shards
+
+
+def find_shards(
+    url: ObjectUrl, timeout_s: float, cache: BlockCache | None = None
+) -> tuple[ObjectStore, list[ShardEntry]]:
+    """(the store of the folder that they are in, what is known of the shards) that an address names.
+
+    Without a `cache` the index is not looked at.
+    """
+    is_one = url.key.endswith(".rox") or MAGIC_CHARACTERS.search(url.name) is not None
+    if not is_one:
+        store = ObjectStore.open(url, timeout_s=timeout_s)
+        if entries := _entries(store, cache):
+            return store, entries
+    if not url.key:
+        return ObjectStore.open(url, timeout_s=timeout_s), []
+    store = ObjectStore.open(url.parent, timeout_s=timeout_s)
+    known, name = {entry.name: entry for entry in _entries(store, cache, url.name)}, url.name
+    exact = re.compile(re.escape(name) + r"_\d{5,}\.rox")
+    pattern = name if is_one else f"{name}*.rox"
+    chosen = [each for each in known if not is_one and exact.fullmatch(each)]
+    chosen = chosen or [each for each in known if each == name] or fnmatch.filter(known, pattern)
+    return store, [known[each] for each in chosen]
+
+
+def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None = None) -> list[ShardEntry]:
+    """The shards directly below a prefix, by its index or else a list, of which only what `pattern` may mean."""
+    if cache is not None:
+        with suppress(StoreNotFoundError):
+            return _read_index(store, cache)
+    begin = MAGIC_CHARACTERS.split(pattern)[0] if pattern else ""
+    found = [info for info in store.list() if is_shard(info.key) and info.key.startswith(begin)]
+    return read_ends(store, found)
+
+
+def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:
+    """The index of a data set. It is kept in the cache, under its ETag, for the other processes of the host.
+
+    Raises StoreNotFoundError where there is none.
+    """
+    where, info = store.url.join(INDEX), store.head(INDEX)
+    kept = cache.path(f"{where} {info.etag} {info.size}", ".index")
+    with suppress(FileNotFoundError, ValueError):
+        return unpack(where, kept.read_bytes())
+    data = store.read(INDEX, etag=info.etag)
+    try:
+        entries = unpack(where, data)
+    except ValueError:  # damage is read once more
+        data = store.read(INDEX, etag=info.etag)
+        entries = unpack(where, data)
+    with cache.disk_errors():
+        write_file(kept, data)
+    return entries
+
+
+def read_beside(shard: RemoteShard, name: str) -> Path | None:
+    """A small object beside a shard, such as the tokenizer, as a file in the cache; None where there is none."""
+    store, cache = shard.fetcher.store, shard.cache
+    try:
+        info = store.head(name)
+    except StoreNotFoundError:
+        return None
+    path = cache.path(f"{store.url.join(name)} {info.etag} {info.size}", f"-{name}")
+    if not path.exists():
+        data = store.read(name, etag=info.etag)
+        with cache.disk_errors():
+            write_file(path, data)
+    return path

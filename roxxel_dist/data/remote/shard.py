@@ -1,0 +1,237 @@
+"""A shard whose bytes are in an object store: blocks are in the cache, or come there before they are read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from roxxel_dist.data.format import HEADER_BYTES, Layout, block_count
+from roxxel_dist.data.remote.cache import BlockCache, CacheFile
+from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, ShardEntry
+from roxxel_dist.data.shard import DamagedData, Shard
+from roxxel_dist.objects.url import ObjectUrl
+
+T = TypeVar("T")
+KEPT_PARTS = 64
+"""Parts of the document ends of a shard that a process keeps in memory."""
+
+
+class Blocks(Protocol):
+    """What brings cells into the cache: `fetch.Fetcher`."""
+
+    cache: BlockCache
+
+    def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
+        """What `copy` takes out of some cells."""
+        ...
+
+    def forget(self, shard: "RemoteShard", cells: Sequence[int]) -> None:
+        """Take cells out of the cache."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """The cells of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables."""
+
+    layout: Layout
+    blocks: int
+    end_parts: int
+    sum_parts: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Cells":
+        """The cells of a shard with this layout."""
+        blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)
+        parts = (layout.sums_offset - layout.ends_offset, layout.meta_offset - layout.sums_offset)
+        end_parts, sum_parts = (-(-size // TABLE_BYTES) for size in parts)
+        return cls(layout=layout, blocks=blocks, end_parts=end_parts, sum_parts=sum_parts)
+
+    @property
+    def count(self) -> int:
+        """How many cells there are."""
+        return self.blocks + self.end_parts + self.sum_parts
+
+    def span(self, first: int, stop: int) -> tuple[int, int]:
+        """The bytes of the object (first, end) of some cells, all of them blocks or all of one table."""
+        layout = self.layout
+        if first < self.blocks:
+            begin, size, end = HEADER_BYTES, layout.block_size, layout.metadata.tokens * layout.dtype.itemsize
+            end += HEADER_BYTES
+        elif first < self.blocks + self.end_parts:
+            begin, size, end = layout.ends_offset, TABLE_BYTES, layout.sums_offset
+            first, stop = first - self.blocks, stop - self.blocks
+        else:
+            begin, size, end = layout.sums_offset, TABLE_BYTES, layout.meta_offset
+            first, stop = first - self.blocks - self.end_parts, stop - self.blocks - self.end_parts
+        return begin + first * size, min(begin + stop * size, end)
+
+    @property
+    def first_sum(self) -> int:
+        """The first cell of the table of checksums."""
+        return self.blocks + self.end_parts
+
+
+class RemoteEnds:
+    """The document ends of a shard as far as somebody looks at them: what a numpy array of them would answer."""
+
+    def __init__(self, shard: "RemoteShard") -> None:
+        self._shard = shard
+        self._counts = {target: count for target, count, _ in shard.entry.cuts}
+        self._numbers = {count - 1: end for _, count, end in shard.entry.cuts if count}
+        self._parts: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self._shard.metadata.documents
+
+    def searchsorted(self, tokens: Any, side: Literal["right"] = "right") -> Any:
+        """How many documents end at or before each of some tokens."""
+        if np.ndim(tokens) == 0:
+            known = self._counts.get(int(tokens))
+            return np.int64(known) if known is not None else self.searchsorted(np.array([tokens]), side)[0]
+        if side != "right":
+            raise NotImplementedError("only the documents that end at or before a token are counted")
+        values = np.asarray(tokens, np.int64)
+        firsts = self._shard.entry.firsts
+        if firsts is None:  # without an index the whole table is there
+            firsts = np.concatenate(
+                [part[:1] for part in self._read(range(self._shard.cells.end_parts))] or [values[:0]]
+            )
+        parts = firsts.searchsorted(values, side="right") - 1
+        counts = np.zeros(values.shape, np.int64)
+        wanted = np.unique(parts[parts >= 0])
+        for number, part in zip(wanted.tolist(), self._read(wanted.tolist()), strict=True):
+            chosen = parts == number
+            counts[chosen] = number * TABLE_NUMBERS + part.searchsorted(values[chosen], side="right")
+        return counts
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self[np.arange(*index.indices(len(self)))]
+        numbers = np.asarray(index, np.int64)
+        if numbers.ndim == 0:
+            known = self._numbers.get(int(numbers))
+            return np.int64(known) if known is not None else self[numbers[None]][0]
+        result = np.empty(numbers.shape, np.int64)
+        if numbers.size and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
+            raise IndexError(f"{self._shard.path} has {len(self)} document ends")
+        parts, inside = np.divmod(numbers % max(1, len(self)), TABLE_NUMBERS)
+        wanted = np.unique(parts)
+        for number, part in zip(wanted.tolist(), self._read(wanted.tolist()), strict=True):
+            chosen = parts == number
+            result[chosen] = part[inside[chosen]]
+        return result
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del copy
+        return np.asarray(self[:], dtype)
+
+    def _read(self, wanted: Any) -> list[np.ndarray]:
+        """Some parts of 64 KiB: int64 each."""
+        known = {number: self._parts[number] for number in wanted if number in self._parts}
+        missing = [number for number in wanted if number not in known]
+        if missing:
+            known |= zip(missing, self._shard.read_parts(missing), strict=True)
+            self._parts = dict([*self._parts.items(), *known.items()][-KEPT_PARTS:])
+        return [known[number] for number in wanted]
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteShard(Shard):
+    """One `.rox` object. `tokens` and `checksums` are maps of the cache, where only what was fetched is not zero: read
+    them with `read`, `damaged_blocks` or through the data set."""
+
+    entry: ShardEntry
+    cells: Cells
+    number: int
+    """Of the shard among those of its data set, as they were found."""
+    cache: BlockCache
+    file: CacheFile
+    present: np.ndarray
+    """bool [cells]: what is in the cache, at this moment."""
+    fetcher: Any = field(repr=False)
+    """`Blocks`"""
+
+    @classmethod
+    def opened(
+        cls, url: ObjectUrl, entry: ShardEntry, cells: Cells, number: int, file: CacheFile, mapped: np.ndarray,
+        fetcher: Blocks,
+    ) -> "RemoteShard":  # fmt: skip
+        """The shard whose file of the cache is mapped: read-only uint8."""
+        layout, data = cells.layout, mapped.data
+        shard = cls(
+            path=url,
+            layout=layout,
+            tokens=np.ndarray(layout.metadata.tokens, layout.dtype, data, HEADER_BYTES),
+            document_ends=np.empty(0, np.int64),
+            checksums=np.ndarray(cells.blocks, "<u8", data, layout.sums_offset),
+            _bytes=mapped[: entry.size],
+            entry=entry,
+            cells=cells,
+            number=number,
+            cache=fetcher.cache,
+            file=file,
+            present=np.ndarray(cells.count, bool, data, file.cells_at),
+            fetcher=fetcher,
+        )
+        object.__setattr__(shard, "document_ends", RemoteEnds(shard))
+        return shard
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """The tokens `first` to `stop`: a fresh array, fetched where the cache has them not."""
+        size, width = self.layout.block_size, self.dtype.itemsize
+        if first >= stop:
+            return self.tokens[:0]
+        return self._copy(first * width // size, -(-stop * width // size), self.tokens[first:stop].copy)
+
+    def _copy(self, first: int, stop: int, copy: Callable[[], T]) -> T:
+        """What `copy` takes out of the cells `first` to `stop`."""
+        return self.fetcher.read(np.array([self.number]), np.array([first]), np.array([stop]), copy)
+
+    def read_parts(self, parts: list[int]) -> list[np.ndarray]:
+        """Parts of 64 KiB of the document ends, by number: int64 [up to 8192] each."""
+        ends, data = self.cells.blocks, self._bytes
+        cells = np.array(parts, np.int64) + ends
+
+        def copy() -> list[np.ndarray]:
+            spans = (self.cells.span(cell, cell + 1) for cell in cells.tolist())
+            return [data[low:high].view("<i8").copy() for low, high in spans]
+
+        return self.fetcher.read(np.full(len(cells), self.number), cells, cells + 1, copy)
+
+    def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
+        """None of some blocks, int64 [N], ascending: what is fetched is compared with its checksums.
+
+        Raises:
+            DamagedData: a block is damaged, in the object or in the cache.
+        """
+        if not len(blocks):
+            return []
+        sums = np.unique(blocks // TABLE_NUMBERS) + self.cells.first_sum
+        cells, check = np.concatenate([blocks, sums]), super().damaged_blocks
+        damaged = self.fetcher.read(np.full(len(cells), self.number), cells, cells + 1, lambda: check(blocks))
+        if damaged:
+            self.fetcher.forget(self, damaged)
+            raise DamagedData(
+                f"{self.damage(damaged)} in the cache of this host, and was not when it was fetched: its disk has "
+                f"changed it. It is thrown away; look after the disk of cache_dir {self.cache.user_folder}, and go on"
+            )
+        return []
+
+    def damage(self, damaged: list[int]) -> str:
+        """The first of some damaged blocks, its tokens and its documents, in words."""
+        try:
+            return super().damage(damaged)
+        except (OSError, ValueError):  # its document cannot be known
+            return f"{self.path}: block {damaged[0]} is damaged"
+
+    def verify(self) -> None:
+        """Fetch what is not in the cache, and compare all with its checksums. Raises ValueError as `Shard.verify`."""
+        for blocks in self.pieces():
+            self.refuse(self.damaged_blocks(blocks))
+
+    def verify_tables(self) -> None:
+        """Nothing: each part of a table was compared with its digest when it was fetched."""
+
+    verify_checksums = verify_document_ends = verify_tables

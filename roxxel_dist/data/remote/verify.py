@@ -1,0 +1,114 @@
+"""Verification of shards in an object store: every byte is read from there, none from the cache."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from roxxel_dist.data.build.progress import Progress
+from roxxel_dist.data.discovery import NoShardsError
+from roxxel_dist.data.format import HEADER_BYTES, Layout, chain_of, checksum, npy_header
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.remote.index import INDEX, ShardEntry, unpack
+from roxxel_dist.data.remote.open import find_shards
+from roxxel_dist.data.remote.shard import Cells
+from roxxel_dist.data.shard import check_ends, describe_damage
+from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
+from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.objects.url import ObjectUrl
+
+PIECE_BYTES = 1 << 24
+REQUEST_BYTES = 1 << 20
+
+
+def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = None) -> tuple[list[str], str]:
+    """(what is damaged, a line each; a line about all) of the shards that an address names.
+
+    Raises:
+        NoShardsError: there are none.
+        StoreError: the store does not give what is needed.
+    """
+    timeout_s = (config or RemoteConfig()).store_timeout
+    try:
+        store, entries = find_shards(ObjectUrl.parse(url), timeout_s)
+    except NoShardsError:
+        raise
+    except ValueError as error:  # a footer
+        return [str(error)], ""
+    if not entries:
+        raise NoShardsError(f"{url}: no .rox object there. Check the address")
+    lines, chains = [], ""
+    layouts = {entry.name: entry.layout(store.url.join(entry.name)) for entry in entries}
+    entries = sorted(entries, key=lambda entry: layouts[entry.name].metadata.index)
+    with progress.bar("verify", sum(entry.size for entry in entries)) as advance:
+        for number, entry in enumerate(entries):
+            layout, where = layouts[entry.name], store.url.join(entry.name)
+            chain = chain_of(chains, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
+            if layout.metadata.index == number and chain != layout.metadata.chain:
+                lines.append(f"{where} was not written behind the shard before it: two data sets are mixed there")
+            chains = layout.metadata.chain
+            try:
+                for done in _verify(store, entry, layout, where):
+                    advance(done)
+            except (ValueError, StorePreconditionError) as error:
+                lines.append(str(error))
+    lines += _compare_index(store, entries)
+    tokens = sum(layout.metadata.tokens for layout in layouts.values())
+    return lines, f"{len(entries)} shards, {tokens:,} tokens: whole"
+
+
+def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: ObjectUrl) -> Iterator[int]:
+    """Verify one shard; bytes that were read. Raises ValueError for what is damaged."""
+    cells, cure = Cells.of(layout), "Copy the object again from its source"
+    if store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag) != npy_header(
+        layout.dtype, layout.metadata.tokens
+    ):
+        raise ValueError(f"{where}: the .npy header is damaged: it does not agree with the footer. {cure}")
+    tables = b"".join(_read(store, entry, layout.ends_offset, layout.meta_offset))
+    sums = np.frombuffer(tables, "<u8", cells.blocks, layout.sums_offset - layout.ends_offset)
+    ends = np.frombuffer(tables, "<i8", layout.metadata.documents)
+    if checksum(sums.data) != layout.sums_checksum:
+        raise ValueError(f"{where}: the table of checksums is damaged. {cure}")
+    if checksum(ends.data) != layout.ends_checksum:
+        raise ValueError(f"{where}: the document ends are damaged. {cure}")
+    check_ends(where, ends, layout.metadata.tokens)
+    yield HEADER_BYTES + len(tables)
+    damaged: list[int] = []
+    step = max(1, PIECE_BYTES // layout.block_size)
+    for first in range(0, cells.blocks, step):
+        stop = min(first + step, cells.blocks)
+        data = b"".join(_read(store, entry, *cells.span(first, stop)))
+        found = [
+            xxhash.xxh3_64_intdigest(data[at : at + layout.block_size]) for at in range(0, len(data), layout.block_size)
+        ]
+        damaged += (first + np.flatnonzero(np.array(found, np.uint64) != sums[first:stop])).tolist()
+        yield len(data)
+    if damaged:
+        what = describe_damage(where, layout, ends, damaged)
+        raise ValueError(f"{what}; {len(damaged)} of {cells.blocks} blocks are. {cure}")
+    between = cells.span(0, cells.blocks)[1] if cells.blocks else HEADER_BYTES
+    if between < layout.ends_offset and any(store.read_range(entry.name, between, layout.ends_offset)):
+        raise ValueError(f"{where}: the bytes between tokens and document ends are not zero. {cure}")
+
+
+def _read(store: ObjectStore, entry: ShardEntry, start: int, stop: int) -> list[bytes]:
+    spans = [(at, min(at + REQUEST_BYTES, stop)) for at in range(start, stop, REQUEST_BYTES)]
+    return store.read_ranges(entry.name, spans, etag=entry.etag)
+
+
+def _compare_index(store: ObjectStore, entries: Sequence[ShardEntry]) -> list[str]:
+    """What is wrong with the index beside some shards, if there is one."""
+    where = store.url.join(INDEX)
+    try:
+        known = {entry.name: entry for entry in unpack(where, store.read(INDEX))}
+    except StoreNotFoundError:
+        return []
+    except ValueError as error:
+        return [str(error)]
+    cure = "write it again: `roxxel-dist data index` with the address of its data set"
+    return [
+        f"{where} does not agree with {entry.name}: {cure}"
+        for entry in entries
+        if (other := known.get(entry.name)) is None
+        or (other.etag, other.size, other.end) != (entry.etag, entry.size, entry.end)
+    ]

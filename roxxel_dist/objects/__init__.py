@@ -1,0 +1,1 @@
+"""Objects in a bucket: addresses, errors, and a store that retries. obstore is imported when it is first used."""

@@ -1,0 +1,129 @@
+"""Opens a bucket with obstore: credentials, region and endpoint as the clouds' own tools take them."""
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.objects.aws_profile import read_aws_profile
+from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
+from roxxel_dist.objects.url import ObjectUrl
+
+CONNECT_S = 10.0
+ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[\w./-]*)?")
+ENDPOINT_NAME = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
+NO_KEYS = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+
+
+def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mapping[str, str] = os.environ) -> Any:
+    """An obstore store of the whole bucket; no request is made.
+
+    Args:
+        url: of which scheme and bucket count.
+        request_s: the limit of one request, its body included.
+        retry_s: seconds for which obstore itself tries a request again; 0 for never.
+        environ: the environment that credentials, region and endpoint come from.
+
+    Raises:
+        ValueError: the environment names an endpoint that is no address.
+        MissingLibraryError: obstore is not installed.
+        StoreDeniedError: the settings of the credentials cannot be used.
+    """
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"{url}: a path in a bucket needs a package: pip install 'roxxel-dist[cloud]'"
+        ) from error
+    options: dict[str, Any] = {"timeout": timedelta(seconds=request_s)}
+    options["connect_timeout"] = timedelta(seconds=min(CONNECT_S, request_s))
+    if path := environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None:
+        options["root_certificate"] = Path(path).read_bytes()
+    retries = {
+        "max_retries": 1000 if retry_s else 0,
+        "retry_timeout": timedelta(seconds=retry_s or 1),
+        "backoff": BACKOFF,
+    }
+    make = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}[url.scheme]
+    settings = {"s3": _s3, "gs": _gs, "az": _az}[url.scheme](environ)
+    endpoint = settings.get("base_url" if url.scheme == "gs" else "endpoint") or ""
+    if endpoint and not ENDPOINT.fullmatch(endpoint):
+        raise ValueError(
+            f"{url}: {endpoint!r} is no endpoint: {ENDPOINT_NAME[url.scheme]} is https://HOST or http://HOST:PORT"
+        )
+    if endpoint.startswith("http://"):  # somebody has written that down: https is what all clouds have
+        options["allow_http"] = True
+    return make(url.bucket, **settings, client_options=options, retry_config=retries)  # pyright: ignore[reportArgumentType]
+
+
+BACKOFF: Any = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+
+
+def endpoint_of(url: ObjectUrl, environ: Mapping[str, str] = os.environ) -> str:
+    """The endpoint that the environment names, for people; "" where it names none."""
+    settings = {"s3": _s3_endpoint, "gs": _gs_endpoint, "az": lambda environ: environ.get("AZURE_STORAGE_ENDPOINT")}
+    return settings[url.scheme](environ) or ""
+
+
+def _s3_endpoint(environ: Mapping[str, str]) -> str | None:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def _gs_endpoint(environ: Mapping[str, str]) -> str | None:
+    host = environ.get("STORAGE_EMULATOR_HOST")
+    return host if not host or "://" in host else f"http://{host}"
+
+
+def _s3(environ: Mapping[str, str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"disable_bulk_delete": True}
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
+    endpoint = _s3_endpoint(environ)
+    elsewhere = (
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    )
+    has_keys = bool(environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"))
+    is_elsewhere = has_keys or any(map(environ.get, elsewhere))
+    is_public = environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+    if not is_elsewhere or environ.get("AWS_PROFILE"):
+        profile = read_aws_profile(environ)
+        region, endpoint = region or profile.region, endpoint or profile.endpoint
+        if not has_keys and not is_public:
+            settings |= {key.removeprefix("aws_"): value for key, value in profile.keys.items()}
+            if profile.provider is not None:
+                settings["credential_provider"] = profile.provider
+            is_found = bool(profile.keys) or profile.provider is not None or is_elsewhere
+            if not is_found and environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+                raise StoreDeniedError(NO_KEYS)
+    return settings | {"region": region or "us-east-1"} | ({"endpoint": endpoint} if endpoint else {})
+
+
+def _gs(environ: Mapping[str, str]) -> dict[str, Any]:
+    endpoint = _gs_endpoint(environ)
+    if not endpoint:
+        return {}
+    # An emulator asks nobody who he is; obstore would ask Google.
+    names = (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GOOGLE_SERVICE_ACCOUNT",
+        "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_BEARER_TOKEN",
+    )
+    token = {} if any(map(environ.get, names)) else {"bearer_token": "emulator"}
+    return {"base_url": endpoint, **token}
+
+
+def _az(environ: Mapping[str, str]) -> dict[str, Any]:
+    parts = [part.partition("=") for part in environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")]
+    pairs = {name: value for name, _, value in parts}
+    found = {
+        "account_name": environ.get("AZURE_STORAGE_ACCOUNT") or pairs.get("AccountName"),
+        "account_key": environ.get("AZURE_STORAGE_KEY") or pairs.get("AccountKey"),
+        "sas_key": environ.get("AZURE_STORAGE_SAS_TOKEN") or pairs.get("SharedAccessSignature"),
+        "endpoint": environ.get("AZURE_STORAGE_ENDPOINT") or pairs.get("BlobEndpoint"),
+    }
+    return {name: value for name, value in found.items() if value}

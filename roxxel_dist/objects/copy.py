@@ -1,0 +1,216 @@
+"""Copies of folders to buckets, from buckets, and between them: resumable, compared, and whole or not there."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
+from roxxel_dist.cluster.file_lock import holder, is_lock_of, take_lock
+from roxxel_dist.objects.copy_record import RECORD, CopiedFile, CopyRecord
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
+from roxxel_dist.objects.store import ObjectInfo, ObjectStore
+from roxxel_dist.objects.tree import BucketSource, Source, SourceFile, digest, is_same, source_file
+
+THREADS = 4
+"""Files at a time; a large one goes in parts, several at a time too."""
+SUFFIX = ".copying"
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """What a copy has done: how many files there are, how many of them were copied now, and their bytes."""
+
+    files: int
+    sent: int
+    sent_bytes: int
+
+
+def copy_to_bucket(
+    source: Source,
+    store: ObjectStore,
+    files: Sequence[SourceFile],
+    *,
+    stage: Callable[[str], int],
+    advance: Advance,
+    overwrite: bool = False,
+) -> Copied:
+    """Copy files to the prefix of a store.
+
+    What is there already with the same content is not sent again, by the record of earlier tries or by its bytes.
+
+    Args:
+        source: where they are.
+        store: the destination.
+        files: of the source.
+        stage: of a name, its place in the order: all files of one stage are there before the next one begins.
+        advance: is told of the bytes that are done.
+        overwrite: replace objects that have another content.
+
+    Raises:
+        ValueError: an object with another content is there, and `overwrite` is off.
+        StoreError: the store does not do it, or has another object than was sent.
+    """
+    there = {info.key: info for info in store.list()}
+    record = _record_in(store)
+    absent: list[SourceFile] = []
+
+    def look(file: SourceFile) -> None:
+        info = there.get(file.name)
+        if info is not None and _is_there(source, store, file, info, record):
+            advance(file.size)
+            return
+        if info is not None and not overwrite:
+            url = store.url.join(file.name)
+            raise ValueError(f"{url} is there with another content: choose another place, or give overwrite=True")
+        absent.append(file)
+
+    def send(file: SourceFile) -> None:
+        with source.local(file) as (path, xxh3):
+            record.add(file.name, _copied(file, xxh3, store.upload(path, file.name)))
+        advance(file.size)
+
+    _in_threads(look, files)  # before anything is changed
+    absent.sort(key=lambda file: (stage(file.name), file.name))
+    try:
+        for _, group in groupby(absent, key=lambda file: stage(file.name)):
+            _in_threads(send, list(group))
+    finally:
+        with suppress(StoreError):  # the error that ends the copy is the one to tell
+            record.flush()
+    _compare(store, files, record)
+    return Copied(files=len(files), sent=len(absent), sent_bytes=sum(file.size for file in absent))
+
+
+class Sender:
+    """Sends files that come to be one by one, before `copy_to_bucket` copies their folder; safe in threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store, self._record = store, _record_in(store)
+
+    def send(self, name: str, path: Path) -> None:
+        """Send a file, which may be moved afterwards."""
+        file, xxh3 = source_file(name, path), digest(path)
+        self._record.add(name, _copied(file, xxh3, self._store.upload(path, name)))
+
+    def flush(self) -> None:
+        """Write down what was sent."""
+        self._record.flush()
+
+
+def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:
+    """Copy objects to a folder that is not there yet, or is empty. It appears when all of them are there.
+
+    Raises:
+        ValueError: the folder has something in it, or another process copies to it.
+        StoreError: the store does not do it, or what came is damaged.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already: choose another place, or remove it")
+    make_folder(folder.absolute().parent)
+    staged, lock_file = folder.with_name(f".{folder.name}{SUFFIX}"), folder.with_name(f".{folder.name}.lock")
+    lock = take_lock(lock_file)
+    if lock is None:
+        raise ValueError(f"{folder}: {holder(lock_file)} copies to it now; wait for it or choose another place")
+    try:
+        copied = _fill(source, staged, files, advance)
+        (staged / RECORD).unlink(missing_ok=True)
+        for path, _, _ in os.walk(staged):
+            sync_folder(Path(path))
+        with suppress(FileNotFoundError):
+            folder.rmdir()
+        staged.rename(folder)
+        sync_folder(folder.absolute().parent)
+    finally:
+        if is_lock_of(lock, lock_file):
+            lock_file.unlink()
+        os.close(lock)
+    return copied
+
+
+def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:
+    """Bring the objects to a hidden folder, where an earlier try may have left some."""
+    staged.mkdir(exist_ok=True)
+    path = staged / RECORD
+    record = CopyRecord(path.read_bytes() if path.exists() else None, lambda data: write_file(path, data))
+    wanted = {file.name for file in files} | {RECORD}
+    for left in [left for left in staged.rglob("*") if left.is_file()]:
+        if left.relative_to(staged).as_posix() not in wanted:
+            left.unlink()
+    sent: list[int] = []
+
+    def one(file: SourceFile) -> None:
+        target, found = staged / file.name, record.files.get(file.name)
+        if not (found is not None and is_same(found, file) and target.is_file() and digest(target) == found.xxh3):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            xxh3 = source.fetch(file, target)
+            record.add(file.name, CopiedFile(size=file.size, xxh3=xxh3, source=file.version))
+            sent.append(file.size)
+        advance(file.size)
+
+    try:
+        _in_threads(one, files)
+    finally:
+        record.flush()
+    return Copied(files=len(files), sent=len(sent), sent_bytes=sum(sent))
+
+
+def _is_there(source: Source, store: ObjectStore, file: SourceFile, there: ObjectInfo, record: CopyRecord) -> bool:
+    """Whether an object has the bytes of a file: by the record, or by its own bytes."""
+    found = record.files.get(file.name)
+    known = found if found is not None and (there.size, there.etag) == (found.size, found.etag) else None
+    if is_same(known, file):
+        return True
+    if there.size != file.size:
+        return False
+    with source.local(file) as (_, xxh3):
+        if (known.xxh3 if known is not None else _digest_of(store, there)) != xxh3:
+            return False
+    record.add(file.name, _copied(file, xxh3, there.etag))
+    return True
+
+
+def _record_in(store: ObjectStore) -> CopyRecord:
+    data = None
+    with suppress(StoreNotFoundError):
+        data = store.read(RECORD)
+    return CopyRecord(data, lambda data: store.write(RECORD, data))
+
+
+def _copied(file: SourceFile, xxh3: str, etag: str) -> CopiedFile:
+    return CopiedFile(size=file.size, xxh3=xxh3, source=file.version, etag=etag)
+
+
+def _digest_of(store: ObjectStore, info: ObjectInfo) -> str:
+    """The xxh3-128 of an object that no record tells of."""
+    with BucketSource(store).local(SourceFile(name=info.key, size=info.size, version=info.etag)) as (_, xxh3):
+        return xxh3
+
+
+def _compare(store: ObjectStore, files: Sequence[SourceFile], record: CopyRecord) -> None:
+    """Raises StoreError where the store does not have what was sent."""
+    there = {info.key: info for info in store.list()}
+    for file in files:
+        info, wanted = there.get(file.name), record.files[file.name]
+        url = store.url.join(file.name)
+        if info is None:
+            raise StoreNotFoundError(f"copy {url}: it was deleted while the copy ran: start the command again")
+        if (info.size, info.etag) != (wanted.size, wanted.etag):
+            raise StoreError(
+                f"copy {url}: it was replaced while the copy ran: start the command again when nobody writes it"
+            )
+
+
+def _in_threads(one: Callable[[SourceFile], None], files: Sequence[SourceFile]) -> None:
+    """Do each file; the first error keeps those that were not begun from it."""
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for _ in pool.map(one, files):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,156 @@
+"""What an error of obstore means: whether to try again, and what to say to a person.
+
+Nothing of the error's own text is shown but the code that the server gave: it may quote what was signed.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from roxxel_dist.objects.connect import ENDPOINT_NAME, endpoint_of
+from roxxel_dist.objects.errors import StoreDeniedError, StoreError, StoreNotFoundError, StorePreconditionError
+from roxxel_dist.objects.url import ObjectUrl
+
+STATUS = re.compile(r"status code: (\d{3})")
+CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+REGION = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
+NO_TOKEN = re.compile(r"token request|[Cc]redentials")
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What errors of one kind mean. The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}."""
+
+    kind: type[StoreError] | None
+    cause: str
+    fix: str
+
+
+BUSY = Rule(None, "the server answers that it cannot now{named}", "see how the server{at} does")
+CONDITION = Rule(StorePreconditionError, "the object is there already, or is another one now", "read it again")
+NO_BUCKET = Rule(
+    StoreNotFoundError,
+    "there is no bucket '{bucket}'{at}",
+    "make it, or correct its name, the region (AWS_REGION) or the endpoint ({endpoint})",
+)
+NO_OBJECT = Rule(StoreNotFoundError, "there is no such object", "correct the path")
+NO_KEYS = Rule(StoreDeniedError, "no credentials are here, and no metadata server gives any", "set {credentials}")
+CLOCK = Rule(
+    StoreDeniedError, "this host's clock is not the server's{named}", "set the clock (timedatectl set-ntp true)"
+)
+KEY_UNKNOWN = Rule(StoreDeniedError, "the server{at} does not know the access key{named}", "correct {credentials}")
+KEY_WRONG = Rule(StoreDeniedError, "the secret key is not the access key's{named}", "correct {credentials}")
+EXPIRED = Rule(StoreDeniedError, "the session token is out of date{named}", "sign in again, or take new credentials")
+OTHER_REGION = Rule(StoreDeniedError, "the bucket is in another region{named}", "set AWS_REGION to {region}")
+NO_RIGHTS = Rule(
+    StoreDeniedError,
+    "the credentials do not allow it{named}",
+    "give them the rights to read, write, list and delete in the bucket, or use others ({credentials})",
+)
+SHORT = Rule(StoreError, "the object ends before these bytes", "it was replaced or cut: write it again")
+NO_ADDRESS = Rule(
+    StoreError, "the endpoint{at} is no address", "set {endpoint} to http://HOST:PORT or https://HOST:PORT"
+)
+NO_STORE = Rule(StoreError, "the server{at} does not do that{named}", "is {endpoint} an object store's?")
+LOST = "check the network and {endpoint}, or raise store_timeout=SECONDS"
+
+
+def _rules(rule: Rule, codes: str) -> Iterable[tuple[str, Rule]]:
+    return ((code, rule) for code in codes.split())
+
+
+BY_CODE = dict(
+    [
+        *_rules(BUSY, "RequestTimeout SlowDown InternalError ServiceUnavailable OperationAborted ServerBusy"),
+        *_rules(BUSY, "OperationTimedOut ConditionalRequestConflict Throttling ThrottlingException NoSuchUpload"),
+        *_rules(BUSY, "RequestThrottled TooManyRequests"),
+        *_rules(NO_BUCKET, "NoSuchBucket ContainerNotFound InvalidBucketName"),
+        *_rules(NO_OBJECT, "NoSuchKey BlobNotFound"),
+        *_rules(CLOCK, "RequestTimeTooSkewed RequestExpired"),
+        *_rules(KEY_UNKNOWN, "InvalidAccessKeyId"),
+        *_rules(KEY_WRONG, "SignatureDoesNotMatch AuthenticationFailed InvalidAuthenticationInfo"),
+        *_rules(EXPIRED, "ExpiredToken TokenRefreshRequired InvalidToken"),
+        *_rules(OTHER_REGION, "AuthorizationHeaderMalformed PermanentRedirect TemporaryRedirect IncorrectEndpoint"),
+        *_rules(OTHER_REGION, "IllegalLocationConstraintException"),
+        *_rules(NO_RIGHTS, "AccessDenied AllAccessDisabled AuthorizationFailure AuthorizationPermissionMismatch"),
+    ]
+)
+BY_STATUS = {
+    301: OTHER_REGION, 307: OTHER_REGION, 401: NO_RIGHTS, 403: NO_RIGHTS, 404: NO_OBJECT, 412: CONDITION, 416: SHORT,
+    429: BUSY, 501: NO_STORE,
+}  # fmt: skip
+BY_NAME = {
+    **dict.fromkeys(("AlreadyExistsError", "PreconditionError", "NotModifiedError"), CONDITION),
+    **dict.fromkeys(("PermissionDeniedError", "UnauthenticatedError"), NO_RIGHTS),
+    "FileNotFoundError": NO_OBJECT,
+    "NotSupportedError": NO_STORE,
+}
+BY_TEXT = {
+    "builder error": NO_ADDRESS,
+    "dns error": Rule(None, "no host has the name of the endpoint{at}", LOST),
+    "Connection refused": Rule(None, "the endpoint{at} refuses connections", LOST),
+    "ConnectionRefused": Rule(None, "the endpoint{at} refuses connections", LOST),
+    "certificate": Rule(None, "the certificate of the endpoint{at} is not trusted", LOST),
+    "TimedOut": Rule(None, "no whole answer came from the endpoint{at} within the limit of a request", LOST),
+    "kind: Connect": Rule(None, "the endpoint{at} cannot be reached", LOST),
+    "": Rule(None, "the connection to the endpoint{at} broke", LOST),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What an error means.
+
+    Attributes:
+        kind: the class to raise; None where it may go by itself, so that it is tried again.
+        cause, fix: for people.
+        is_vague: whether the server may say more when it is asked for something that has a body.
+        is_of_bucket: whether it holds for all objects of the bucket.
+    """
+
+    kind: type[StoreError] | None
+    cause: str
+    fix: str
+    is_vague: bool = False
+    is_of_bucket: bool = False
+
+
+def failure_of(error: Exception, url: ObjectUrl) -> Failure:
+    """What an error of obstore means, of an operation on an object of this bucket."""
+    text = str(error)
+    code = match[1] if (match := CODE.search(text)) else ""
+    status = int(match[1]) if (match := STATUS.search(text)) else 0
+    rule = _rule(text, type(error).__name__, code, status)
+    region = next(filter(None, match.groups())) if (match := REGION.search(text)) else "the bucket's"
+    endpoint = endpoint_of(url)
+    fields = {
+        "at": f" at {endpoint}" if endpoint else "",
+        "named": f" ({code or status})" if code or status else "",
+        "bucket": url.bucket,
+        "credentials": CREDENTIALS[url.scheme],
+        "endpoint": ENDPOINT_NAME[url.scheme],
+        "region": region,
+    }
+    return Failure(
+        kind=rule.kind,
+        cause=rule.cause.format(**fields),
+        fix=rule.fix.format(**fields),
+        is_vague=not code and status in (301, 307, 400, 403, 404),
+        is_of_bucket=rule not in (NO_OBJECT, NO_RIGHTS, SHORT, CONDITION),
+    )
+
+
+def _rule(text: str, name: str, code: str, status: int) -> Rule:
+    if "169.254.169.254" in text or (not status and NO_TOKEN.search(text)):
+        return NO_KEYS
+    found = BY_CODE.get(code) or BY_NAME.get(name) or BY_STATUS.get(status)
+    if found is not None:
+        return found
+    if status:
+        return BUSY if status >= 500 else NO_STORE
+    return next(rule for mark, rule in BY_TEXT.items() if mark in text)

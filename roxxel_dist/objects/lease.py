@@ -1,0 +1,256 @@
+"""A lease: the object that says who writes to a run or a study in a bucket, and is renewed while its owner lives.
+
+What protects the data where two owners believe that they hold it, as after a link that was cut, are conditional writes
+of the data itself. A lease refuses the second owner early, and with the name of the first.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from secrets import token_hex
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from roxxel_dist.cluster.file_lock import is_alive, process_record, say
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+
+RENEW_S = 15.0
+"""How often an owner renews its lease."""
+STALE_S = 60.0
+"""A lease that was not renewed for so long is anybody's."""
+POLL_S = 1.0
+"""How often somebody who waits for a lease looks at it."""
+SETTLE_S = 2.0
+"""In a store without conditional writes: how long after its write an owner reads its lease back."""
+RELEASE_S = 5.0
+"""How long the end of an owner waits for a renewal under way; a store that is gone is not waited for."""
+
+logger = logging.getLogger("roxxel_dist.objects")
+
+
+class LeaseHeldError(ValueError):
+    """Another process holds the lease, and renews it."""
+
+
+class LeaseLostError(RuntimeError):
+    """Another process has taken the lease, or may have: it could not be renewed for too long."""
+
+
+class Lease:
+    """A lease that this process holds while the context is open. `take` makes it.
+
+    Its age counts by the store's clock, so hosts whose clocks differ agree.
+    """
+
+    def __init__(
+        self, store: "ObjectStore", key: str, record: dict[str, Any], etag: str, began: float, *, conditions: bool
+    ) -> None:
+        """`take` has begun at that time to write the record, which has the ETag now."""
+        self._store, self._key, self._conditions = store, key, conditions
+        self._record, self._etag = record, etag
+        self._renewed, self._trouble = began, ""
+        self._lost: str | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_over, name="lease", daemon=True)
+
+    @classmethod
+    def take(
+        cls,
+        store: "ObjectStore",
+        key: str,
+        owner: str,
+        *,
+        job: str | None = None,
+        wait_s: float = 0.0,
+        say: Callable[[str], None] = say,
+    ) -> "Lease":
+        """The lease under a key of a store, once it is free.
+
+        It is free where nobody has it, its owner gave it back, is a dead process of this host, is of the same job, or
+        has not renewed it for 60 s. Whoever has it and does not renew it is waited for so long.
+
+        Args:
+            store: a prefix that this process may write to.
+            key: of the lease.
+            owner: what takes it, for people: a command's name.
+            job: what all attempts of a job share, where only one of them lives at a time.
+            wait_s: how long an owner that does renew it is waited for.
+            say: shows a line to a person.
+
+        Raises:
+            LeaseHeldError: the owner renews it; names owner and age.
+            StoreError: the store cannot be read or written.
+        """
+        conditions = store.supports_conditions()
+        if not conditions:
+            say(f"{store.url}: this store has no conditional writes: make sure that only one process writes there")
+        began, seen, server_time = time.monotonic(), None, None
+        while True:
+            other, etag, modified = _read(store, key)
+            age_s = 0.0
+            if other is not None and not _is_free(other, job):
+                server_time = server_time or _server_time(store, key)
+                age_s = max(0.0, server_time() - modified)
+            if other is None or _is_free(other, job) or age_s >= STALE_S:
+                if lease := cls._claim(store, key, {"owner": owner, "job": job}, etag, conditions=conditions):
+                    return lease
+                continue  # somebody else was first
+            if seen is None:
+                say(
+                    f"waiting for {_name(other)}, which has renewed its lease of {store.url} {age_s:.0f} s ago: until "
+                    f"it ends, or has not renewed it for {STALE_S:g} s"
+                )
+            elif etag != seen and time.monotonic() - began >= wait_s:
+                raise LeaseHeldError(
+                    f"{store.url}: {_name(other)} writes there, and has renewed its lease ({key}) {age_s:.0f} s ago: "
+                    "end it, or name another place"
+                )
+            seen = seen or etag
+            time.sleep(POLL_S)
+
+    @classmethod
+    def _claim(
+        cls, store: "ObjectStore", key: str, named: dict[str, Any], etag: str | None, *, conditions: bool
+    ) -> "Lease | None":
+        """The lease, in place of what has the ETag (None: nothing); None where somebody else was first."""
+        own = {"id": token_hex(8), "time": time.time(), "renewals": 0, "released": False}
+        record, began = {**named, **process_record(), **own}, time.monotonic()
+        try:
+            if conditions:
+                written = store.write(key, _encode(record), if_absent=etag is None, if_match=etag)
+            else:
+                written = store.write(key, _encode(record))
+                time.sleep(SETTLE_S)
+                if (_read(store, key)[0] or {}).get("id") != record["id"]:
+                    return None
+        except (StorePreconditionError, StoreNotFoundError):
+            return None
+        lease = cls(store, key, record, written, began, conditions=conditions)
+        lease._thread.start()
+        return lease
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    @property
+    def lost(self) -> str | None:
+        """Who else has taken the lease, as a message; None: nobody, as far as this process could see."""
+        return self._lost
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last renewal began that the store has taken."""
+        return time.monotonic() - self._renewed
+
+    def check(self) -> None:
+        """Before something is written that no condition protects. Raises LeaseLostError where the lease was taken by
+        another process, or may have been: it was not renewed for 60 s."""
+        if self._lost is not None:
+            raise LeaseLostError(self._lost)
+        if self.age_s >= STALE_S:
+            raise LeaseLostError(
+                f"{self._store.url}: the lease ({self._key}) could not be renewed for {self.age_s:.0f} s "
+                f"({self._trouble or 'this process did not run'}): another process may have it now"
+            )
+
+    def release(self) -> None:
+        """Give it back. It is not deleted: that would need a condition too, and its last owner stays readable."""
+        if self._end():
+            with suppress(StoreError):  # it becomes stale by itself
+                self._write(released=True)
+
+    def discard(self) -> None:
+        """Give it back and leave nothing: for an owner that has written nothing else. Raises StoreError."""
+        if self._end():
+            self._store.delete([self._key])
+
+    def _end(self) -> bool:
+        """End the renewing; whether the lease is still this process's, as far as it could see."""
+        self._over.set()
+        self._thread.join(RELEASE_S)
+        return self._lost is None and not self._thread.is_alive()
+
+    def _renew_until_over(self) -> None:
+        while not self._over.wait(max(POLL_S, RENEW_S - self.age_s)):
+            began = time.monotonic()
+            try:
+                self._write(released=False)
+            except (StorePreconditionError, StoreNotFoundError):
+                self._lost = self._taken()
+                logger.error("%s", self._lost)
+                return
+            except StoreError as error:  # tried again: where nobody else can take it, it is still ours
+                self._trouble = str(error)
+            else:
+                self._renewed, self._trouble = began, ""
+
+    def _write(self, *, released: bool) -> None:
+        """Renew the lease, or give it back. Raises StorePreconditionError or StoreNotFoundError where it is gone."""
+        record = {**self._record, "renewals": self._record["renewals"] + 1, "time": time.time(), "released": released}
+        if self._conditions:
+            self._etag = self._store.write(self._key, _encode(record), if_match=self._etag)
+        else:
+            other, etag, _ = _read(self._store, self._key)
+            if other is None or other.get("id") != record["id"]:
+                raise StorePreconditionError(f"{self._store.url}: {self._key} is another owner's (ETag {etag})")
+            self._store.write(self._key, _encode(record))
+        self._record = record
+
+    def _taken(self) -> str:
+        other = None
+        with suppress(StoreError):
+            other = _read(self._store, self._key)[0]
+        who = "nobody" if other is None else _name(other)
+        return f"{self._store.url}: the lease ({self._key}) of this process was taken away: {who} has it now"
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    return json.dumps(record).encode()
+
+
+def _read(store: "ObjectStore", key: str) -> tuple[dict[str, Any] | None, str | None, float]:
+    """(what a lease says, its ETag, when the store took it, in seconds of its clock); (None, None, 0) for no object."""
+    while True:
+        try:
+            info = store.head(key)
+            data = store.read(key, etag=info.etag)
+        except StoreNotFoundError:
+            return None, None, 0.0
+        except StorePreconditionError:
+            continue  # renewed between the two
+        record: dict[str, Any] = {"released": True}  # an object that is no lease is nobody's
+        with suppress(ValueError):
+            read = json.loads(data)
+            record = read if isinstance(read, dict) and {"pid", "host", "owner"} <= read.keys() else record
+        return record, info.etag, info.modified
+
+
+def _is_free(record: dict[str, Any], job: str | None) -> bool:
+    """Whether a lease can be taken at once, however new it is."""
+    return bool(record.get("released")) or (job is not None and record.get("job") == job) or is_alive(record) is False
+
+
+def _name(record: dict[str, Any]) -> str:
+    if "owner" not in record:
+        return "another process"
+    return f"{record['owner']} (pid {record['pid']} on host {record['host']})"
+
+
+def _server_time(store: "ObjectStore", key: str) -> Callable[[], float]:
+    """A clock that shows the store's seconds since 1970: what an object that is written now gets as its time."""
+    probe = f"{key}.{token_hex(8)}"
+    store.write(probe, b"what time is it")
+    begin, modified = time.monotonic(), store.head(probe).modified
+    store.delete([probe])
+    return lambda: modified + time.monotonic() - begin

@@ -1,0 +1,365 @@
+"""Objects below a prefix of a bucket: read, written, listed and deleted, with retries inside a time limit."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from roxxel_dist.cluster.durable import sync_folder
+from roxxel_dist.objects.connect import connect
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
+from roxxel_dist.objects.failures import Failure, failure_of
+from roxxel_dist.objects.retry import Retries, ShortBodyError
+from roxxel_dist.objects.url import ObjectUrl, checked_key
+
+TIMEOUT_S = 120.0
+REQUEST_S = 30.0
+"""The limit of one request, its body included: 8 parts at once take as long at 1.1 MB a second."""
+UPLOAD_REQUEST_S = 120.0
+PART = 4 << 20
+UPLOAD_PART = 8 << 20
+MULTIPART = 16 << 20
+"""Larger objects are written in parts."""
+PARTS = 9000
+"""S3 has at most 10,000 parts an object."""
+THREADS = 16
+UPLOAD_THREADS = 4
+PROBE = ".roxxel-probe-"
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """What a store knows of an object.
+
+    Attributes:
+        key: its key below the prefix of the store.
+        size: bytes.
+        etag: another one when the object is written again, without quotes.
+        modified: seconds since 1970, by the server's clock.
+    """
+
+    key: str
+    size: int
+    etag: str
+    modified: float
+
+
+class ObjectStore:
+    """A prefix in a bucket. Safe in threads; a process that was forked opens its own.
+
+    Each operation is tried again until `timeout_s` after its first try, and raises then; see `objects.errors`.
+
+    Attributes:
+        url: the address of the prefix.
+        timeout_s: seconds for which an operation is tried again.
+    """
+
+    def __init__(self, url: ObjectUrl, reads: Any, uploads: Any, timeout_s: float) -> None:
+        self.url = url
+        self.timeout_s = timeout_s
+        self._reads = reads
+        self._uploads = uploads
+        self._retries = Retries(timeout_s, self._meaning)
+        self._conditions: bool | None = None
+
+    @classmethod
+    def open(cls, url: "str | os.PathLike[str] | ObjectUrl", *, timeout_s: float = TIMEOUT_S) -> "ObjectStore":
+        """The store at an address. No request is made.
+
+        Raises:
+            ValueError: `url` is no address of objects, or `timeout_s` is not positive.
+            MissingLibraryError: obstore is not installed.
+            StoreDeniedError: the settings of the credentials cannot be used.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"store_timeout is {timeout_s}: it takes seconds, more than 0")
+        parsed = ObjectUrl.parse(url)
+        reads = connect(parsed, request_s=min(REQUEST_S, timeout_s), retry_s=0)
+        uploads = connect(parsed, request_s=min(UPLOAD_REQUEST_S, timeout_s), retry_s=timeout_s)
+        return cls(parsed, reads, uploads, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({str(self.url)!r})"
+
+    def head(self, key: str) -> ObjectInfo:
+        """What the store knows of an object.
+
+        Raises:
+            StoreNotFoundError: there is none.
+        """
+        from obstore import head
+
+        meta = self._run("look at", key, lambda path: head(self._reads, path))
+        return self._info(meta)
+
+    def read(self, key: str, *, etag: str | None = None) -> bytes:
+        """A whole object.
+
+        Args:
+            key: its key below the prefix.
+            etag: the object that it must be.
+
+        Raises:
+            StoreNotFoundError: there is none.
+            StorePreconditionError: it is another one than `etag` says.
+        """
+        from obstore import get
+
+        def call(path: str) -> bytes | ObjectInfo:
+            result = get(self._reads, path, options=_match(etag))
+            if result.meta["size"] > MULTIPART:  # in parts, so that no request takes long
+                return self._info(result.meta)
+            return _of_length(bytes(result.bytes()), result.meta["size"])
+
+        data = self._run("read", key, call)
+        if isinstance(data, bytes):
+            return data
+        return b"".join(self.read_ranges(key, _parts(data.size), etag=data.etag))
+
+    def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
+        """Bytes `start` to `stop` (exclusive) of an object, exactly as many.
+
+        Raises:
+            ValueError: the range is empty or negative.
+            StoreNotFoundError: there is no such object.
+            StorePreconditionError: it is another one than `etag` says.
+            StoreError: the object ends before `stop`.
+        """
+        from obstore import get
+
+        if not 0 <= start < stop:
+            raise ValueError(f"bytes {start}-{stop} of {self.url.join(key)}: a range has a byte or more")
+
+        def call(path: str) -> bytes:
+            result = get(self._reads, path, options=_match(etag) | {"range": (start, stop)})
+            if result.meta["size"] < stop:
+                size = result.meta["size"]
+                raise StoreError(f"read {self.url.join(key)} bytes {start}-{stop}: the object has only {size} bytes")
+            return _of_length(bytes(result.bytes()), stop - start)
+
+        return self._run("read", key, call, (start, stop))
+
+    def read_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None, threads: int = THREADS
+    ) -> list[bytes]:
+        """Several ranges of an object, in parallel, one request each; see `read_range`."""
+        return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, threads))
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """All objects below a prefix, a whole number of parts of a key: "a" has a/b, and not ab. Sorted by key."""
+        from obstore import list as pages
+
+        found: dict[str, ObjectInfo] = {}
+
+        def call(_: int) -> None:
+            last = self.url.join(max(found)).key if found else None
+            for page in pages(self._reads, url.key or None, offset=last, chunk_size=1000):
+                for meta in page:
+                    info = self._info(meta)
+                    found[info.key] = info
+
+        url = self.url.join(prefix.strip("/"))
+        self._retries.run("list", url, call)
+        return [found[key] for key in sorted(found)]
+
+    def write(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
+        """Write an object, whole or not at all, and return its etag.
+
+        Args:
+            key: its key below the prefix.
+            data: what it holds.
+            if_absent: only where there is none.
+            if_match: only where it is the one with this etag.
+                Some stores take conditions and do not look at them: see `supports_conditions`.
+
+        Raises:
+            StorePreconditionError: the condition did not hold.
+        """
+        if len(data) > MULTIPART and not if_absent and if_match is None:
+            return self._upload(key, data, len(data))
+        from obstore import put
+
+        def call(path: str, tries: int) -> str:
+            try:
+                mode = self._mode(path, if_absent=if_absent, if_match=if_match)
+                return _plain(put(self._reads, path, data, mode=mode, use_multipart=False)["e_tag"])
+            except Exception as error:
+                is_refused = self._meaning(error, self.url.join(key)).kind is StorePreconditionError
+                # An earlier try may have been done, and its answer lost.
+                if tries and is_refused and (etag := self._etag_of(key, data)) is not None:
+                    return etag
+                raise
+
+        url = self._object(key)
+        return self._retries.run("write", url, lambda tries: call(url.key, tries))
+
+    def upload(self, path: Path, key: str) -> str:
+        """Write a file as an object, whole or not at all, and return its etag."""
+        size = path.stat().st_size
+        return self.write(key, path.read_bytes()) if size <= MULTIPART else self._upload(key, path, size)
+
+    def download(self, key: str, path: Path, *, etag: str | None = None) -> None:
+        """Write an object as a file, whole or not at all: under a hidden name beside it, fsynced, renamed.
+
+        Raises:
+            StoreNotFoundError: there is none.
+            StorePreconditionError: it is another one than `etag` says, or was replaced meanwhile.
+        """
+        info = self.head(key)
+        etag = etag or info.etag
+        temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            try:
+
+                def fetch(span: tuple[int, int]) -> None:
+                    view, at = memoryview(self.read_range(key, *span, etag=etag)), span[0]
+                    while view:
+                        done = os.pwrite(file, view, at)
+                        view, at = view[done:], at + done
+
+                for _ in self._parallel(fetch, _parts(info.size), THREADS // 2):
+                    pass
+                os.fsync(file)
+            finally:
+                os.close(file)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are not there are no error."""
+        from obstore import delete
+
+        def one(key: str) -> None:
+            with suppress(StoreNotFoundError):
+                self._run("delete", key, lambda path: delete(self._reads, path))
+
+        for _ in self._parallel(one, keys, THREADS):
+            pass
+
+    def supports_conditions(self) -> bool:
+        """Whether the store obeys `if_absent` and `if_match`; tried once, with a small object that is removed again."""
+        if self._conditions is None:
+            key = PROBE + os.urandom(8).hex()
+            try:
+                self.write(key, b"probe", if_absent=True)
+                self._conditions = self._refuses(key, if_absent=True) and self._refuses(key, if_match="0" * 32)
+            except StoreError as error:
+                if type(error) is not StoreError:
+                    raise
+                self._conditions = False  # it knows no conditions, and says so
+            finally:
+                with suppress(StoreError):
+                    self.delete([key])
+        return self._conditions
+
+    def _refuses(self, key: str, *, if_absent: bool = False, if_match: str | None = None) -> bool:
+        try:
+            self.write(key, b"probe again", if_absent=if_absent, if_match=if_match)
+        except StorePreconditionError:
+            return True
+        return False
+
+    def _object(self, key: str) -> ObjectUrl:
+        checked_key(key)
+        return self.url.join(key)
+
+    def _run(self, operation: str, key: str, call: Callable[[str], T], span: tuple[int, int] | None = None) -> T:
+        url = self._object(key)
+        return self._retries.run(operation, url, lambda _: call(url.key), span)
+
+    def _meaning(self, error: Exception, url: ObjectUrl) -> Failure:
+        """What an error means. A HEAD has no body that would say more, so the bucket is listed then."""
+        failure = failure_of(error, url)
+        if failure.is_vague and not (failure.kind is StoreNotFoundError and self._retries.has_answered):
+            from obstore import list as pages
+
+            try:
+                for _ in pages(self._reads, url.key, chunk_size=1):
+                    break
+            except Exception as second:
+                more = failure_of(second, url)
+                if more.is_of_bucket or more.kind is failure.kind:
+                    return more
+        return failure
+
+    def _info(self, meta: Any) -> ObjectInfo:
+        below = f"{self.url.key}/" if self.url.key else ""
+        key, modified = meta["path"].removeprefix(below), meta["last_modified"].timestamp()
+        return ObjectInfo(key=key, size=meta["size"], etag=_plain(meta["e_tag"]), modified=modified)
+
+    def _mode(self, path: str, *, if_absent: bool, if_match: str | None) -> Any:
+        if if_match is None:
+            return "create" if if_absent else "overwrite"
+        if self.url.scheme != "gs":
+            return {"e_tag": _quoted(if_match)}
+        from obstore import head
+
+        meta = head(self._reads, path)  # of Google, a condition is on the generation
+        if _plain(meta["e_tag"]) != if_match:
+            raise StorePreconditionError(
+                f"write {self.url.scheme}://{self.url.bucket}/{path}: it is another object now"
+            )
+        return {"e_tag": meta["e_tag"], "version": meta["version"]}
+
+    def _etag_of(self, key: str, data: bytes) -> str | None:
+        """The etag of an object that holds `data`; None where it is another one."""
+        info = self.head(key)
+        with suppress(StorePreconditionError):
+            if info.size == len(data) and self.read(key, etag=info.etag) == data:
+                return info.etag
+        return None
+
+    def _upload(self, key: str, source: Path | bytes, size: int) -> str:
+        """Write an object in parts; each part has retries of obstore's."""
+        from obstore import put
+
+        part = max(UPLOAD_PART, -(-size // PARTS))
+
+        def call(path: str) -> str:
+            done = put(self._uploads, path, source, chunk_size=part, max_concurrency=UPLOAD_THREADS)
+            return _plain(done["e_tag"])
+
+        return self._run("write", key, call)
+
+    def _parallel(self, call: Callable[[T], S], values: Sequence[T], threads: int) -> Iterator[S]:
+        """`call` of each value, in their order; the first error ends it."""
+        if len(values) < 2 or threads < 2:
+            yield from map(call, values)
+            return
+        pool = ThreadPoolExecutor(min(threads, len(values)))
+        try:
+            yield from pool.map(call, values)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + PART, size)) for start in range(0, size, PART)]
+
+
+def _of_length(data: bytes, length: int) -> bytes:
+    if len(data) != length:
+        raise ShortBodyError(f"{len(data)} of {length} bytes came")
+    return data
+
+
+def _plain(etag: str | None) -> str:
+    return (etag or "").strip('"')
+
+
+def _quoted(etag: str) -> str:
+    return etag if etag.startswith("W/") else f'"{etag}"'
+
+
+def _match(etag: str | None) -> Any:
+    return {} if etag is None else {"if_match": _quoted(etag)}

@@ -1,0 +1,81 @@
+"""The address of an object, or of all objects below a prefix: s3://bucket/key, gs://bucket/key, az://container/key."""
+
+import os
+import re
+from dataclasses import dataclass
+
+SCHEMES = ("s3", "gs", "az")
+# A Path makes one slash of two.
+URL = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)|({'|'.join(SCHEMES)})://")
+ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(.*)", re.DOTALL)
+
+
+def is_url(path: object) -> bool:
+    """Whether a text or a path is the address of an object. A Path that has eaten a slash ("s3:/bucket") counts."""
+    return isinstance(path, str | os.PathLike) and URL.match(str(path)) is not None
+
+
+@dataclass(frozen=True)
+class ObjectUrl:
+    """The address of an object or of a prefix.
+
+    Attributes:
+        scheme: s3, gs or az.
+        bucket: the bucket (of az: the container).
+        key: the key, without a slash at either end; "" is the bucket itself.
+    """
+
+    scheme: str
+    bucket: str
+    key: str = ""
+
+    @classmethod
+    def parse(cls, text: "str | os.PathLike[str] | ObjectUrl") -> "ObjectUrl":
+        """The address that a text is.
+
+        Raises:
+            ValueError: no known scheme, no bucket, or a key with an empty part, "." or "..".
+        """
+        if isinstance(text, ObjectUrl):
+            return text
+        match = ANY_URL.fullmatch(str(text))
+        scheme = match[1] if match else None
+        if match is None or scheme not in SCHEMES:
+            raise ValueError(
+                f"{str(text)!r} is no address of objects: it is s3://BUCKET/KEY, or gs:// or az:// instead"
+            )
+        bucket, _, key = match[2].partition("/")
+        key = key.rstrip("/")
+        if not bucket:
+            raise ValueError(f"{str(text)!r} names no bucket: write {scheme}://BUCKET/KEY")
+        return cls(scheme, bucket, checked_key(key) if key else "")
+
+    def join(self, *parts: str) -> "ObjectUrl":
+        """The address of what lies below this one."""
+        key = "/".join(part for part in (self.key, *parts) if part)
+        return ObjectUrl(self.scheme, self.bucket, checked_key(key) if key else "")
+
+    @property
+    def name(self) -> str:
+        """The last part of the key; of a bucket, its name."""
+        return self.key.rpartition("/")[2] or self.bucket
+
+    @property
+    def parent(self) -> "ObjectUrl":
+        """The prefix that this lies in; of a bucket, the bucket."""
+        return ObjectUrl(self.scheme, self.bucket, self.key.rpartition("/")[0])
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.key}" if self.key else "")
+
+
+def checked_key(key: str) -> str:
+    """The key, where it is one that every store and a local folder can hold.
+
+    Raises:
+        ValueError: an empty part, "." or "..", or a control character.
+    """
+    if any(part in ("", ".", "..") for part in key.split("/")) or re.search(r"[\x00-\x1f\x7f]", key):
+        rule = "it has parts between slashes, none of them empty, '.' or '..', and no control characters"
+        raise ValueError(f"the key {key!r} is none that can be used: {rule}")
+    return key

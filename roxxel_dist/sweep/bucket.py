@@ -1,0 +1,183 @@
+"""A study in an object store, and the copy of it on this machine that a driver works from.
+
+The store is the truth: the copy is made from it at every start. Objects are named as the files of a local study, but
+for the journal, which is a folder of segments.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
+from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.lease import Lease
+from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.sweep.execution.private_disk import studies_folder
+from roxxel_dist.sweep.journal import JOURNAL, WAIT_S, Journal
+from roxxel_dist.sweep.segments import SegmentWriter, make_one_of_many, read_segments
+from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS, StudyDir
+
+LEASE = "study.lease"
+FILES = (BASE, EXTRAS, DEFINITION)
+"""In the order in which they are written: where the last one is, all are."""
+
+
+class StudyBucket:
+    """A study in an object store.
+
+    Attributes:
+        url: where it is.
+        path: the folder of the copy, which has the files of a local study.
+        is_there: whether it was begun, when `fetch` looked.
+    """
+
+    def __init__(self, store: ObjectStore, path: Path) -> None:
+        self.url, self.path, self.is_there = store.url, path, False
+        self._store = store
+        self._lease: Lease | None = None
+
+    @property
+    def files(self) -> StudyDir:
+        """The files of the copy."""
+        return StudyDir(self.path, self.url)
+
+    def fetch(self) -> None:
+        """Make the copy what the store has. Raises ValueError where the journal is damaged, StoreError."""
+        definitions = {name: self._read(name) for name in FILES}
+        self.is_there = definitions[DEFINITION] is not None
+        if not self.is_there:
+            definitions = dict.fromkeys(FILES)  # what a start has left that was killed
+        for name, data in definitions.items():
+            if data is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                write_file(self.path / name, data)
+        self._copy_journal(read_segments(self._store).data if self.is_there else b"")
+
+    def _copy_journal(self, data: bytes) -> None:
+        copy = self.path / JOURNAL
+        # What the last driver here could not send any more follows what it has sent: nobody has gone on meanwhile.
+        if not (data and copy.is_file() and copy.read_bytes().startswith(data)):
+            write_file(copy, data)
+            if not data:
+                copy.unlink()
+
+    def fetch_file(self, name: str) -> None:
+        """Copy one of its other files too, where it is there. Raises StoreError."""
+        if (data := self._read(name)) is not None:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_file(self.path / name, data)
+
+    def hold(self, say: Callable[[str], None]) -> None:
+        """Be the only driver from now on, until `release`; makes the copy anew.
+
+        Raises LeaseHeldError where there is another one, ValueError where another began the study meanwhile.
+        """
+        was_there = self.is_there
+        self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, say=say)
+        self.fetch()
+        if self.is_there != was_there:
+            raise ValueError(f"--study {self.url}: another sweep has begun it meanwhile: start again")
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def create(self) -> None:
+        """Send the files of a study that begins, once `hold` was called. Raises StoreError."""
+        for name in FILES:
+            if (self.path / name).is_file():
+                self._store.write(name, (self.path / name).read_bytes())
+        self.is_there = True
+
+    def rollback(self) -> None:
+        """Undo `create` and `hold`."""
+        if self._lease is not None:
+            self._lease.discard()
+            self._lease = None
+        journal = [info.key for info in self._store.list("journal/")]
+        self._store.delete([DEFINITION, EXTRAS, BASE, *journal])
+
+    @contextmanager
+    def journal(self, log: Callable[[str], None]) -> Iterator[Journal]:
+        """The journal, for the driver that holds the study. Raises what `Journal` and `SegmentWriter` raise."""
+        assert self._lease is not None
+        stored = read_segments(self._store)
+        make_one_of_many(self._store, stored)
+        with (
+            SegmentWriter(self._store, stored.last, self._lease) as writer,
+            Journal(self.path, log, segments=writer) as journal,
+        ):
+            if unsent := (self.path / JOURNAL).read_bytes()[len(stored.data) :]:
+                writer.add(unsent, soon=True, wait=True)
+            yield journal
+
+    def send(self, page: Path) -> str:
+        """Send a file of the copy, such as the report's page, and those beside it; returns its address. Raises
+        StoreError."""
+        for path in sorted(page.parent.iterdir()):
+            if path.is_file():
+                self._store.upload(path, path.relative_to(self.path).as_posix())
+        return str(self.url.join(*page.relative_to(self.path).parts))
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._store.read(name)
+        except StoreNotFoundError:
+            return None
+
+    def check_free(self) -> None:
+        """Raises ValueError where no study is there, and something else is."""
+        if self.is_there:
+            return
+        others = [info.key for info in self._store.list() if info.key not in (BASE, EXTRAS, LEASE)]
+        others = [key for key in others if not key.startswith((".", f"{LEASE}."))]
+        if others:
+            raise ValueError(f"--study {self.url} holds {others[0]}, and no study: name another place")
+
+
+@contextmanager
+def driver_bucket(
+    url: ObjectUrl, say: Callable[[str], None], cache_dir: str | None, timeout_s: float
+) -> Iterator[StudyBucket]:
+    """A study in a bucket for who searches: its copy, below `cache_dir` or in the user's cache, is for one process at a
+    time.
+
+    Raises ValueError where another process of this host has it, or the prefix holds something else; StoreError.
+    """
+    path = studies_folder(cache_dir) / f"{url.name}-{sha256(str(url).encode()).hexdigest()[:16]}"
+    path.mkdir(parents=True, exist_ok=True)
+    lock = wait_for_lock(
+        path.with_name(f"{path.name}.lock"),
+        lambda holder: f"waiting up to {WAIT_S:g} s for {holder}, which runs {url}",
+        lambda holder: (
+            f"--study {url}: {holder} runs this study, and did not end within {WAIT_S:g} s: stop it, or name another "
+            "place"
+        ),
+        limit_s=WAIT_S,
+        say=say,
+    )
+    try:
+        bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), path)
+        bucket.fetch()
+        bucket.check_free()
+        try:
+            yield bucket
+        finally:
+            bucket.release()
+    finally:
+        release_lock(lock)
+
+
+@contextmanager
+def reader_bucket(url: ObjectUrl, timeout_s: float) -> Iterator[StudyBucket]:
+    """A study in a bucket for who looks at it as it is now; perhaps none is there. Raises ValueError, StoreError."""
+    with TemporaryDirectory(prefix="roxxel-study-") as folder:
+        bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), Path(folder))
+        bucket.fetch()
+        yield bucket

@@ -1,0 +1,146 @@
+"""The local folder of a run that is kept in a bucket: which one it is, and what is brought into it. No jax.
+
+The objects have the names of the files of a local run directory. What trains has one folder on a host, what only reads
+another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.file_lock import is_held
+from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.train.run_lock import LOCK
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectInfo
+
+LEASE = "run.lease"
+CONFIG, DATA, LOGS, CHECKPOINTS = "config.yaml", "data", "logs", "checkpoints"
+ASKED, ANSWERED = ".save-requests/", ".save-answers/"
+"""Where requests to save, and the answers to them, are in a bucket."""
+NOT_FETCHED = ("profile/", "plots/")
+"""What nobody who trains reads again; nor what is hidden."""
+AT_ONCE = 16 << 20
+"""Bytes of a file that are read into memory to be sent or fetched, so that it is one state of it."""
+THREADS = 8
+TRAINED, READ = "runs", "read"
+"""Below the cache: the folders of runs that are trained, and of those that are only read."""
+
+
+FileState = tuple[int, int]
+"""Size, and time of the last change: with others it is another state of a file."""
+
+
+def state_of(path: Path) -> FileState:
+    """Raises OSError."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+class BucketFolder:
+    """A run below a prefix of a bucket, as this host has it.
+
+    Args:
+        url: the prefix, as the user writes it.
+        local_dir: where the run has a folder on this host; by default in the user's cache.
+        read_only: it is only read, and may be training here or elsewhere.
+        timeout_s: the time limit of the store; its own where not given.
+
+    Attributes:
+        folder: the local run directory; its name says which run it is, so several runs may share `local_dir`.
+
+    Raises:
+        ValueError: `url` is no address of a prefix, or `local_dir` is one.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        local_dir: str | Path | None = None,
+        *,
+        read_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        from roxxel_dist.objects.store import ObjectStore
+
+        self.url: ObjectUrl = ObjectUrl.parse(url)
+        if not self.url.key:
+            raise ValueError(f"run_dir is {self.url}, a whole bucket: name a prefix in it, as in {self.url}/runs/mine")
+        if local_dir is not None and is_url(local_dir):
+            raise ValueError(f"local_dir is {local_dir}: name a folder on a disk of each host")
+        base = cache_folder() / (READ if read_only else TRAINED) if local_dir is None else Path(local_dir).absolute()
+        self.folder: Path = base / self.url.scheme / self.url.bucket / self.url.key
+        self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
+        self._read_only = read_only
+        self._holds = False  # whether nobody else of this host trains in the folder
+        self._fetched: dict[str, FileState | None] = {}
+        """The local file of a name, where it was what its object was; None where it was a newer state of it."""
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def pull(self) -> Path:
+        """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
+
+        What the bucket does not have goes away here, but for logs. A file that has grown here since it was sent stays:
+        it is the newer one. In a folder in which somebody trains now nothing is touched.
+        """
+        make_folder(self.folder)
+        if not self._read_only and not self._holds and is_held(self.folder / LOCK, unknown=False):
+            return self.folder
+        objects = {info.key: info for info in self._store.list() if self._is_fetched(info.key)}
+        if CONFIG not in objects:  # data without it is what a run that never began has left
+            objects = {key: info for key, info in objects.items() if not key.startswith(f"{DATA}/")}
+        for path in self._local_files():
+            name = str(path.relative_to(self.folder))
+            if name not in objects and not name.startswith((f"{LOGS}/", *NOT_FETCHED)):
+                path.unlink(missing_ok=True)
+        with ThreadPoolExecutor(THREADS) as threads:
+            states = list(threads.map(self._pull, objects.values()))
+        self._fetched = dict(zip(objects, states, strict=True))
+        return self.folder
+
+    def _is_fetched(self, key: str) -> bool:
+        hidden = any(part.startswith(".") for part in key.split("/"))
+        return not (hidden or key == LEASE or key.startswith((f"{CHECKPOINTS}/", *NOT_FETCHED)))
+
+    def _local_files(self) -> list[Path]:
+        top = [path for path in self.folder.iterdir() if path.name != CHECKPOINTS]
+        paths = [file for path in top for file in (path.rglob("*") if path.is_dir() else [path])]
+        return [path for path in paths if path.is_file() and not path.name.startswith(".")]
+
+    def _pull(self, info: ObjectInfo) -> FileState | None:
+        """Fetch one file; None where the local one is a newer state of it."""
+        path = self.folder / info.key
+        make_folder(path.parent)
+        with contextlib.suppress(StoreNotFoundError):  # deleted since it was listed
+            if info.key.startswith(f"{DATA}/") and path.is_file() and path.stat().st_size == info.size:
+                return state_of(path)  # shards prove themselves
+            if info.size > AT_ONCE:
+                self._store.download(info.key, path)
+                return state_of(path)
+            data = self._store.read(info.key)
+            here = path.read_bytes() if path.is_file() else b""
+            if here.startswith(data) and path.is_file():
+                return state_of(path) if here == data else None
+            write_file(path, data)
+            return state_of(path)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def cache_folder() -> Path:
+    """Of this user, on this host."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
+
+
+def local_run(run: str | os.PathLike[str]) -> Path:
+    """The folder of a run: as named or, of one in a bucket, a local one with its files; checkpoints come when read."""
+    return BucketFolder(run, read_only=True).pull() if is_url(run) else Path(run)

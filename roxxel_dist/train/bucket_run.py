@@ -1,0 +1,112 @@
+"""A run that is kept in a bucket: the lease by which one job trains in it, its checkpoints, and what sends the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roxxel_dist.cluster.distributed import is_primary, process_index
+from roxxel_dist.objects.errors import StoreError
+from roxxel_dist.train.bucket_folder import CHECKPOINTS, DATA, LEASE, LOGS, BucketFolder
+from roxxel_dist.train.checkpoint.digests import files_below
+from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints
+from roxxel_dist.train.run_mirror import RunMirror
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.lease import Lease
+
+
+class BucketRun(BucketFolder):
+    """A run below a prefix of a bucket, to be trained, or to be read with its checkpoints.
+
+    Args and errors are those of `BucketFolder`.
+
+    Attributes:
+        checkpoints: those of the run.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        local_dir: str | Path | None = None,
+        *,
+        read_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(url, local_dir, read_only=read_only, timeout_s=timeout_s)
+        self.checkpoints: RemoteCheckpoints = RemoteCheckpoints(
+            self._store, self.folder / CHECKPOINTS, before_table=self._before_table, check_run=self.check
+        )
+        self._lease: Lease | None = None
+        self._mirror: RunMirror | None = None
+
+    def take(self) -> None:
+        """On rank 0: make sure that nobody else trains in the run, and fetch what is newest.
+
+        Raises ValueError where somebody does; the message names who, and when that was last heard of.
+        """
+        from roxxel_dist.objects.lease import Lease
+
+        job = os.environ.get("ROXXEL_RUN_ID")
+        self._lease = Lease.take(self._store, LEASE, "roxxel-dist train", job=job)
+        self._holds = True
+        self.pull()
+
+    def begin(self) -> None:
+        """Send what is in the folder, and what changes there from now on; on every rank."""
+        own = f"{LOGS}/rank-{process_index()}.log"
+
+        def is_mine(name: str) -> bool:
+            if is_primary():
+                return not name.startswith(f"{DATA}/") and (not name.startswith(f"{LOGS}/rank-") or name == own)
+            return name == own or name.startswith("profile/")
+
+        self._mirror = RunMirror(self._store, self.folder, is_mine, serves=is_primary())
+        for name, state in self._fetched.items():
+            if is_mine(name):
+                self._mirror.fetched(name, state)
+        self._mirror.flush()
+        self._mirror.start()
+
+    def send_data(self) -> None:
+        """On rank 0: send the shards that were made of a text. Before the config of the run, they are nobody's."""
+        self._store.delete([info.key for info in self._store.list(f"{DATA}/")])
+        for path in files_below(self.folder / DATA):
+            if not path.name.startswith("."):
+                self._store.upload(path, str(path.relative_to(self.folder)))
+
+    def fetch_data(self) -> None:
+        """Fetch those shards, where this host does not have them."""
+        for info in self._store.list(f"{DATA}/"):
+            self._pull(info)
+
+    def check(self) -> None:
+        """Raises StoreError where files could not be sent in time, and LeaseLostError where another job has the run."""
+        if self._mirror is not None:
+            self._mirror.check()
+        if self._lease is not None and self._lease.lost is not None:
+            self._lease.check()
+
+    def _before_table(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+        if self._mirror is not None:
+            self._mirror.flush()
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Send what is left, within so many seconds where given, and let the run go. Raises StoreError."""
+        try:
+            if self._mirror is not None:
+                self._mirror.close(limit_s)
+        finally:
+            self._mirror = None
+            if self._lease is not None:
+                self._lease.release()
+            self._lease = None
+
+    def abandon(self, limit_s: float) -> None:
+        """`close` after a failure: what cannot be sent within so many seconds is left."""
+        with contextlib.suppress(StoreError):
+            self.close(limit_s)

@@ -1,0 +1,312 @@
+"""The object-store tier: the checkpoints of a run that is kept in a bucket, by the names of a local run directory.
+
+Each rank sends the files that it has written, rank 0 the others and, last of all, the table of digests: a checkpoint
+counts when that object is there. What is read comes into the local folder first, where its digests are compared; a file
+that does not agree is fetched once more before it is called damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
+from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS
+from roxxel_dist.train.checkpoint import files
+from roxxel_dist.train.checkpoint.digests import (
+    DAMAGED,
+    TABLE,
+    BlockDigest,
+    Bounds,
+    DigestTable,
+    bounds_of,
+    files_below,
+    read_verified,
+)
+from roxxel_dist.train.checkpoint.metadata import META, MetaFile
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectInfo, ObjectStore
+
+PROCESS = "ocdbt.process_"
+"""How the folder of what one rank has written begins; Orbax gives it the rank."""
+THREADS = 4
+"""Files that are sent, or fetched, at a time; each of them in parts."""
+FETCHES = 16
+"""Requests for files, most of which are small, that are under way."""
+FETCH_TIMES = 2
+"""What is damaged is fetched once more."""
+FETCH_LIMIT_S = 6 * 3600.0
+IsLeft = Callable[[str, BlockDigest], bool]
+"""Whether a block of an array, by its name, is left out."""
+
+
+def _no_block(name: str, block: BlockDigest) -> bool:
+    return False
+
+
+def _all_blocks(name: str, block: BlockDigest) -> bool:
+    return True
+
+
+class RemoteCheckpoints:
+    """The checkpoints below the prefix of a run, beside the local folder that has what this process needs of them.
+
+    Args:
+        store: the prefix of the run.
+        folder: the local folder of checkpoints.
+        before_table: called on rank 0 before a checkpoint counts; the rows of its steps are in the bucket then.
+        check_run: called at every step; raises what keeps the run from its bucket.
+    """
+
+    def __init__(
+        self, store: ObjectStore, folder: Path, *,
+        before_table: Callable[[], None] = lambda: None, check_run: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._store, self._folder, self._before_table = store, folder, before_table
+        self.check_run: Callable[[], None] = check_run
+        self._hollow: list[str] = []
+        """Files of other hosts that rank 0 has without the arrays in them, while it joins the parts of a save."""
+
+    def saved(self, *, read_only: bool) -> dict[int, float | None]:
+        """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then.
+
+        Unless `read_only`, what a save that was cut off has left in the bucket is deleted. For one process alone.
+        """
+        objects = self._by_step()
+        whole = sorted(step for step, names in objects.items() if TABLE in names)
+        if not read_only:
+            rest = [step for step, names in objects.items() if not {TABLE, TABLE + DAMAGED} & names.keys()]
+            self._store.delete([info.key for step in rest for info in objects[step].values()])
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(self.fetch_meta, whole))
+        saved: dict[int, float | None] = dict.fromkeys(whole)
+        for step in whole:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: who restores it is told
+                saved[step] = files.number(MetaFile.read(self._folder / str(step)).val_loss)
+        return saved
+
+    def exists(self, step: int) -> bool:
+        """Whether a checkpoint counts now."""
+        try:
+            self._store.head(_key(step, TABLE))
+        except StoreNotFoundError:
+            return False
+        return True
+
+    def damaged(self) -> list[str]:
+        """The names of the checkpoints that were set aside."""
+        return [f"{step}{DAMAGED}" for step, names in self._by_step().items() if TABLE + DAMAGED in names]
+
+    def _by_step(self) -> dict[int, dict[str, ObjectInfo]]:
+        objects: dict[int, dict[str, ObjectInfo]] = {}
+        for info in self._store.list(f"{CHECKPOINTS}/"):
+            _, step, name = (*info.key.split("/", 2), "")[:3]
+            if step.isdecimal():
+                objects.setdefault(int(step), {})[name] = info
+        return objects
+
+    def send_part(self, temporary: Path, step: int, rank: int) -> None:
+        """Send what this rank has written of a checkpoint. Its files are final by now."""
+        own = temporary / files.STATE / f"{PROCESS}{rank}"
+        self._send(temporary, step, files_below(own))
+        if rank:  # rank 0 takes it from there: last, so that it stands for the others
+            self._store.upload(temporary / f"{TABLE}.{rank}", _key(step, f"{TABLE}.{rank}"))
+
+    def gather_parts(self, temporary: Path, step: int, ranks: int) -> None:
+        """On rank 0, fetch what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
+        parts: dict[str, DigestTable] = {}
+        for rank in range(1, ranks):
+            path = temporary / f"{TABLE}.{rank}"
+            if not path.exists():  # a rank of another host
+                self._store.download(_key(step, path.name), path)
+            part = DigestTable.read(path)
+            parts |= {name: part for name in part.files if not (temporary / name).exists()}
+        with ThreadPoolExecutor(FETCHES) as threads:
+            list(threads.map(lambda name: self._fetch(temporary, step, parts[name], name, _all_blocks), parts))
+        self._hollow = [name for name, part in parts.items() if part.blocks_in(name)]
+
+    def commit(self, step: int, ranks: int) -> None:
+        """On rank 0, send what is left of a checkpoint that is complete in the local folder; its table last."""
+        checkpoint = self._folder / str(step)
+        for name in self._hollow:
+            (checkpoint / name).unlink()
+        theirs = tuple(f"{files.STATE}/{PROCESS}{rank}/" for rank in range(ranks))
+        paths = {str(path.relative_to(checkpoint)): path for path in files_below(checkpoint)}
+        self._send(checkpoint, step, [p for name, p in paths.items() if name != TABLE and not name.startswith(theirs)])
+        self._store.delete([_key(step, f"{TABLE}.{rank}") for rank in range(1, ranks)])
+        self._before_table()
+        self._store.upload(checkpoint / TABLE, _key(step, TABLE))
+
+    def keep_part(self, temporary: Path, step: int, rank: int, kept: Collection[int] | None) -> None:
+        """On the other ranks, after a save: let the own part take its place in the local folder, or take it away where
+        the save has failed (`kept` is None); and delete what is no longer kept."""
+        own = temporary / files.STATE / f"{PROCESS}{rank}"
+        with contextlib.suppress(OSError):
+            if kept is None:
+                shutil.rmtree(own, ignore_errors=True)
+            elif own.exists():  # else rank 0 has renamed all of it, on the same disk
+                place = self._folder / str(step) / files.STATE / own.name
+                shutil.rmtree(place, ignore_errors=True)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(own, place)
+        (temporary / f"{TABLE}.{rank}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another rank's part is still in it
+            for folder in (temporary / files.STATE, temporary):
+                folder.rmdir()
+        if kept is not None:
+            self.keep_local(kept)
+
+    def keep_local(self, kept: Collection[int]) -> None:
+        """Delete what this host has of other checkpoints than those that are kept."""
+        steps = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
+        for step in set(steps) - {*kept}:
+            files.delete(self._folder / str(step))
+
+    def delete(self, step: int) -> None:
+        """Take a checkpoint away; it does not count from the first moment on."""
+        self._store.delete([_key(step, TABLE)])
+        self._store.delete([info.key for info in self._store.list(f"{CHECKPOINTS}/{step}/")])
+
+    def set_aside(self, step: int) -> None:
+        """Let a damaged checkpoint no longer count; its files stay until a later save of the step."""
+        self._store.write(_key(step, TABLE + DAMAGED), self._store.read(_key(step, TABLE)))
+        self._store.delete([_key(step, TABLE)])
+
+    def send_meta(self, step: int) -> None:
+        """Send the `meta.json` of the local folder, which is another one than before. Cut off anywhere, the old one or
+        the new one is there, and agrees."""
+        checkpoint = self._folder / str(step)
+        _, table = read_verified(checkpoint, step)
+        assert table is not None  # else it does not count in a bucket
+        path = checkpoint / f".{TABLE}.before"
+        self._store.download(_key(step, TABLE), path)
+        before = DigestTable.read(path)
+        path.unlink()
+        both = replace(table, meta=tuple(dict.fromkeys((*before.meta, *table.meta))))
+        self._store.write(_key(step, TABLE), both.to_json().encode())
+        self._store.upload(checkpoint / META, _key(step, META))
+        self._store.upload(checkpoint / TABLE, _key(step, TABLE))
+
+    def fetch_meta(self, step: int) -> None:
+        """Bring `meta.json` and the table of a checkpoint here; neither, where it does not count any more."""
+        checkpoint = self._folder / str(step)
+        make_folder(checkpoint)
+        try:
+            for name in (TABLE, META):
+                write_file(checkpoint / name, self._store.read(_key(step, name)))
+        except StoreNotFoundError:
+            for name in (TABLE, META):
+                (checkpoint / name).unlink(missing_ok=True)
+
+    def check(self, step: int, table: DigestTable, names: Iterable[str], is_left: IsLeft = _no_block) -> list[str]:
+        """Compare files of a checkpoint with their digests, but for the blocks that are left out, and fetch those that
+        do not agree, or are not here: only what is compared, and once for all processes that share the folder.
+
+        Returns what is wrong with those that do not agree when they are fetched once more either.
+        """
+        checkpoint = self._folder / str(step)
+        left = frozenset((name, b.bounds) for name, some in table.blocks.items() for b in some if is_left(name, b))
+
+        def wrong(names: Iterable[str]) -> dict[str, list[str]]:
+            return table.wrong_files(checkpoint, names, compared=left)
+
+        problems = wrong(names)
+        if not problems:
+            return []
+        lock = wait_for_lock(
+            self._folder / ".fetch.lock",
+            lambda owner: f"{owner} fetches a checkpoint into {self._folder}: waiting for it",
+            lambda owner: f"{owner} fetches a checkpoint into {self._folder} for hours",
+            limit_s=FETCH_LIMIT_S, silent_s=FETCH_LIMIT_S,
+        )  # fmt: skip
+        try:
+            problems = wrong(problems)  # another process may have fetched them meanwhile
+            for _ in range(FETCH_TIMES):
+                with ThreadPoolExecutor(FETCHES) as threads:
+                    list(threads.map(lambda name: self._fetch(checkpoint, step, table, name, is_left), problems))
+                problems = wrong(problems)
+        finally:
+            release_lock(lock)
+        return [line for lines in problems.values() for line in lines]
+
+    def _fetch(self, checkpoint: Path, step: int, table: DigestTable, name: str, is_left: IsLeft) -> None:
+        """Fetch a file, or of one in which blocks are left out all else; a file that is gone is left to be missed."""
+        path, size, key = checkpoint / name, table.files[name].size, _key(step, name)
+        left = sorted((b.offset, b.offset + b.size) for array, b in table.blocks_in(name) if is_left(array, b))
+        ends = [0, *(end for _, end in left)], [*(start for start, _ in left), size]
+        ranges = [(start, end) for start, end in zip(*ends, strict=True) if start < end]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(StoreNotFoundError):
+            if not left:
+                self._store.download(key, path)
+                return
+            # In place: another process of this host may have fetched other blocks of it.
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                file.truncate(size)
+                for start, end in ranges:
+                    for begin in range(start, end, AT_ONCE):
+                        stop = min(begin + AT_ONCE, end)
+                        file.seek(begin)
+                        file.write(self._store.read_range(key, begin, stop))
+
+    def fetch_params(self, step: int) -> list[str]:
+        """Bring what holds the parameters of a checkpoint here, for one process that reads them alone; what is wrong
+        with it. Its `meta.json` and table are here."""
+        _, table = read_verified(self._folder / str(step), step)
+        assert table is not None  # else it does not count in a bucket
+        return self.check(step, table, table.files, lambda name, _: not name.startswith(files.PARAMS))
+
+    def fetch_all(self, step: int) -> list[str]:
+        """The same of all of a checkpoint."""
+        self.fetch_meta(step)
+        try:
+            _, table = read_verified(self._folder / str(step), step)
+        except ValueError as error:
+            return [str(error)]
+        assert table is not None
+        return self.check(step, table, table.files)
+
+    def _send(self, folder: Path, step: int, paths: Iterable[Path]) -> None:
+        def send(path: Path) -> None:
+            self._store.upload(path, _key(step, str(path.relative_to(folder))))
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(send, paths))
+
+
+def not_read(like: Any) -> IsLeft:
+    """Whether a block of a checkpoint is none that this process reads for a state that lies as `like`."""
+    there: dict[str, list[Bounds]] = {}
+    for path, leaf in jax.tree.leaves_with_path(like):
+        name, sharding = jax.tree_util.keystr(path, simple=True, separator="/"), getattr(leaf, "sharding", None)
+        if sharding is None or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            there[name] = []
+        else:
+            indices = sharding.addressable_devices_indices_map(leaf.shape).values()
+            there[name] = list(dict.fromkeys(bounds_of(index, leaf.shape) for index in indices))
+
+    def is_left(name: str, block: BlockDigest) -> bool:
+        parts = there.get(name)
+        return parts is None or (bool(parts) and not any(_overlap(block.bounds, part) for part in parts))
+
+    return is_left
+
+
+def _overlap(one: Bounds, other: Bounds) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _key(step: int, name: str) -> str:
+    return f"{CHECKPOINTS}/{step}/{name}"

@@ -1,0 +1,138 @@
+"""The small files of a run directory in its bucket: what changes is sent every few seconds, and all at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roxxel_dist.cluster.save_requests import ANSWER, REQUEST
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
+from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, AT_ONCE, CHECKPOINTS, FileState, state_of
+from roxxel_dist.train.checkpoint.digests import files_below
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+
+INTERVAL_S = 3.0
+"""Between two looks at the files."""
+BYTES_PER_S = 1 << 20
+"""Of one file that grows: a large one is sent less often."""
+
+log: logging.Logger = logging.getLogger("roxxel_dist.objects")
+
+
+class RunMirror:
+    """Sends the files of a local run directory to the prefix of the run, from a thread of its own.
+
+    Args:
+        store: the prefix of the run.
+        folder: the local run directory.
+        is_mine: whether this rank sends a file, by its name below the folder.
+        serves: whether requests to save are taken from the bucket, and answered there; on one rank.
+    """
+
+    def __init__(self, store: ObjectStore, folder: Path, is_mine: Callable[[str], bool], *, serves: bool) -> None:
+        self._store, self._folder, self._is_mine, self._serves = store, folder, is_mine, serves
+        self._sent: dict[str, tuple[FileState | None, float]] = {}
+        """The state of each file that was sent, and when it is to be looked at again."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._problem: StoreError | None = None
+        self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
+
+    def fetched(self, name: str, state: FileState | None) -> None:
+        """There is an object of that name, which is what the local file was in that state; or none that it had."""
+        self._sent[name] = state, 0.0
+
+    def start(self) -> None:
+        """Begin; requests of a time before this one are nobody's."""
+        if self._serves:
+            self._store.delete([info.key for prefix in (ASKED, ANSWERED) for info in self._store.list(prefix)])
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises StoreError where files could not be sent within the store's time limit."""
+        if self._problem is not None:
+            raise self._problem
+
+    def flush(self) -> None:
+        """Send all that has changed. Raises StoreError."""
+        self._pass(everything=True)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Send all that has changed and end, within so many seconds where given. Raises StoreError where it failed."""
+        self._over.set()
+        if limit_s is not None:  # after a failure: the thread sends the rest, as far as it comes
+            self._thread.join(limit_s)
+            return
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.check()
+        self.flush()
+
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(INTERVAL_S):
+                self._pass(everything=False)
+                self._take_requests()
+            self._pass(everything=True)
+        except StoreError as error:
+            self._problem = error
+
+    def _pass(self, *, everything: bool) -> None:
+        with self._lock:
+            now = time.monotonic()
+            there = {str(path.relative_to(self._folder)): path for path in self._files()}
+            for name, path in sorted(there.items()):
+                state, due = self._sent.get(name, (None, 0.0))
+                if everything or now >= due:
+                    self._send(name, path, state)
+            if gone := [name for name in self._sent if name not in there]:
+                self._store.delete(gone)
+                for name in gone:
+                    del self._sent[name]
+            self._send_answers()
+
+    def _files(self) -> list[Path]:
+        """What this rank sends: no checkpoints, which have their own way, and nothing hidden."""
+        top = [path for path in self._folder.iterdir() if not path.name.startswith(".") and path.name != CHECKPOINTS]
+        paths = [file for path in top for file in (files_below(path) if path.is_dir() else [path])]
+        return [
+            path for path in paths
+            if not path.name.startswith(".") and path.is_file() and self._is_mine(str(path.relative_to(self._folder)))
+        ]  # fmt: skip
+
+    def _send(self, name: str, path: Path, before: FileState | None) -> None:
+        try:
+            state = state_of(path)
+            if state == before:
+                return
+            if state[0] <= AT_ONCE:
+                self._store.write(name, path.read_bytes())
+            else:
+                self._store.upload(path, name)
+        except FileNotFoundError as error:  # taken away meanwhile
+            if isinstance(error, StoreNotFoundError):  # the bucket
+                raise
+            return
+        self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+
+    def _take_requests(self) -> None:
+        if self._serves:
+            for info in self._store.list(ASKED):
+                (self._folder / f"{REQUEST}{info.key.removeprefix(ASKED)}").touch()
+                self._store.delete([info.key])
+
+    def _send_answers(self) -> None:
+        if self._serves:
+            for path in self._folder.glob(f"{ANSWER}*"):
+                if path.suffix != ".part":
+                    self._store.write(f"{ANSWERED}{path.name.removeprefix(ANSWER)}", path.read_bytes())
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)

@@ -1,0 +1,154 @@
+"""Bytes that are flipped in a bucket are named, and read by nobody."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+from buckets import opened, put, replace_object
+
+from roxxel_dist.data.build.progress import Progress
+from roxxel_dist.data.format import HEADER_BYTES
+from roxxel_dist.data.remote.index import INDEX
+from roxxel_dist.data.remote.verify import verify_objects
+from roxxel_dist.data.shard import DamagedData
+from roxxel_dist.objects.store import ObjectStore
+
+pytestmark = pytest.mark.xdist_group("bucket")
+FLIPS = 40
+
+
+def flipped(data, at):
+    changed = bytearray(data)
+    changed[at] ^= 1 << (at % 8)
+    return bytes(changed)
+
+
+def test_forty_flipped_bytes_are_named_and_not_read(server, folder, local, cache):
+    """Of each block with one, every window that touches it is refused; all others are what they were."""
+    url, rng = put(server, folder, "flipped"), random.Random(5)
+    chosen = [(number, rng.randrange(local.shards[number].tokens.nbytes)) for number in range(6)]
+    chosen += [(rng.randrange(6), rng.randrange(390_000)) for _ in range(FLIPS - len(chosen))]
+    damaged: set[tuple[int, int]] = set()
+    for number, shard in enumerate(local.shards):
+        data, wrong = shard.path.read_bytes(), [at for which, at in chosen if which == number]
+        for at in wrong:
+            data = flipped(data, HEADER_BYTES + at)
+            damaged.add((number, at // 4096))
+        replace_object(url, shard.path.name, data)
+    assert len(damaged) > 35
+    remote, length = opened(url, cache), 512
+    named, firsts = set(), local.first_tokens.tolist()
+    for number, shard in enumerate(local.shards):
+        for start in range(0, len(shard.tokens) - length, length):
+            low, high = start * 2 // 4096, ((start + length) * 2 - 1) // 4096
+            offset = np.array([firsts[number] + start])
+            if not {(number, block) for block in range(low, high + 1)} & damaged:
+                assert np.array_equal(remote.read(offset, length), local.read(offset, length))
+                continue
+            with pytest.raises(DamagedData) as error:
+                remote.read(offset, length)
+            place = re.search(r"(s3:.*): block (\d+) \(tokens \d+ to \d+, documents? (\d+)", str(error.value))
+            block = int(place[2])
+            assert place[1] == f"{url}/{shard.path.name}"
+            assert int(place[3]) == int(shard.document_ends.searchsorted(block * 2048, side="right"))
+            named.add((number, block))
+    assert named == damaged
+
+
+def test_damage_between_what_is_needed_is_nobodys_error(server, folder, local, cache):
+    url, shard = put(server, folder, "between"), local.shards[0]
+    replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), HEADER_BYTES + 5 * 4096))
+    around = np.array([4 * 2048, 6 * 2048])
+    assert np.array_equal(opened(url, cache).read(around, 99), local.read(around, 99))
+
+
+def test_damage_on_the_way_is_fetched_once_more(server, url, local, cache, monkeypatch):
+    remote, wrong = opened(url, cache), []
+    read_range = ObjectStore.read_range
+
+    def damage_once(self, key, start, stop, **options):
+        data = read_range(self, key, start, stop, **options)
+        if (key, start) in wrong:
+            return data
+        wrong.append((key, start))
+        return flipped(data, len(data) // 2)
+
+    monkeypatch.setattr(ObjectStore, "read_range", damage_once)
+    offsets = np.arange(60) * 9000
+    assert np.array_equal(remote.read(offsets, 300), local.read(offsets, 300))
+    assert wrong
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("part", ["table of checksums", "document ends", "footer", "header"])
+def test_damage_outside_the_tokens(server, folder, local, cache, part, index):
+    url, shard = put(server, folder, f"outside-{index}-{part.replace(' ', '-')}", index=index), local.shards[2]
+    at = {
+        "table of checksums": shard.layout.sums_offset + 9,
+        "document ends": shard.layout.ends_offset + 9,
+        "footer": shard.layout.meta_offset + 30,
+        "header": 20,
+    }[part]
+    replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), at), is_known=index)
+    lines, _ = verify_objects(url, Progress(False))
+    assert any(f"{url}/{shard.path.name}" in line and part.split()[-1] in line for line in lines)
+    if part == "header":  # nobody reads it: it follows from the footer
+        return
+    if part == "footer" and not index:
+        with pytest.raises(ValueError, match=f"{shard.path.name}: the footer or the metadata is damaged"):
+            opened(url, cache)
+        return
+    remote, offset = opened(url, cache), np.array([int(local.first_tokens[2])])
+    if part == "footer":  # the index has another copy
+        assert np.array_equal(remote.read(offset, 99), local.read(offset, 99))
+        return
+    with pytest.raises(DamagedData, match=f"{shard.path.name}: the table of {part.rpartition(' of ')[2]}"):
+        remote.read(offset, 99) if "checksums" in part else remote.segments(offset, 9999)
+
+
+def test_verify_reads_the_bucket_and_not_the_cache(server, folder, local, cache):
+    url, shard = put(server, folder, "verified"), local.shards[1]
+    assert verify_objects(url, Progress(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: whole")
+    opened(url, cache).verify()
+    replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), HEADER_BYTES + 3 * 4096))
+    (line,), _ = verify_objects(url, Progress(False))
+    assert re.fullmatch(
+        rf"{url}/shard_00001.rox: block 3 \(tokens 6144 to 8191, documents? .*\) is damaged; 1 of \d+ blocks .*", line
+    )
+
+
+def test_a_data_set_that_is_replaced_while_it_is_open(server, folder, local, cache):
+    url, shard = put(server, folder, "replaced"), local.shards[0]
+    remote = opened(url, cache)
+    replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), 9000), is_known=False)
+    with pytest.raises(DamagedData, match=r"shard_00000.rox was replaced in the bucket since .*data index`"):
+        remote.read(np.array([0]), 99)
+    ObjectStore.open(url).delete([shard.path.name])
+    with pytest.raises(DamagedData, match=r"shard_00000.rox is gone from the bucket"):
+        remote.read(np.array([0]), 99)
+
+
+def test_a_damaged_index(server, folder, cache):
+    url = put(server, folder, "index")
+    store = ObjectStore.open(url)
+    store.write(INDEX, flipped(store.read(INDEX), 99))
+    with pytest.raises(ValueError, match=r"shards.index is damaged .* write it again: `roxxel-dist data index`"):
+        opened(url, cache)
+    store.write(INDEX, b"something else")
+    with pytest.raises(ValueError, match=r"shards.index is no index of shards"):
+        opened(url, cache)
+
+
+def test_a_disk_that_changes_the_cache(url, local, cache):
+    remote = opened(url, cache)
+    offset = np.array([5000])
+    remote.read(offset, 99)
+    shard = remote.shards[0]
+    with shard.file.path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 10_000)
+        file.write(bytes(8))
+    with pytest.raises(DamagedData, match=r"block 2 .* in the cache of this host, and was not when it was fetched"):
+        shard.damaged_blocks(np.array([2]))
+    assert np.array_equal(remote.read(offset, 99), local.read(offset, 99))
+    assert shard.damaged_blocks(np.arange(4)) == []

@@ -1,0 +1,148 @@
+"""Leases on a real server: taken, renewed, given back, refused, taken over, and lost."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from objects.servers import S3Server
+
+from roxxel_dist.objects import lease as lease_module
+from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
+from roxxel_dist.objects.store import ObjectStore
+
+CONTEXT = multiprocessing.get_context("spawn")
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(server, request, monkeypatch):
+    short()
+    with server.environment():
+        yield server.url(request.node.name.partition("[")[0])
+    monkeypatch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _times():
+    before = {name: getattr(lease_module, name) for name in TIMES}
+    yield
+    for name, value in before.items():
+        setattr(lease_module, name, value)
+
+
+TIMES = {"RENEW_S": 0.4, "STALE_S": 4.0, "POLL_S": 0.1, "SETTLE_S": 0.1}
+
+
+def short():
+    """Seconds become tenths."""
+    for name, value in TIMES.items():
+        setattr(lease_module, name, value)
+
+
+def take(url, said=None, **options):
+    said = [] if said is None else said
+    return Lease.take(ObjectStore.open(url, timeout_s=2), "it.lease", "test", say=said.append, **options)
+
+
+def hold(url, ready, end):
+    short()
+    with take(url):
+        ready.set()
+        end.wait(LIMIT_S)
+
+
+@pytest.fixture
+def holder(url):
+    """A process that has the lease."""
+    ready, end = CONTEXT.Event(), CONTEXT.Event()
+    process = CONTEXT.Process(target=hold, args=(url, ready, end))
+    process.start()
+    assert ready.wait(LIMIT_S)
+    process.end = end
+    yield process
+    if process.is_alive():  # a killed one would be waited for as long as it sleeps
+        end.set()
+    process.join()
+
+
+def test_a_second_owner_is_refused_until_the_first_gives_it_back(holder, url):
+    said = []
+    with pytest.raises(
+        LeaseHeldError, match=rf"test \(pid {holder.pid} on host .*\) writes there, .* \d s ago: end it"
+    ):
+        take(url, said)
+    assert f"pid {holder.pid}" in said[-1]
+    holder.end.set()
+    with take(url, said, wait_s=LIMIT_S) as lease:
+        lease.check()
+        assert lease.lost is None
+    assert [info.key for info in ObjectStore.open(url).list()] == ["it.lease"]
+    take(url).discard()
+    assert ObjectStore.open(url).list() == []
+
+
+def test_a_dead_owner_of_this_host_is_not_waited_for(holder, url):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    said = []
+    take(url, said).release()
+    assert not [line for line in said if "waiting" in line]
+
+
+def test_an_owner_of_another_host_is_waited_for_until_it_is_stale(holder, url):
+    store = ObjectStore.open(url)
+    holder.end.set()
+    holder.join()
+    record = json.loads(store.read("it.lease"))
+    store.write("it.lease", json.dumps({**record, "released": False, "host": "elsewhere", "job": "j"}).encode())
+    take(url, job="j").release()
+    store.write("it.lease", json.dumps({**record, "released": False, "host": "elsewhere", "job": "j"}).encode())
+    said = []
+    take(url, said, job="another").release()
+    assert "waiting for test (pid" in said[-1]
+    assert "on host elsewhere), which has renewed its lease" in said[-1]
+    assert [info.key for info in store.list()] == ["it.lease"]
+
+
+def test_whoever_has_lost_it_is_told(url):
+    with take(url) as lease:
+        store = ObjectStore.open(url)
+        record = json.loads(store.read("it.lease"))
+        store.write("it.lease", json.dumps({**record, "id": "another", "host": "elsewhere"}).encode())
+        wait_for(lambda: lease.lost)
+        with pytest.raises(LeaseLostError, match=r"was taken away: test \(pid \d+ on host elsewhere\) has it now"):
+            lease.check()
+    assert json.loads(store.read("it.lease"))["released"] is False
+
+
+def test_a_store_that_is_away_is_not_the_end_until_the_lease_is_stale(server, url):
+    with server.link() as link, server.environment(link), take(url) as lease:
+        link.down = True
+        time.sleep(1.5)
+        lease.check()
+        link.down = False
+        wait_for(lambda: lease.age_s < 0.5)
+        link.down = True
+        wait_for(lambda: lease.age_s >= lease_module.STALE_S)
+        assert lease.lost is None
+        with pytest.raises(LeaseLostError, match=r"could not be renewed for 4 s \(.*another process may have it"):
+            lease.check()
+        link.down = False
+        wait_for(lambda: lease.age_s < 1)
+        lease.check()
+
+
+def wait_for(condition):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,232 @@
+"""Studies in a bucket, on real servers: one without conditional writes (S3), and one that obeys them (Google's)."""
+
+import json
+import os
+import random
+
+import process_ray
+import pytest
+import trial_bodies
+from killed_drivers import ended, kill_and_go_on, until
+from objects.servers import GcsServer, S3Server
+from sweep_runs import ONE, Study
+
+from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import EXIT_FILES
+from roxxel_dist.objects import lease
+from roxxel_dist.objects.errors import StoreTimeoutError
+from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
+from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.sweep import bucket, controller, segments
+from roxxel_dist.sweep.journal import replay
+from roxxel_dist.sweep.segments import Segment, SegmentWriter, chain, make_one_of_many, read_segments
+
+SERVERS = {"s3": S3Server, "gs": GcsServer}
+METRIC = {"name": "val_loss", "goal": "minimize"}
+TIMES = {"RENEW_S": 0.5, "STALE_S": 5.0, "POLL_S": 0.1, "SETTLE_S": 0.1}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory):
+    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _times(monkeypatch):
+    for name, value in TIMES.items():
+        monkeypatch.setattr(lease, name, value)
+
+
+@pytest.fixture
+def store(server, request):
+    with server.environment():
+        yield ObjectStore.open(server.url("journals", request.node.name), timeout_s=10)
+
+
+class BucketStudy(Study):
+    """A study in a bucket; `path` has what its trials leave, and every driver that is started a cache of its own."""
+
+    def __init__(self, path, url, monkeypatch, timeout_s=20.0):
+        super().__init__(path / "notes", process_ray.ADDRESS)
+        self.url, self._patch, self._caches = url, monkeypatch, path / "caches"
+        self.more = {"url": url, "timeout_s": timeout_s}
+        self.starts = 0
+
+    def on_another_host(self):
+        """From now on nothing is there but the bucket."""
+        self.starts += 1
+        self._patch.setenv("XDG_CACHE_HOME", str(self._caches / str(self.starts)))
+
+    def start(self, *arguments, **options):
+        self.on_another_host()
+        return super().start(*arguments, **options)
+
+    @property
+    def stored(self):
+        return read_segments(ObjectStore.open(self.url, timeout_s=10))
+
+    @property
+    def events(self):
+        return [json.loads(line) for line in self.stored.data.splitlines()]
+
+    @property
+    def history(self):
+        return replay(self.path, self.stored.data)
+
+    def run_here(self, body, **options):
+        """In this process."""
+        with trial_bodies.opened(self.url, self.more["timeout_s"]) as held:
+            path, self.path = self.path, held
+            try:
+                self._task = lambda trial, params, attempt: {
+                    "trial": trial, "params": params, "attempt": attempt, "folder": str(path), "log": None,
+                }  # fmt: skip
+                return self.run(body, **options)
+            finally:
+                self.path = path
+
+
+@pytest.fixture
+def study(s3, tmp_path, monkeypatch, request):
+    monkeypatch.setattr(controller, "connected", process_ray.connected)
+    with s3.environment():
+        study = BucketStudy(tmp_path, s3.url("studies", request.node.name), monkeypatch)
+        study.on_another_host()
+        yield study
+
+
+def test_segments_follow_each_other():
+    one, two, three, many = Segment(1, 1), Segment(2, 2), Segment(3, 3), Segment(1, 2)
+    assert many.key == "journal/000000001-000000002.jsonl"
+    assert chain([]) == ([], [])
+    assert chain([two, one]) == ([one, two], [])
+    assert chain([one, two, three, many]) == ([many, three], [one, two])
+    for given, missing in (([two], 1), ([one, three], 2), ([many, Segment(5, 5)], 3)):
+        with pytest.raises(ValueError, match=rf"journal/00000000{missing}\.jsonl is missing"):
+            chain(given)
+
+
+def test_lines_come_in_their_order_and_many_segments_become_one(store, monkeypatch):
+    monkeypatch.setattr(segments, "MANY", 5)
+    monkeypatch.setattr(segments, "LOOKS", 1)
+    lines = [json.dumps({"n": n}).encode() + b"\n" for n in range(9)]
+    with Lease.take(store, "study.lease", "test") as held:
+        with SegmentWriter(store, 0, held) as writer:
+            for line in lines[:6]:
+                writer.add(line, soon=False, wait=True)
+            writer.add(lines[6], soon=False, wait=False)
+            writer.add(lines[7], soon=False, wait=False)
+        journal = read_segments(store)
+        assert journal.data == b"".join(lines[:8])
+        assert journal.last == 7  # the last two went together
+        make_one_of_many(store, journal)
+        assert [info.key for info in store.list("journal")] == ["journal/000000001-000000007.jsonl"]
+        store.write("journal/000000003.jsonl", lines[2])  # a start that was killed while it deleted
+        journal = read_segments(store)
+        assert (journal.data, journal.last) == (b"".join(lines[:8]), 7)
+        make_one_of_many(store, journal)
+        with SegmentWriter(store, 7, held) as writer:
+            writer.add(lines[8], soon=True, wait=False)
+        assert read_segments(store).data == b"".join(lines)
+        assert len(store.list("journal")) == 2
+    store.write("journal/000000008.jsonl", lines[8] + b'{"n"')
+    with pytest.raises(ValueError, match=r"journal/000000008\.jsonl, line 2: damaged"):
+        read_segments(store)
+    store.delete(["journal/000000001-000000007.jsonl"])
+    with pytest.raises(ValueError, match=r"journal is damaged: journal/000000001\.jsonl is missing"):
+        read_segments(store)
+
+
+def test_of_two_drivers_that_believe_to_be_alone_one_ends(store):
+    with Lease.take(store, "study.lease", "test") as held:
+        with SegmentWriter(store, 0, held) as first:
+            first.add(b'{"first": 1}\n', soon=True, wait=True)
+        second = SegmentWriter(store, 0, held)
+        second.__enter__()
+        with pytest.raises(LeaseLostError, match=r"another driver has written journal/000000001\.jsonl"):
+            second.add(b'{"second": 1}\n', soon=True, wait=True)
+        assert read_segments(store).data == b'{"first": 1}\n'
+
+
+def test_a_driver_that_was_killed_goes_on_where_only_the_bucket_is(study):
+    seed = int.from_bytes(os.urandom(4))
+    print(f"seed {seed}")
+    kill_and_go_on(study, random.Random(seed), 1, 6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_nothing_is_lost_or_repeated_when_drivers_are_killed_at_20_moments(study):
+    assert kill_and_go_on(study, random.Random(12), 20, 300) == 20
+
+
+def test_a_second_driver_is_refused_and_names_the_first(study, monkeypatch):
+    first = study.start("stays", count=1)
+    until(lambda: study.of("report"), "the first driver's trial")
+    study.on_another_host()
+    monkeypatch.setattr(bucket, "WAIT_S", 0.0)
+    with pytest.raises(LeaseHeldError, match=rf"{study.url}: sweep \(pid {first.pid} on host .* writes there"):
+        study.run_here(trial_bodies.stays, count=1)
+    first.kill()
+    first.communicate()
+    assert study.run_here(trial_bodies.stays, count=1).code == 0
+    assert study.ends() == [0]
+
+
+def test_a_store_that_is_away_for_some_seconds_costs_nothing(study, s3):
+    with s3.link() as link, s3.environment(link, XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"]):
+        driver = study.start("kept", count=8, workers=2)
+        with s3.environment():
+            until(lambda: study.of("result"), "the first result")
+            link.down = True
+            before = len(study.ends())
+            with pytest.raises(AssertionError):
+                until(lambda: driver.poll() is not None, "the end of the driver", limit_s=3)
+            assert len(study.ends()) <= before + 2
+            link.down = False
+        code, said = ended(driver)
+        assert code == 0, said
+        assert study.ends() == list(range(8))
+
+
+def test_a_store_that_stays_away_ends_the_sweep_and_nothing_is_lost(study, s3, capsys):
+    study.more["timeout_s"] = 2.0
+    with s3.link() as link, s3.environment(link, XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"]):
+        reported = []
+
+        def changed(history, number):
+            reported.append(number)
+            link.down |= bool(history.count("done"))
+
+        study.changed = changed
+        with pytest.raises(StoreTimeoutError, match=r"journal/\d{9}\.jsonl: .* refuses connections"):
+            study.run_here(trial_bodies.kept, count=4)
+        assert main(["sweep", "--study", study.url, "--store_timeout", "1"]) == EXIT_FILES
+        assert study.url in capsys.readouterr().err
+    assert study.run_here(trial_bodies.kept, count=4).code == 0
+    assert study.ends() == [0, 1, 2, 3]
+    assert study.history.trials[0].attempts == 1  # its result was sent by the second start
+
+
+def test_reports_of_a_study_in_a_bucket(study, monkeypatch, capsys, tmp_path):
+    study.run_here(trial_bodies.square, count=3)
+    study.on_another_host()
+    monkeypatch.chdir(tmp_path)
+    ObjectStore.open(study.url).write("study.yaml", json.dumps({**ONE, "metric": METRIC}).encode())
+    assert main(["report", study.url]) == 0
+    said = capsys.readouterr().out
+    assert "3 trial(s): 3 done" in said
+    assert f"page: {study.url}/report/report.html" in said
+    assert b"3 trial(s): 3 done" in ObjectStore.open(study.url).read("report/report.html")
+    assert main(["report", study.url, "--best_config", "best.yaml"]) == 2
+    assert "trained on another machine" in capsys.readouterr().err
+    assert main(["sweep", "--study", f"{study.url}/journal", "--count", "1"]) == 2
+    assert "and no study: name another place" in capsys.readouterr().err
+    assert main(["sweep", "--study", "ftp://host/x", "--count", "1"]) == 2

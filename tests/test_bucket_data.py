@@ -1,0 +1,160 @@
+"""Commands that read data in a bucket: the real command line against a real server."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from buckets import put, replace_object
+from commands import losses, rows, run, start, wait_for
+from objects.servers import S3Server
+
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.format import HEADER_BYTES
+
+pytestmark = pytest.mark.xdist_group("bucket")
+CONFIG = """
+datasets: {{self: {self}, more: {more}}}
+validation: {{more: {more}}}
+phases:
+  - {{steps: 12, batch_size: 4, seq_len: 65, weights: {{self: 0.5, more: 0.5}}, packing: documents}}
+dim: 32
+num_blocks: 1
+head_size: 8
+max_context: 64
+log_every: 1
+eval_every: 6
+eval_iters: 1
+checkpoint_every: 6
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3")) as server, server.environment():
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two data sets: of some hundred documents, and one of which 200 steps read a part alone."""
+    base, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(2)
+    for name, count in (("self", 300), ("more", 100)):
+        documents = (rng.integers(1, 500, rng.integers(50, 500)).astype(np.uint16) for _ in range(count))
+        Roxxel(base / name / "shard_*.rox").write(documents, vocab_size=500, separator=0, max_shard_bytes=50_000)
+    return base
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    return tmp_path / "xdg" / "roxxel-dist"
+
+
+def test_a_run_of_data_in_a_bucket(server, folders, cache, tmp_path):
+    """Its losses are those of the local copy, started again in the middle too; other commands read it as well."""
+    urls = {name: put(server, folders / name, f"cli/{name}") for name in ("self", "more")}
+    here = {name: str(folders / name) for name in urls}
+    for name, paths in (("bucket", urls), ("local", here)):
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(**paths))
+        more = ["--max_steps", 6] if name == "bucket" else []
+        done = run("train", "--config", f"{name}.yaml", "--run_dir", name, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = run("train", "--run_dir", "bucket", "--resume", "--max_steps", 12, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "bucket") == losses(tmp_path / "local")
+    assert list(cache.glob("blocks-*/*.data"))
+    text = (tmp_path / "bucket" / "config.yaml").read_text()
+    assert f"self: {urls['self']}" in text
+    assert server.secret_key not in text
+    told = [run("batch", name, "--step", 9, cwd=tmp_path).stdout for name in ("bucket", "local")]
+    assert told[0] == told[1]
+    assert "row 3: " in told[0]
+    described = [run("data", "info", path, cwd=tmp_path).stdout for path in (urls["self"], here["self"])]
+    assert re.findall("fingerprint.*", described[0]) == re.findall("fingerprint.*", described[1])
+    done = run("data", "verify", urls["self"], cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()[-5:]) == (0, "whole")
+    done = run("data", "index", urls["self"], cwd=tmp_path)
+    assert done.stdout == f"index: {urls['self']}/shards.index\n"
+
+
+@pytest.mark.long
+def test_four_processes_train_on_the_same_rows(server, folders, cache, tmp_path):
+    urls = {name: put(server, folders / name, f"four/{name}") for name in ("self", "more")}
+    for name, paths in (("bucket", urls), ("local", {name: str(folders / name) for name in urls})):
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(**paths))
+    words = ["--nprocs", 4, "--devices-per-proc", 1, "--", "train", "--config", "bucket.yaml", "--run_dir", "bucket"]
+    assert run("launch", "local", *words, cwd=tmp_path).returncode == 0
+    words = ["--nprocs", 1, "--devices-per-proc", 4, "--", "train", "--config", "local.yaml", "--run_dir", "local"]
+    assert run("launch", "local", *words, cwd=tmp_path).returncode == 0
+    assert losses(tmp_path / "bucket") == losses(tmp_path / "local")
+
+
+def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path):
+    """Nothing of the step that reads it is written, nor of later ones."""
+    url = put(server, folders / "self", "damaged")
+    path = sorted((folders / "self").glob("*.rox"))[1]
+    data = bytearray(path.read_bytes())
+    for block in range(12):
+        data[HEADER_BYTES + 4096 * block + 77] ^= 1
+    replace_object(url, path.name, bytes(data))
+    (tmp_path / "c.yaml").write_text(CONFIG.format(self=url, more=folders / "more"))
+    done = run("train", "--config", "c.yaml", "--run_dir", "run", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"roxxel-dist: .*{url}/{path.name}: block \d+ \(tokens .*document.*\) is damaged", done.stderr)
+    last = max(rows(tmp_path / "run"), default=0)
+    assert last < 12
+    # The first step without a row is the one that reads damage, and no other before it does.
+    config = tmp_path / "local.yaml"
+    config.write_text(CONFIG.format(self=folders / "self", more=folders / "more"))
+    read = [run("batch", config, "--step", step, cwd=tmp_path).stdout for step in (last, last + 1) if step]
+    tokens = [[int(at.replace(",", "")) for at in re.findall(r"self token ([\d,]+) ", text)] for text in read]
+    first, width = int(Roxxel(folders / "self").first_tokens[1]), 2
+    hit = [any((at + 64 - first) * width >= 0 and (at - first) * width < 12 * 4096 for at in step) for step in tokens]
+    assert hit == [False, True][-len(hit) :]
+    done = run("verify", url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "12 of " in done.stdout
+
+
+def test_a_store_that_stays_away_ends_the_run_with_74(server, folders, cache, tmp_path, monkeypatch):
+    url = put(server, folders / "self", "away")
+    (tmp_path / "c.yaml").write_text(CONFIG.format(self=url, more=folders / "more"))
+    with server.link(delay_s=0.3) as link:
+        for name, value in server.environ_at(link.endpoint).items():
+            monkeypatch.setenv(name, value)
+        words = ["--config", "c.yaml", "--run_dir", "run", "--store_timeout", 2, "--cache_dir", tmp_path / "cache"]
+        train = start("train", *words, cwd=tmp_path)
+        try:
+            wait_for(lambda: any(request.range for request in link.requests))
+            link.down = True
+            assert train.wait(100) == 74
+        finally:
+            train.kill()
+    log = (tmp_path / "started.log").read_text()
+    assert re.search(rf"roxxel-dist: read {url}/shard_\d+.rox bytes \d+-\d+: .*, \d+ tries in \d+ s: ", log), log
+    assert "Traceback" not in log.rpartition("roxxel-dist: read")[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [("s3://bucket/nothing", "no .rox object there"), ("s3://other-bucket/x", "there is no bucket 'other-bucket'")],
+)
+def test_what_is_not_there_is_a_mistake(server, cache, tmp_path, path, what):
+    done = run("data", "info", path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_credentials(server, folders, cache, tmp_path):
+    url = put(server, folders / "more", "closed")
+    done = run("data", "info", url, cwd=tmp_path, AWS_SECRET_ACCESS_KEY="wrong", **_without(os.environ))
+    assert done.returncode == 2
+    assert "secret key" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def _without(environ):
+    return {name: value for name, value in environ.items() if name in ("AWS_REGION",)}
