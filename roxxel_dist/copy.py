@@ -3,10 +3,11 @@
 from pathlib import Path, PurePosixPath
 
 from roxxel_dist.data.build.progress import Progress
-from roxxel_dist.data.remote.publish import INDEX, data_folders, first_shards, is_index, is_shard, write_indexes
-from roxxel_dist.objects.copy import Copied, copy_to_bucket, copy_to_folder
+from roxxel_dist.data.remote.index import INDEX
+from roxxel_dist.data.remote.publish import copy_data
+from roxxel_dist.objects.copy import Copied, copy_to_folder
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.objects.tree import BucketSource, FolderSource, SourceFile
+from roxxel_dist.objects.tree import BucketSource, FolderSource
 from roxxel_dist.objects.url import is_url
 
 CHECKPOINT_TABLE = "digests.json"
@@ -38,7 +39,7 @@ def copy(
     found = (
         BucketSource(ObjectStore.open(source, timeout_s=timeout_s)) if is_url(source) else FolderSource(Path(source))
     )
-    files = [file for file in found.files() if not is_index(file.name)]
+    files = [file for file in found.files() if PurePosixPath(file.name).name != INDEX]
     if not files:
         raise ValueError(f"{source} has no files: correct the path")
     total = sum(file.size for file in files)
@@ -46,26 +47,8 @@ def copy(
         if isinstance(found, BucketSource) and not is_url(target):
             return copy_to_folder(found, Path(target), files, advance)
         store = ObjectStore.open(target, timeout_s=timeout_s)
-        folders = data_folders(file.name for file in files)
-        _make_room(store, files, folders, overwrite)
-        firsts = first_shards(file.name for file in files)
-
-        def stage(name: str) -> int:
-            return 1 if name in firsts or PurePosixPath(name).name == CHECKPOINT_TABLE else 0
-
-        copied = copy_to_bucket(found, store, files, stage=stage, advance=advance, overwrite=overwrite)
-        write_indexes(store, folders)
-    return copied
+        return copy_data(found, store, files, advance=advance, overwrite=overwrite, is_late=_is_table)
 
 
-def _make_room(store: ObjectStore, files: list[SourceFile], folders: list[str], overwrite: bool) -> None:
-    """Refuse what is of another data set, or remove it; an index goes before the shards that it tells of."""
-    there, names = {info.key: info for info in store.list()}, {file.name: file.size for file in files}
-    strange = [key for key in there if is_shard(key) and key.rpartition("/")[0] in folders and key not in names]
-    if strange and not overwrite:
-        which = ", ".join(strange[:3])
-        raise ValueError(f"{store.url} has another data set ({which}): choose another place, or give --overwrite")
-    if overwrite:
-        indexes = [f"{folder}/{INDEX}".lstrip("/") for folder in folders]
-        store.delete([index for index in indexes if index in there])
-        store.delete(strange)
+def _is_table(name: str) -> bool:
+    return PurePosixPath(name).name == CHECKPOINT_TABLE

@@ -44,7 +44,7 @@ def folder(tmp_path):
     (folder / "a" / "b c").mkdir(parents=True)
     for name, size in (
         ("one", 5),
-        ("a/two", 20 << 20),
+        ("a/two", 17 << 20),
         ("a/b c/ü#%", 1000),
         ("empty", 0),
         (".hidden", 5),
@@ -108,13 +108,14 @@ def test_damage_on_the_way_back_is_noticed(folder, url, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_a_copy_that_was_killed_goes_on(folder, url, link, tmp_path):
     """Either way; what had arrived is not sent again, and nothing appears before its end."""
-    for i in range(40):
+    for i in range(30):
         (folder / f"small{i:02}").write_bytes(bytes([i]) * 100_000)
     for source, target in ((folder, url), (url, tmp_path / "back")):
         link.requests.clear()
-        link.rate = 5e6
+        link.rate = 6e6
         command = [sys.executable, "-m", "roxxel_dist", "copy", str(source), str(target)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while (
@@ -127,8 +128,8 @@ def test_a_copy_that_was_killed_goes_on(folder, url, link, tmp_path):
         assert not (tmp_path / "back").exists()
         link.rate = 0
         copied = quiet(source, target)
-        assert copied.files == 44
-        assert copied.sent < 44
+        assert copied.files == 34
+        assert copied.sent < 34
     kept = contents(folder)
     del kept[".hidden"], kept["run.lease"]
     assert contents(tmp_path / "back") == kept
@@ -176,7 +177,7 @@ def test_the_command(folder, url, link, capsys):
     from roxxel_dist.cli import main
 
     assert main(["copy", str(folder), url]) == 0
-    assert capsys.readouterr().out == f"{url}: 4 files, 4 copied (20.97 MB)\n"
+    assert capsys.readouterr().out == f"{url}: 4 files, 4 copied (17.83 MB)\n"
     assert main(["copy", str(folder), url]) == 0
     assert capsys.readouterr().out == f"{url}: 4 files, 0 copied (0 B), 4 were there\n"
     link.down = True
