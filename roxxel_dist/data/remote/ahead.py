@@ -101,16 +101,17 @@ def _run(
 ) -> None:  # fmt: skip
     """Fetch span after span."""
     step = position.step
-    failed = _fetch(list(windows(step, min(step + 1, stop))))
+    _fetch(list(windows(step, min(step + 1, stop))))
     step += 1
     while step < stop and not position.closed:
         step = max(step, position.step)
         size = max(1, sum(each.nbytes for each in windows(step, step + 1)))
-        ahead, count = max(1, most // size), max(1, min(SPAN_BYTES, most // 2) // size)
+        count = max(1, min(SPAN_BYTES, most // 2) // size)
+        ahead = max(count + 1, most // size)
         if not position.wait_for(step + count - ahead):
             return
-        failed = _fetch(list(windows(step, min(step + count, stop))))
-        if failed:  # the store is away: the reader has what is in the cache, and this goes on when it is back
+        if _fetch(list(windows(step, min(step + count, stop)))):
+            # The store is away: the reader has what is in the cache, and this goes on when it is back.
             time.sleep(AGAIN_S)
             continue
         step += count
