@@ -302,8 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        path, _, query = self.path.partition("?")
-        name, corpus = path.rpartition("/")[2], self.corpus
+        name, corpus = self.path.partition("?")[0].rpartition("/")[2], self.corpus
         entry = corpus.names.get(name)
         if name == INDEX and self.has_index:
             size, etag = len(corpus.index), "index"
@@ -350,7 +349,8 @@ def cold(folder: Path) -> Iterable[Result]:
     server.shutdown()
     waited = corpus.padding / RATE
     whole = told["opened"] + told["planned"] + told["batch"] + waited
-    what = f"cold first batch at step {FAR:,} of {LARGE_SHARDS * LARGE_TOKENS * 2 / 1e12:.1f} TB in {LARGE_SHARDS:,} shards"
+    size_tb = LARGE_SHARDS * LARGE_TOKENS * 2 / 1e12
+    what = f"cold first batch at step {FAR:,} of {size_tb:.1f} TB in {LARGE_SHARDS:,} shards"
     note = (
         f"{told['opened']:.2f} s to open, {told['planned']:.2f} s for the plan, {told['batch']:.2f} s for the batch, "
         f"{waited:.2f} s for an index as large as with real digests; {size / 1e6:.1f} MB"

@@ -21,7 +21,6 @@ SPANS = 4
 """How far ahead, at most."""
 CACHE_SHARE = 8
 """And at most this part of the cache."""
-POLL_S = 0.02
 AGAIN_S = 1.0
 
 
@@ -63,7 +62,7 @@ class FetchAhead:
         weakref.finalize(self, self._position.close).atexit = False
         most = min(SPANS * SPAN_BYTES, *(fetcher.cache.capacity // CACHE_SHARE for fetcher in fetchers))
         threading.Thread(
-            target=_run, args=(self._position, windows, stop, most, fetchers), name="roxxel-ahead", daemon=True
+            target=_run, args=(self._position, windows, stop, most), name="roxxel-ahead", daemon=True
         ).start()
 
     def reached(self, step: int) -> None:
@@ -95,10 +94,7 @@ class _Position:
         return not self.closed
 
 
-def _run(
-    position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, most: int,
-    fetchers: Sequence[Fetcher],
-) -> None:  # fmt: skip
+def _run(position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, most: int) -> None:
     """Fetch span after span."""
     step = position.step
     _fetch(list(windows(step, min(step + 1, stop))))
