@@ -118,7 +118,7 @@ def _fetch(spans: Sequence[Windows]) -> bool:
     failed = False
     for each in spans:
         try:
-            each.data.fetch(each.offset, each.length)
+            each.data.fetch(each.offset, each.length, documents=each.packed)
         except StoreError:
             failed = True
         except ValueError:  # damage, a full disk: for the step that meets it
