@@ -220,14 +220,14 @@ def test_a_bucket_is_no_local_folder(text, tmp_path, monkeypatch):
     for name, place, data, fields in (
         ("run_dir", "gs://bucket/run", text, {}),
         ("run_dir", Path("s3://bucket/run"), text, {}),
-        ("data_path", "run", "az://bucket/data", {}),
-        ("datasets 'code'", "run", text, {"datasets": {"code": "s3://bucket/code"}}),
+        ("the path of the data", "run", "hdfs://bucket/data", {}),
+        ("datasets 'code'", "run", text, {"datasets": {"code": "hdfs://bucket/code"}}),
     ):
-        with pytest.raises(UsageError, match=f"{name} is .*: buckets cannot be read or written; name a folder"):
+        with pytest.raises(UsageError, match=f"{name} is .*: it cannot be in a bucket; name a folder"):
             Experiment(config(**fields)).fit(data, place)
-    with pytest.raises(ValueError, match="buckets cannot be"):
+    with pytest.raises(ValueError, match="it cannot be in a bucket"):
         CheckpointStore("gs://bucket/run/checkpoints")
-    with pytest.raises(ValueError, match="buckets cannot be"):
+    with pytest.raises(ValueError, match="it cannot be in a bucket"):
         build([text], "gs://bucket/data")
     assert tree(tmp_path) == ["text.txt"]
 
