@@ -228,7 +228,7 @@ def test_a_bucket_is_no_local_folder(text, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="it cannot be in a bucket"):
         CheckpointStore("gs://bucket/run/checkpoints")
     with pytest.raises(ValueError, match="it cannot be in a bucket"):
-        build([text], "gs://bucket/data")
+        build([text], "hdfs://bucket/data")
     assert tree(tmp_path) == ["text.txt"]
 
 
