@@ -18,7 +18,8 @@ class BuildArgs:
     """Text files and folders of them (a file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by
     Hugging Face datasets; or token files: .npy, .bin, .bin with .idx, .rox."""
     out: str
-    """The folder to make: shards, tokenizer.json and build.json."""
+    """The folder to make: shards, tokenizer.json and build.json; or a place in a bucket, such as s3://BUCKET/DATA, to
+    which each shard is sent when it is whole, and the index last."""
     tokenizer: str = "bpe"
     """bpe, byte, char; or the path of a tokenizer.json, of a Hugging Face tokenizer's folder, or of a SentencePiece
     .model."""
@@ -44,6 +45,10 @@ class BuildArgs:
     """Names of files and folders to leave out, such as test 'build/*'."""
     overwrite: bool = False
     """Replace what is in the folder."""
+    cache_dir: str | None = None
+    """Of an OUT in a bucket: the folder of caches that the files are made in; it needs as much space as they."""
+    store_timeout: float = 120.0
+    """Seconds for which an operation of an object store is tried again; then the command ends with 74."""
 
 
 def data_build(words: list[str]) -> int:
@@ -51,9 +56,11 @@ def data_build(words: list[str]) -> int:
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
         from roxxel_dist.data.build.build import build
+        from roxxel_dist.data.remote.config import RemoteConfig
         from roxxel_dist.data.verify import info
 
         options: dict[str, Any] = dataclasses.asdict(args)
+        options["remote"] = RemoteConfig(cache_dir=options.pop("cache_dir"), store_timeout=options.pop("store_timeout"))
         options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
         if args.include is None:
             del options["include"]

@@ -13,7 +13,7 @@ from roxxel_dist.cluster.file_lock import holder, is_lock_of, take_lock
 from roxxel_dist.objects.copy_record import RECORD, CopiedFile, CopyRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
-from roxxel_dist.objects.tree import BucketSource, Source, SourceFile, digest, is_same
+from roxxel_dist.objects.tree import BucketSource, Source, SourceFile, digest, is_same, source_file
 
 THREADS = 4
 """Files at a time; a large one goes in parts, several at a time too."""
@@ -57,7 +57,7 @@ def copy_to_bucket(
         StoreError: the store does not do it, or has another object than was sent.
     """
     there = {info.key: info for info in store.list()}
-    record = CopyRecord(store.read(RECORD) if RECORD in there else None, lambda data: store.write(RECORD, data))
+    record = _record_in(store)
     absent: list[SourceFile] = []
 
     def look(file: SourceFile) -> None:
@@ -85,6 +85,22 @@ def copy_to_bucket(
             record.flush()
     _compare(store, files, record)
     return Copied(files=len(files), sent=len(absent), sent_bytes=sum(file.size for file in absent))
+
+
+class Sender:
+    """Sends files that come to be one by one, before `copy_to_bucket` copies their folder; safe in threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store, self._record = store, _record_in(store)
+
+    def send(self, name: str, path: Path) -> None:
+        """Send a file, which may be moved afterwards."""
+        file, xxh3 = source_file(name, path), digest(path)
+        self._record.add(name, _copied(file, xxh3, self._store.upload(path, name)))
+
+    def flush(self) -> None:
+        """Write down what was sent."""
+        self._record.flush()
 
 
 def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:
@@ -157,6 +173,13 @@ def _is_there(source: Source, store: ObjectStore, file: SourceFile, there: Objec
             return False
     record.add(file.name, _copied(file, xxh3, there.etag))
     return True
+
+
+def _record_in(store: ObjectStore) -> CopyRecord:
+    data = None
+    with suppress(StoreNotFoundError):
+        data = store.read(RECORD)
+    return CopyRecord(data, lambda data: store.write(RECORD, data))
 
 
 def _copied(file: SourceFile, xxh3: str, etag: str) -> CopiedFile:

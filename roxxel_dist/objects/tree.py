@@ -69,9 +69,7 @@ class FolderSource:
                 path = Path(folder, name)
                 key = path.relative_to(self.folder).as_posix()
                 if _is_content(key):
-                    status = path.stat()
-                    version = f"{status.st_mtime_ns}-{status.st_ino}"
-                    found.append(SourceFile(name=checked_key(key), size=status.st_size, version=version))
+                    found.append(source_file(checked_key(key), path))
         return sorted(found, key=lambda file: file.name)
 
     @contextmanager
@@ -79,8 +77,7 @@ class FolderSource:
         """See `Source`. Raises ValueError where the file was written to meanwhile."""
         path = self.folder / file.name
         yield path, digest(path)
-        status = path.stat()
-        if (status.st_size, f"{status.st_mtime_ns}-{status.st_ino}") != (file.size, file.version):
+        if source_file(file.name, path) != file:
             raise ValueError(
                 f"{path} was written to while it was copied: start the command again when nobody writes it"
             )
@@ -132,6 +129,12 @@ class BucketSource:
 
     def __str__(self) -> str:
         return str(self.store.url)
+
+
+def source_file(name: str, path: Path) -> SourceFile:
+    """A local file as a source has it; moved, it stays the same."""
+    status = path.stat()
+    return SourceFile(name=name, size=status.st_size, version=f"{status.st_mtime_ns}-{status.st_ino}")
 
 
 def digest(path: Path) -> str:

@@ -4,8 +4,9 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,15 +17,17 @@ from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.data.build.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.build.progress import Progress
+from roxxel_dist.data.build.to_bucket import BUILD_FILE, BucketOut
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.data.build.writer import write_shards
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.data.format import Metadata
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.shard import Shard
+from roxxel_dist.objects.url import is_url
 
 MAX_SHARD_BYTES = 256 << 20
-BUILD_FILE = "build.json"
 PARTS = ".build.parts"
 SHARD_NAME = "shard_{:05d}.rox".format
 
@@ -46,6 +49,7 @@ def build(
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    remote: RemoteConfig | None = None,
 ) -> Roxxel:
     """Build a data set from text, or from the tokens of another system, and return it, or its split to train on.
 
@@ -59,7 +63,8 @@ def build(
             text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by Hugging
             Face `datasets` have many. Or else: anything that `Roxxel` opens, whose documents are taken as they are.
         out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. It may be inside a
-            folder to read, and is left out there.
+            folder to read, and is left out there. In a bucket (`s3://…`) each shard is sent when it is whole, and the
+            index of the data set last; the cache of `remote` has the files until then.
         tokenizer: "bpe", "byte" or "char" to train one, or what `Tokenizer.load` reads. With tokens: what made them.
         vocab_size: ids in all; see `train_tokenizer`. With tokens: ids are below it.
         eos: documents of text end with the tokenizer's end-of-text.
@@ -73,15 +78,18 @@ def build(
         workers: processes, or threads to train a tokenizer; None: one a core. One encodes less than 8 MiB of text.
         overwrite: replace another data set in `out`.
         progress: say on stderr what is being done.
+        remote: of an `out` in a bucket: where the files are made, and the time limit of the store.
 
     Raises:
+        StoreError: the bucket of `out` cannot be used.
         FileNotFoundError: one of `paths`, or the tokenizer's file, does not exist.
         ValueError: nothing to build from, a setting is wrong, an input is damaged, or `out` is an input, holds
             something else or cannot be written to. Then nothing was changed.
     """
-    for path in (paths, out) if isinstance(paths, (str, os.PathLike)) else (*paths, out):
+    for path in (paths,) if isinstance(paths, (str, os.PathLike)) else paths:
         check_local("a path of the data", path)
-    log, out = Progress(progress), Path(out)
+    log, bucket = Progress(progress), BucketOut.open(out, remote or RemoteConfig()) if is_url(out) else None
+    out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(paths, out, workers, val_fraction)
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)
     tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
@@ -89,11 +97,28 @@ def build(
         corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
         vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
-    _build(inputs, out, workers or len(os.sched_getaffinity(0)), overwrite, log)
-    return Roxxel(out / inputs.splits[0])
+    workers = workers or len(os.sched_getaffinity(0))
+    if bucket is None:
+        _build(inputs, out, workers, overwrite, log)
+        return Roxxel(out / inputs.splits[0])
+    if bucket.is_whole and all(bucket.holds(split, inputs.record) for split in inputs.splits):
+        log.line(f"{bucket.store.url} holds this very data set already: nothing to do")
+        return bucket.opened(inputs.splits[0])
+    if not overwrite:
+        bucket.check_free()
+    with bucket.sending(log) as finished:
+        _build(inputs, out, workers, True, log, finished)
+    return bucket.opened(inputs.splits[0])
 
 
-def _build(inputs: BuildInputs, out: Path, workers: int, overwrite: bool, log: Progress) -> None:
+def _build(
+    inputs: BuildInputs,
+    out: Path,
+    workers: int,
+    overwrite: bool,
+    log: Progress,
+    finished: Callable[[str, Path], None] = lambda split, path: None,
+) -> None:
     for folder in (out, *(out / split for split in SPLITS)):
         if folder.is_dir():
             finish_interrupted(folder)
@@ -115,7 +140,7 @@ def _build(inputs: BuildInputs, out: Path, workers: int, overwrite: bool, log: P
         parts = out / PARTS
         try:
             with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
-                _make(parts, missing, inputs, workers, log)
+                _make(parts, missing, inputs, workers, log, finished)
                 # The split to validate with first: one to train on that is there is complete.
                 for split in sorted({*missing, *(split for split in replaced if replaced[split])}, reverse=True):
                     with staging(out / split, "build") if split else nullcontext(staged) as target:
@@ -126,8 +151,18 @@ def _build(inputs: BuildInputs, out: Path, workers: int, overwrite: bool, log: P
             shutil.rmtree(parts, ignore_errors=True)
 
 
-def _make(parts: Path, splits: Sequence[str], inputs: BuildInputs, workers: int, log: Progress) -> None:
-    """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to."""
+def _make(
+    parts: Path,
+    splits: Sequence[str],
+    inputs: BuildInputs,
+    workers: int,
+    log: Progress,
+    finished: Callable[[str, Path], None],
+) -> None:
+    """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to.
+
+    `finished` is given the split and the path of each shard when it is whole.
+    """
     record, path = inputs.record(), parts / TOKENIZER_FILE
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
         shutil.rmtree(parts, ignore_errors=True)
@@ -146,12 +181,16 @@ def _make(parts: Path, splits: Sequence[str], inputs: BuildInputs, workers: int,
             with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
                 items = encode_documents(inputs.texts(split, skipped), tokenizer, path, workers, advance)
                 options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
-                written = write_shards(parts / split, SHARD_NAME, items, options, after=last)
+                written = write_shards(
+                    parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
+                )
         else:
             with log.bar(f"copying{name}", inputs.size) as advance:
                 items = inputs.arrays(split, skipped, advance)
                 options = inputs.options(tokenizer, inputs.source.shards[0].metadata.separator)
-                written = write_shards(parts / split, SHARD_NAME, items, options, after=last)
+                written = write_shards(
+                    parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
+                )
         if not written and last is None:
             if split:
                 share = f"val_fraction={inputs.val_fraction}"

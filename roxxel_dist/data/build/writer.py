@@ -57,12 +57,13 @@ def write_shards(
     options: WriteOptions,
     *,
     after: Metadata | None = None,
+    finished: Callable[[Path], None] = lambda path: None,
 ) -> int:
     """Write documents to `folder / name(index)`, a new shard where `max_shard_bytes` of tokens would be passed.
 
     A document is never cut: one larger than that has a shard of its own. No reader may look into the folder. `after` is
-    the last shard of the data set that is appended to. Returns the number of shards, 0 if there were no items; where an
-    item is refused (ValueError) none is left.
+    the last shard of the data set that is appended to; `finished` is given each shard when it is whole. Returns the
+    number of shards, 0 if there were no items; where an item is refused (ValueError) none is left.
     """
     documents = ((number, as_array(item, number)) for number, item in enumerate(items))
     first = next(documents, None)
@@ -90,6 +91,7 @@ def write_shards(
             if writer is not None and limit is not None and writer.token_bytes + size > limit:
                 after = writer.finish()
                 writer = None
+                finished(written[-1])
             if writer is None:
                 path = folder / name(after.index + 1 if after else 0)
                 written.append(path)
@@ -97,6 +99,7 @@ def write_shards(
             writer.add(document)
         if writer is not None:
             writer.finish()
+            finished(written[-1])
     except BaseException:
         if writer is not None:
             with suppress(OSError):  # what ended the writing is the error to tell

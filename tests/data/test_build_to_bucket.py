@@ -1,0 +1,114 @@
+"""`data build` into a bucket: what is there at the end, and what an end before that leaves."""
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from objects.servers import S3Server
+
+from roxxel_dist.data.build.build import build
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.objects.copy_record import RECORD
+from roxxel_dist.objects.errors import StoreTimeoutError
+from roxxel_dist.objects.store import ObjectStore
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def link(server, tmp_path):
+    with server.link() as link, server.environment(link, XDG_CACHE_HOME=str(tmp_path / "cache")):
+        yield link
+
+
+@pytest.fixture
+def url(server, link, request):
+    return server.url(request.node.name)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        words = random.Random(i).choices(("tokens", "of", "a", "text", "that", "is", "long"), k=5000)
+        (folder / f"{i:02}.txt").write_text(" ".join(words))
+    return folder
+
+
+def built(texts, out, **options):
+    remote = RemoteConfig(store_timeout=20)
+    given = {"tokenizer": "byte", "max_shard_bytes": 100_000, "progress": False, "remote": remote, **options}
+    return build(texts, out, **given)
+
+
+def objects(url):
+    store = ObjectStore.open(url)
+    return {info.key: store.read(info.key) for info in store.list() if info.key != RECORD}
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_has_what_a_folder_would_have(texts, url, tmp_path):
+    local = built(texts, tmp_path / "local", val_fraction=0.2)
+    remote = built(texts, url, val_fraction=0.2)
+    assert remote.fingerprint == local.fingerprint
+    found = objects(url)
+    assert {key for key in found if key.endswith("index")} == {"train/shards.index", "val/shards.index"}
+    assert {key: data for key, data in found.items() if not key.endswith("index")} == files(tmp_path / "local")
+    assert list((tmp_path / "cache" / "roxxel-dist" / "builds").iterdir()) == []
+
+
+def test_it_is_built_once(texts, url, link):
+    first = built(texts, url)
+    before = sum(request.method in ("PUT", "POST") for request in link.requests)
+    assert built(texts, url).fingerprint == first.fingerprint
+    assert sum(request.method in ("PUT", "POST") for request in link.requests) == before
+    (texts / "00.txt").unlink()
+    with pytest.raises(
+        ValueError, match=r"holds another data set \(shard_00000.rox, .*: choose another place, or replace"
+    ):
+        built(texts, url)
+    again = built(texts, url, overwrite=True)
+    assert again.documents == first.documents - 1
+
+
+def test_a_build_that_was_killed_is_not_taken_for_whole_and_goes_on(texts, url, link, tmp_path):
+    local = built(texts, tmp_path / "local")
+    link.rate = 1e6
+    settings = "tokenizer='byte', max_shard_bytes=100_000"
+    code = f"from roxxel_dist.data.build.build import build; build({str(texts)!r}, {url!r}, {settings})"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not any(".rox" in request.path for request in link.requests) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -9
+    link.rate = 0
+    assert not any(key.endswith("index") for key in objects(url))
+    assert built(texts, url).fingerprint == local.fingerprint
+    assert {key for key in objects(url) if key != "shards.index"} == set(files(tmp_path / "local"))
+
+
+def test_a_bucket_that_goes_away_costs_the_sending_alone(texts, url, link, tmp_path):
+    link.lose = "PUT"
+    with pytest.raises(StoreTimeoutError):
+        built(texts, url, remote=RemoteConfig(store_timeout=0.5))
+    link.lose = ""
+    local = built(texts, tmp_path / "local")
+    assert built(texts, url).fingerprint == local.fingerprint
+
+
+def test_what_fails_leaves_nothing(texts, url, tmp_path):
+    with pytest.raises(ValueError, match="no document is left for val"):
+        built(texts, url, val_fraction=1e-9)
+    assert objects(url) == {}
+    assert list((tmp_path / "cache" / "roxxel-dist" / "builds").iterdir()) == []
