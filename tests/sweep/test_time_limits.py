@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from roxxel_dist.sweep import controller, journal
-from roxxel_dist.sweep.execution import corpus, process, ray_executor, trial
+from roxxel_dist.sweep import controller, journal, segments
+from roxxel_dist.sweep.execution import corpus, private_disk, process, ray_executor, trial
 
 README = Path(controller.__file__).parent / "README.md"
 MODULES = {
-    "controller": controller, "journal": journal, "corpus": corpus, "process": process, "ray_executor": ray_executor,
-    "trial": trial,
+    "controller": controller, "journal": journal, "segments": segments, "corpus": corpus, "private_disk": private_disk,
+    "process": process, "ray_executor": ray_executor, "trial": trial,
 }  # fmt: skip
 
 
@@ -25,5 +25,5 @@ def test_their_order():
 def test_the_table_has_their_values():
     rows = re.findall(r"^\| ([\d.]+) \| (.*?) \|", README.read_text(), re.MULTILINE)
     table = {name: float(seconds) for seconds, names in rows for name in re.findall(r"`(\w+\.[A-Z_]+)`", names)}
-    assert len(table) == 11
+    assert len(table) == 13
     assert table == {name: getattr(MODULES[name.partition(".")[0]], name.partition(".")[2]) for name in table}
