@@ -11,6 +11,9 @@ Traceback (most recent call last):
 RuntimeError: Event loop is closed"""
 
 
+HELD = "s3://b/x: train (pid 7 on host h2) writes there, and has renewed its lease (run.lease) 3 s ago: end it"
+
+
 @pytest.mark.parametrize(
     ("said", "kind", "reason"),
     [
@@ -20,6 +23,7 @@ RuntimeError: Event loop is closed"""
         ("JaxRuntimeError: RESOURCE_EXHAUSTED: 5 GB", "oom", "JaxRuntimeError: RESOURCE_EXHAUSTED: 5 GB"),
         ("TypeError: add got incompatible shapes", "shape", "TypeError: add got incompatible shapes"),
         ("roxxel-dist: no data", "error", "no data"),
+        (f"roxxel-dist: {HELD}", "lost", HELD),
         ("", "error", "it ended with exit code 1 and wrote nothing"),
     ],
 )
@@ -29,7 +33,15 @@ def test_the_kind_and_the_reason(said, kind, reason):
 
 @pytest.mark.parametrize(
     ("code", "ours", "lost"),
-    [(137, True, True), (143, False, True), (1, True, False), (42, True, True), (42, False, False), (2, True, False)],
+    [
+        (137, True, True),
+        (143, False, True),
+        (1, True, False),
+        (42, True, True),
+        (42, False, False),
+        (2, True, False),
+        (74, True, True),
+    ],
 )
 def test_whose_fault_it_was(code, ours, lost):
     assert (classify_exit(code, "", ours=ours)[0] == "lost") is lost

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_HANG, EXIT_PREFLIGHT
 
 NAN = re.compile(r"went wrong: its loss is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
@@ -16,9 +16,12 @@ OURS = "roxxel-dist: "
 MACHINES_FAULT = {
     EXIT_DRAINED: "it was asked to stop by somebody else; its checkpoint is saved",
     EXIT_PREFLIGHT: "the checks before its start failed",
+    EXIT_FILES: "its files could not be reached: a file system, or an object store, did not answer",
     EXIT_HANG: "it hung",
     75: "its launcher started it again as often as it may",
 }
+HELD = re.compile(r"has renewed its lease \(|was taken away: .* has it now")
+"""An attempt that was thought lost still trains in the bucket, or another one does now."""
 KILLED = {128 + 9: "SIGKILL", 128 + 15: "SIGTERM"}
 
 
@@ -37,6 +40,8 @@ def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
         return "lost", f"its process was killed by {KILLED[code]}"
     if ours and code in MACHINES_FAULT:
         return "lost", MACHINES_FAULT[code]
+    if ours and HELD.search(reason := last_words(output)):
+        return "lost", reason
     if full := disk_full(output):
         return "fatal", full
     # Said last but for what others say while the process ends: W&B's client, its threads.
