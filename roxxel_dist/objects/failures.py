@@ -91,6 +91,7 @@ BY_NAME = {
     "NotSupportedError": NO_STORE,
 }
 BY_TEXT = {
+    "without LOCATION": OTHER_REGION,
     "builder error": NO_ADDRESS,
     "dns error": Rule(None, "no host has the name of the endpoint{at}", LOST),
     "Connection refused": Rule(None, "the endpoint{at} refuses connections", LOST),

@@ -32,6 +32,7 @@ class Link:
         rate: bytes a second of all bodies together; 0 for any.
         down: connections are refused, and those that are there are cut.
         status: each request is answered by this status, and not passed on; 0 for none.
+        body: of these answers; b"" for what S3 says.
         cut: each body of an answer ends after so many bytes, and its connection; None for no cut.
         lose: the answers to requests of this method are lost, after the server has done them; "" for none.
         trickle: bodies of answers come by one byte in so many seconds; 0 for no trickle.
@@ -44,6 +45,7 @@ class Link:
         self.delay_s = delay_s
         self.rate = rate
         self.status = 0
+        self.body = b""
         self.cut: int | None = None
         self.lose = ""
         self.trickle = 0.0
@@ -136,7 +138,7 @@ class Link:
         body = b"".join(_body(asked, head))
         time.sleep(self.delay_s)
         if status := self.status:
-            text = UNAVAILABLE % REASONS.get(status, b"Test")
+            text = self.body or UNAVAILABLE % REASONS.get(status, b"Test")
             lines = b"HTTP/1.1 %d Test\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(text))
             client.sendall(lines + (b"" if method == b"HEAD" else text))
             return False
