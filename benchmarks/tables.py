@@ -36,6 +36,16 @@ TABLES = (
         left_out="Reading from a cold disk or over a network; loaders with worker processes; copies to a GPU or TPU.",
     ),
     Table(
+        name="remote_data", part="data", title="Data in a bucket", words=(CACHE,),
+        question="Do steps wait for a bucket at 50 ms and 20 MB/s? How soon is the first batch there, far inside a "
+        "corpus of 10 TB, and how many bytes are fetched that nobody uses?",
+        how="An S3 server on the same machine, behind a proxy that delays each request and shares its rate among all. "
+        "A step sleeps. The corpus of 10 TB is a server that answers for ranges of it; what its index would take "
+        "longer with real digests is added.",
+        quick="200 steps, not 1,000",
+        left_out="Clouds and their real networks; mounts such as gcsfuse.",
+    ),
+    Table(
         name="data_build", part="data", title="Building a corpus",
         question="How much slower is `data build` with a BPE tokenizer than the tokenizer alone?",
         how="Whole processes in turns, on all cores, on the same texts. The build also finds, reads and checks the "

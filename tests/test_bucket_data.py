@@ -1,13 +1,17 @@
 """Commands that read data in a bucket: the real command line against a real server."""
 
+import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from buckets import put, replace_object
 from commands import losses, rows, run, start, wait_for
 from objects.servers import S3Server
+from reader import ROOT, blocks
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.format import HEADER_BYTES
@@ -135,6 +139,18 @@ def test_a_store_that_stays_away_ends_the_run_with_74(server, folders, cache, tm
     log = (tmp_path / "started.log").read_text()
     assert re.search(rf"roxxel-dist: read {url}/shard_\d+.rox bytes \d+-\d+: .*, \d+ tries in \d+ s: ", log), log
     assert "Traceback" not in log.rpartition("roxxel-dist: read")[2]
+
+
+@pytest.mark.docs
+def test_the_page(server, cache, tmp_path):
+    """docs/howto/bucket.md, its blocks of commands."""
+    shutil.copytree(Path(json.__file__).parent, tmp_path / "texts")
+    page = [block.text for block in blocks(ROOT / "docs" / "howto" / "bucket.md") if block.language == "bash"]
+    for line in "".join(page).splitlines():
+        if line.startswith("roxxel-dist "):
+            done = run(*line.split()[1:], cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "runs" / "bucket")
 
 
 @pytest.mark.parametrize(

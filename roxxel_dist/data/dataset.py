@@ -200,15 +200,17 @@ class Roxxel:
         shard = self.shards[0]
         return shard.fetcher if isinstance(shard, RemoteShard) else None
 
-    def fetch(self, offsets: np.ndarray, length: int) -> None:
+    def fetch(self, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Have what a `read` of some windows will need in the cache, once; of local files there is nothing to do.
+
+        With `documents`, what `segments` will need too.
 
         Raises:
             ValueError: a window is not within one of `ranges`, what is fetched is damaged, or the cache is full.
             StoreError: the object store does not give it.
         """
         if isinstance(self._reader, RemoteReader):
-            self._reader.fetch(np.asarray(offsets, np.int64), length)
+            self._reader.fetch(np.asarray(offsets, np.int64), length, documents=documents)
 
     def read(self, offsets: np.ndarray, length: int, dtype: Any = None) -> np.ndarray:
         """Copy one window of contiguous tokens a row.

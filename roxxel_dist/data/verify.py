@@ -103,7 +103,7 @@ class VerifiedBlocks:
         Raises:
             DamagedData: something does not agree. The message names the file, the block and its documents.
         """
-        data.fetch(offsets, length)
+        data.fetch(offsets, length, documents=documents)
         firsts, shards = data.first_tokens, data.shards
         numbers = np.searchsorted(firsts, offsets, side="right") - 1
         for number in np.unique(numbers).tolist():

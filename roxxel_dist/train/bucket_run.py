@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,10 +91,25 @@ class BucketRun(BucketFolder):
             self._lease.check()
 
     def _before_table(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
         if self._mirror is not None:
-            self._mirror.flush()
+            self._mirror.flush_rows()
+        if self._lease is not None:
+            self._check_renewed(self._lease)
+
+    @staticmethod
+    def _check_renewed(lease: Lease) -> None:
+        """Raises LeaseLostError where another job may have the run by now; after a store that was away for long, the
+        next renewal is waited for."""
+        from roxxel_dist.objects.lease import RENEW_S, LeaseLostError
+
+        end = time.monotonic() + 2 * RENEW_S
+        while True:
+            try:
+                return lease.check()
+            except LeaseLostError:
+                if lease.lost is not None or time.monotonic() > end:
+                    raise
+            time.sleep(0.1)
 
     def close(self, limit_s: float | None = None) -> None:
         """Send what is left, within so many seconds where given, and let the run go. Raises StoreError."""

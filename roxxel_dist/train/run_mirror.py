@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 3.0
 """Between two looks at the files."""
+ROWS = ("metrics.jsonl", "training_log.csv")
+"""What a checkpoint may not be ahead of."""
 BYTES_PER_S = 1 << 20
 """Of one file that grows: a large one is sent less often."""
 
@@ -65,6 +67,12 @@ class RunMirror:
         """Send all that has changed. Raises StoreError."""
         self._pass(everything=True)
 
+    def flush_rows(self) -> None:
+        """Send the rows of the log; nothing large waits in between. Raises StoreError."""
+        for name in ROWS:
+            if (self._folder / name).is_file() and self._is_mine(name):
+                self._send(name, self._folder / name)
+
     def close(self, limit_s: float | None = None) -> None:
         """Send all that has changed and end, within so many seconds where given. Raises StoreError where it failed."""
         self._over.set()
@@ -86,18 +94,15 @@ class RunMirror:
             self._problem = error
 
     def _pass(self, *, everything: bool) -> None:
-        with self._lock:
-            now = time.monotonic()
-            there = {str(path.relative_to(self._folder)): path for path in self._files()}
-            for name, path in sorted(there.items()):
-                state, due = self._sent.get(name, (None, 0.0))
-                if everything or now >= due:
-                    self._send(name, path, state)
-            if gone := [name for name in self._sent if name not in there]:
-                self._store.delete(gone)
-                for name in gone:
-                    del self._sent[name]
-            self._send_answers()
+        now = time.monotonic()
+        there = {str(path.relative_to(self._folder)): path for path in self._files()}
+        for name, path in sorted(there.items()):
+            if everything or now >= self._sent.get(name, (None, 0.0))[1]:
+                self._send(name, path)
+        for name in [name for name in self._sent if name not in there]:
+            self._store.delete([name])
+            del self._sent[name]
+        self._send_answers()
 
     def _files(self) -> list[Path]:
         """What this rank sends: no checkpoints, which have their own way, and nothing hidden."""
@@ -108,20 +113,21 @@ class RunMirror:
             if not path.name.startswith(".") and path.is_file() and self._is_mine(str(path.relative_to(self._folder)))
         ]  # fmt: skip
 
-    def _send(self, name: str, path: Path, before: FileState | None) -> None:
-        try:
-            state = state_of(path)
-            if state == before:
+    def _send(self, name: str, path: Path) -> None:
+        with self._lock:  # else the older one of two states might be sent last
+            try:
+                state = state_of(path)
+                if state == self._sent.get(name, (None, 0.0))[0]:
+                    return
+                if state[0] <= AT_ONCE:
+                    self._store.write(name, path.read_bytes())
+                else:
+                    self._store.upload(path, name)
+            except FileNotFoundError as error:  # taken away meanwhile
+                if isinstance(error, StoreNotFoundError):  # the bucket
+                    raise
                 return
-            if state[0] <= AT_ONCE:
-                self._store.write(name, path.read_bytes())
-            else:
-                self._store.upload(path, name)
-        except FileNotFoundError as error:  # taken away meanwhile
-            if isinstance(error, StoreNotFoundError):  # the bucket
-                raise
-            return
-        self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+            self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
 
     def _take_requests(self) -> None:
         if self._serves:

@@ -21,7 +21,6 @@ SPANS = 4
 """How far ahead, at most."""
 CACHE_SHARE = 8
 """And at most this part of the cache."""
-POLL_S = 0.02
 AGAIN_S = 1.0
 
 
@@ -63,7 +62,7 @@ class FetchAhead:
         weakref.finalize(self, self._position.close).atexit = False
         most = min(SPANS * SPAN_BYTES, *(fetcher.cache.capacity // CACHE_SHARE for fetcher in fetchers))
         threading.Thread(
-            target=_run, args=(self._position, windows, stop, most, fetchers), name="roxxel-ahead", daemon=True
+            target=_run, args=(self._position, windows, stop, most), name="roxxel-ahead", daemon=True
         ).start()
 
     def reached(self, step: int) -> None:
@@ -95,22 +94,20 @@ class _Position:
         return not self.closed
 
 
-def _run(
-    position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, most: int,
-    fetchers: Sequence[Fetcher],
-) -> None:  # fmt: skip
+def _run(position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, most: int) -> None:
     """Fetch span after span."""
     step = position.step
-    failed = _fetch(list(windows(step, min(step + 1, stop))))
+    _fetch(list(windows(step, min(step + 1, stop))))
     step += 1
     while step < stop and not position.closed:
         step = max(step, position.step)
         size = max(1, sum(each.nbytes for each in windows(step, step + 1)))
-        ahead, count = max(1, most // size), max(1, min(SPAN_BYTES, most // 2) // size)
+        count = max(1, min(SPAN_BYTES, most // 2) // size)
+        ahead = max(count + 1, most // size)
         if not position.wait_for(step + count - ahead):
             return
-        failed = _fetch(list(windows(step, min(step + count, stop))))
-        if failed:  # the store is away: the reader has what is in the cache, and this goes on when it is back
+        if _fetch(list(windows(step, min(step + count, stop)))):
+            # The store is away: the reader has what is in the cache, and this goes on when it is back.
             time.sleep(AGAIN_S)
             continue
         step += count
@@ -121,7 +118,7 @@ def _fetch(spans: Sequence[Windows]) -> bool:
     failed = False
     for each in spans:
         try:
-            each.data.fetch(each.offset, each.length)
+            each.data.fetch(each.offset, each.length, documents=each.packed)
         except StoreError:
             failed = True
         except ValueError:  # damage, a full disk: for the step that meets it

@@ -55,10 +55,6 @@ class _Pool:
             self._threads += 1
             threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
 
-    @property
-    def waiting(self) -> int:
-        return self._jobs.qsize()
-
 
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
@@ -91,11 +87,6 @@ class Fetcher:
         self._blocks = np.array([shard.cells.blocks for shard in shards], np.int64)
         self._first_sum = np.array([shard.cells.first_sum for shard in shards], np.int64)
         self._block_size = np.array([shard.layout.block_size for shard in shards], np.int64)
-
-    @property
-    def backlog(self) -> int:
-        """Ranges that wait for a thread to fetch them ahead."""
-        return self._ahead.waiting
 
     def fetch(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, *, urgent: bool) -> int:
         """Have cells in the cache: those from `first` to `stop`, int64 [N] each, of the shards with these numbers.

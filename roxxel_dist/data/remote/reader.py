@@ -35,10 +35,17 @@ class RemoteReader(WindowReader):
         read = super().read
         return self._fetcher.read(numbers, first, stop, lambda: read(offsets, length, dtype))
 
-    def fetch(self, offsets: np.ndarray, length: int) -> None:
-        """Have what some windows read in the cache, once; raises as `Fetcher.fetch`."""
-        if len(offsets):
-            self._fetcher.fetch(*self._cells(offsets, length), urgent=False)
+    def fetch(self, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
+        """Have what some windows read in the cache, once, with `documents` what tells their documents apart too."""
+        if not len(offsets):
+            return
+        cells = [self._cells(offsets, length)]
+        for number in np.unique(cells[0][0]).tolist() if documents else ():
+            shard, starts = self._fetcher.shards[number], offsets[cells[0][0] == number] - self._first_tokens[number]
+            parts = shard.end_cells(starts, starts + length)
+            cells.append((np.full(len(parts), number), parts, parts + 1))
+        numbers, first, stop = map(np.concatenate, zip(*cells, strict=True))
+        self._fetcher.fetch(numbers, first, stop, urgent=False)
 
     def _cells(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shard, first block, end) of windows: int64 [R] each."""

@@ -123,6 +123,14 @@ class RemoteEnds:
             result[chosen] = part[inside[chosen]]
         return result
 
+    def parts_of(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """The parts of 64 KiB that are looked at for documents in windows of tokens, int64 [R] each: int64 [N]."""
+        firsts, last = self._shard.entry.firsts, self._shard.cells.end_parts
+        if firsts is None or not last:
+            return np.arange(last)
+        low, high = (np.maximum(firsts.searchsorted(at, side="right") - 1, 0) for at in (first, stop - 1))
+        return np.unique(np.concatenate([low, high]))
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         del copy
         return np.asarray(self[:], dtype)
@@ -188,6 +196,11 @@ class RemoteShard(Shard):
     def _copy(self, first: int, stop: int, copy: Callable[[], T]) -> T:
         """What `copy` takes out of the cells `first` to `stop`."""
         return self.fetcher.read(np.array([self.number]), np.array([first]), np.array([stop]), copy)
+
+    def end_cells(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """The cells that are looked at for documents in windows of tokens, int64 [R] each: int64 [N]."""
+        ends: Any = self.document_ends
+        return self.cells.blocks + ends.parts_of(first, stop)
 
     def read_parts(self, parts: list[int]) -> list[np.ndarray]:
         """Parts of 64 KiB of the document ends, by number: int64 [up to 8192] each."""

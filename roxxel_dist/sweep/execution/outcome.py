@@ -36,12 +36,8 @@ def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
         output: what it wrote.
         ours: the program is one of this package, whose exit codes mean what they say.
     """
-    if code in KILLED:
-        return "lost", f"its process was killed by {KILLED[code]}"
-    if ours and code in MACHINES_FAULT:
-        return "lost", MACHINES_FAULT[code]
-    if ours and HELD.search(reason := last_words(output)):
-        return "lost", reason
+    if lost := _loss(code, output, ours=ours):
+        return "lost", lost
     if full := disk_full(output):
         return "fatal", full
     # Said last but for what others say while the process ends: W&B's client, its threads.
@@ -52,6 +48,16 @@ def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
     if OUT_OF_MEMORY.search(reason) or (code > 128 and OUT_OF_MEMORY.search(output)):
         return "oom", reason
     return "shape" if SHAPE.search(reason) else "error", reason
+
+
+def _loss(code: int, output: str, *, ours: bool) -> str | None:
+    """What took the trial's process away; None where it failed by itself."""
+    if code in KILLED:
+        return f"its process was killed by {KILLED[code]}"
+    if ours and code in MACHINES_FAULT:
+        return MACHINES_FAULT[code]
+    reason = last_words(output)
+    return reason if ours and HELD.search(reason) else None
 
 
 def disk_full(text: str) -> str | None:

@@ -130,3 +130,16 @@ def test_two_processes_worth_of_readers_fetch_once(server, local, url, cache):
             assert all(np.array_equal(next(stream), batch) for stream in streams)
         size = sum(shard.entry.size for shard in readers[0].shards)
         assert link.body_bytes < 1.1 * size
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_what_was_fetched_ahead_needs_no_request(server, local, url, cache, documents):
+    """Document ends too, where a phase tells documents apart."""
+    with server.link() as link, server.environment(link):
+        remote, offsets = opened(url, cache), np.arange(50) * 3500
+        remote.fetch(offsets, 900, documents=documents)
+        count = len(link.requests)
+        assert np.array_equal(remote.read(offsets, 900), local.read(offsets, 900))
+        assert len(link.requests) == count
+        remote.segments(offsets, 900)
+        assert (len(link.requests) == count) == documents
