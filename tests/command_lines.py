@@ -17,6 +17,7 @@ from roxxel_dist.cli import launch as launch_command
 from roxxel_dist.cli.arguments import flag_types
 from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
+from roxxel_dist.train.bucket_folder import BucketFolder
 
 GROUPS = {
     "data": ("build", "info", "verify", "index"),
@@ -58,8 +59,8 @@ def _problem(given: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def _parsing_alone() -> Iterator[None]:
-    """Within it a command ends by `Parsed` once its words are parsed, and config files need not be there."""
-    parser, from_yaml, plain = tyro.cli, Config.from_yaml, launch_command.plain_options
+    """Within it a command ends by `Parsed` once its words are parsed; config files and buckets need not be there."""
+    parser, from_yaml, plain, pull = tyro.cli, Config.from_yaml, launch_command.plain_options, BucketFolder.pull
 
     def parse(*args: Any, **kwargs: Any) -> None:
         parser(*args, **kwargs)
@@ -67,10 +68,11 @@ def _parsing_alone() -> Iterator[None]:
 
     tyro.cli, launch_command.plain_options = parse, lambda *_: None
     Config.from_yaml = lambda path: from_yaml(path) if Path(path).exists() else Config()
+    BucketFolder.pull = lambda self: self.folder
     try:
         yield
     finally:
-        tyro.cli, Config.from_yaml, launch_command.plain_options = parser, from_yaml, plain
+        tyro.cli, Config.from_yaml, launch_command.plain_options, BucketFolder.pull = parser, from_yaml, plain, pull
 
 
 @cache

@@ -190,9 +190,9 @@ class ObjectStore:
                 mode = self._mode(path, if_absent=if_absent, if_match=if_match)
                 return _plain(put(self._reads, path, data, mode=mode, use_multipart=False)["e_tag"])
             except Exception as error:
-                is_refused = self._meaning(error, self.url.join(key)).kind is StorePreconditionError
                 # An earlier try may have been done, and its answer lost.
-                if tries and is_refused and (etag := self._etag_of(key, data)) is not None:
+                is_again = tries and self._meaning(error, url).kind is StorePreconditionError
+                if is_again and (etag := self._etag_of(key, data)) is not None:
                     return etag
                 raise
 
