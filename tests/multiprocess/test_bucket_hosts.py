@@ -1,4 +1,4 @@
-"""Three hosts with disks of their own, and one bucket: a host that is lost in an upload costs no bit, on other hosts too."""
+"""Three hosts with disks of their own and one bucket: one is lost in an upload, and others go on to the same bits."""
 
 import json
 import os
