@@ -13,16 +13,22 @@ from roxxel_dist.objects.errors import StoreTimeoutError
 pytestmark = pytest.mark.xdist_group("bucket")
 
 
-@pytest.mark.parametrize("fault", ["down", "status", "cut"])
-def test_a_store_that_fails_for_some_seconds(server, local, url, cache, fault):
-    bad = {"down": True, "status": 503, "cut": 20_000}[fault]
+FAULTS = {"down": True, "status": 503, "cut": 20_000, "trickle": 0.5, "rate": 2e4}
+LONG = [pytest.param(fault, seconds, marks=[pytest.mark.long, pytest.mark.timeout(300)]) for fault, seconds in [
+    ("down", 30), ("status", 60), ("cut", 30), ("trickle", 60), ("rate", 60),
+]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "seconds"), [("down", 1), ("status", 1), ("cut", 1), *LONG])
+def test_a_store_that_fails_for_some_seconds(server, local, url, cache, fault, seconds):
+    bad = FAULTS[fault]
     with server.link(rate=2e6) as link, server.environment(link):
-        stream = opened(url, cache).stream(129, 8, seed=1, steps=300)
+        stream = opened(url, cache, store_timeout=20 + 2 * seconds).stream(129, 8, seed=1, steps=300)
         expected = local.stream(129, 8, seed=1, steps=300)
         assert np.array_equal(next(stream), next(expected))
         good = getattr(link, fault)
         setattr(link, fault, bad)
-        mend = threading.Timer(1.0, setattr, (link, fault, good))
+        mend = threading.Timer(seconds, setattr, (link, fault, good))
         mend.start()
         assert all(np.array_equal(one, two) for one, two in zip(stream, expected, strict=True))
         mend.join()
