@@ -223,7 +223,8 @@ class Run:
     def _launch(self, hosts: Cluster | None) -> Job:
         words = ["train", "--config", "config.yaml", "--data_path", "data.rox", "--run_dir", "run", "--resume"]
         cache = {"JAX_COMPILATION_CACHE_DIR": "cache", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        options = ["--devices-per-proc", 1, "--max-restarts", 1]
+        # A spare has not the environment of the rank that it becomes; benchmarks/train_restart.py measures it.
+        options = ["--devices-per-proc", 1, "--max-restarts", 1, "--warm-spares", "off"]
         for name, value in cache.items():
             options += ["--env", f"{name}={value}"]
         command = local(2, words, *options) if hosts is None else over_ssh(hosts, words, *options)
