@@ -7,9 +7,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
+AZURITE := .cache/azurite
 
 .PHONY: demo test test-docs test-cluster test-long test-all test-pythons docs bench bench-data bench-train \
-    bench-launch bench-model bench-ngram bench-sweep bench-page bench-gpu chaos hf docker-check lint format clean
+    bench-launch bench-model bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
@@ -29,7 +30,7 @@ test-docs: $(VENV)/dev-installed ## every block of the documentation and the exa
 test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
 	$(PYTEST) -m "cluster and not long"
 
-test-long: $(VENV)/dev-installed ## matrices, many repetitions, many examples of each property: hours
+test-long: $(VENV)/dev-installed azurite ## matrices, many repetitions, many examples of each property: hours
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
 
 test-all: test test-docs test-cluster test-long ## all of these, one after the other
@@ -78,6 +79,8 @@ chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three host
 docker-check: $(BIN)/python ## build the image with buildah, train two containers of it, compare with launch local: as root
 	@PYTHON=$(abspath $(BIN)/python) docker/check
 
+azurite: $(AZURITE)/installed ## Azure's emulator, for the long tests of az://; takes node's npm
+
 hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export; takes torch from Debian's python3-torch
 
 lint: $(VENV)/dev-installed
@@ -105,14 +108,20 @@ $(VENV)/dev-installed: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/demo-installed
 
+$(AZURITE)/installed:
+	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3.35.0
+	@touch $@
+
 $(HF)/installed: tests/hf_requirements.txt
 	/usr/bin/python3 -c 'import torch' || { echo "apt install python3-torch python3-venv" >&2; exit 2; }
 	/usr/bin/python3 -m venv --system-site-packages $(HF)
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
 	@touch $@
 
-$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
+$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt \
+        benchmarks/requirements_s3.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt || \
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt && \
+	    $(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements_s3.txt || \
 	    echo "the other loaders are not all installed; the table will say which" >&2
 	@touch $@

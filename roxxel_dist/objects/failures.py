@@ -68,7 +68,7 @@ BY_CODE = dict(
     [
         *_rules(BUSY, "RequestTimeout SlowDown InternalError ServiceUnavailable OperationAborted ServerBusy"),
         *_rules(BUSY, "OperationTimedOut ConditionalRequestConflict Throttling ThrottlingException NoSuchUpload"),
-        *_rules(BUSY, "RequestThrottled TooManyRequests"),
+        *_rules(BUSY, "RequestThrottled TooManyRequests InvalidBlockList"),
         *_rules(NO_BUCKET, "NoSuchBucket ContainerNotFound InvalidBucketName"),
         *_rules(NO_OBJECT, "NoSuchKey BlobNotFound"),
         *_rules(CLOCK, "RequestTimeTooSkewed RequestExpired"),

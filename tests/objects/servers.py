@@ -1,4 +1,4 @@
-"""Object stores on the loopback: the S3 gateway of JuiceFS (MinIO's code), and an emulator of Google's.
+"""Object stores on the loopback: the S3 gateway of JuiceFS (MinIO's code), and emulators of Google's and Azure's.
 
     with S3Server(tmp_path) as server:
         with server.environment():  # or give `server.environ` to a process
@@ -7,14 +7,18 @@
 A `Link` between a client and a server delays, slows, cuts and refuses what goes through it, and counts it.
 """
 
+import hmac
 import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Self
 from unittest.mock import patch
@@ -218,3 +222,54 @@ class GcsServer(Server):
 
     def environ_at(self, endpoint: str) -> dict[str, str]:
         return {"STORAGE_EMULATOR_HOST": endpoint, "GOOGLE_BEARER_TOKEN": self.token}
+
+
+class AzureServer(Server):
+    """Azurite, the emulator of Azure's own people, from `make azurite`. It checks signatures and obeys conditions."""
+
+    scheme = "az"
+
+    def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
+        super().__init__(folder, host=host, port=port)
+        self.account = "account" + secrets.token_hex(4)
+        self.key = secrets.token_bytes(32)
+
+    def start(self) -> None:
+        super().start()
+        self._make_container()
+
+    def stop(self) -> None:
+        """End it in peace: killed, it forgets the last seconds, which no store of a cloud does."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(STOP_S)
+        super().stop()
+
+    def command(self) -> list[str]:
+        program = Path(__file__).parents[2] / ".cache" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+        settings = ["--blobHost", self.host, "--blobPort", str(self.port), "--location", str(self.folder), "--silent"]
+        return [str(program), *settings, "--skipApiVersionCheck", "--disableTelemetry"]
+
+    def process_environ(self) -> dict[str, str]:
+        return {**os.environ, "AZURITE_ACCOUNTS": f"{self.account}:{b64encode(self.key).decode()}"}
+
+    def environ_at(self, endpoint: str) -> dict[str, str]:
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": self.account, "AZURE_STORAGE_ACCOUNT_KEY": b64encode(self.key).decode(),
+            "AZURE_STORAGE_ENDPOINT": f"{endpoint}/{self.account}",
+        }  # fmt: skip
+
+    def _make_container(self) -> None:
+        """What no client of objects does: a request of the blob service, signed with the shared key."""
+        date, version = formatdate(usegmt=True), "2021-12-02"
+        resource = f"/{self.account}/{self.account}/{BUCKET}\nrestype:container"
+        text = f"PUT{12 * chr(10)}x-ms-date:{date}\nx-ms-version:{version}\n{resource}"
+        signature = b64encode(hmac.digest(self.key, text.encode(), "sha256")).decode()
+        headers = {"x-ms-date": date, "x-ms-version": version, "Content-Length": "0"}
+        headers["Authorization"] = f"SharedKey {self.account}:{signature}"
+        connection = HTTPConnection(self.host, self.port, timeout=START_S)
+        connection.request("PUT", f"/{self.account}/{BUCKET}?restype=container", headers=headers)
+        status = connection.getresponse().status
+        connection.close()
+        if status not in (201, 409):  # made, or there before a restart
+            raise RuntimeError(f"azurite does not make a container: {status}")

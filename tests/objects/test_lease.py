@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from objects.servers import S3Server
+from objects.servers import AzureServer, GcsServer, S3Server
 
 from roxxel_dist.objects import lease as lease_module
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
@@ -17,9 +17,13 @@ CONTEXT = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
+
+
+@pytest.fixture(scope="module", params=["s3", "gs", pytest.param("az", marks=pytest.mark.long)])
+def server(request, tmp_path_factory):
+    """One that does not look at conditions, and those that obey them."""
+    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:
         yield server
 
 
@@ -54,10 +58,16 @@ def take(url, said=None, **options):
 
 
 def hold(url, ready, end):
+    """Until it is to end, or has lost the lease: then it exits with 3."""
     short()
-    with take(url):
-        ready.set()
-        end.wait(LIMIT_S)
+    lease = take(url)
+    ready.set()
+    try:
+        while not end.wait(0.05):
+            lease.check()
+    except LeaseLostError:
+        os._exit(3)
+    lease.release()
 
 
 @pytest.fixture
@@ -111,6 +121,15 @@ def test_an_owner_of_another_host_is_waited_for_until_it_is_stale(holder, url):
     assert "waiting for test (pid" in said[-1]
     assert "on host elsewhere), which has renewed its lease" in said[-1]
     assert [info.key for info in store.list()] == ["it.lease"]
+
+
+def test_a_process_that_was_stopped_for_too_long_notices_that_another_has_it(holder, url):
+    os.kill(holder.pid, signal.SIGSTOP)
+    with take(url, wait_s=LIMIT_S) as lease:
+        os.kill(holder.pid, signal.SIGCONT)
+        holder.join(LIMIT_S)
+        assert holder.exitcode == 3
+        lease.check()
 
 
 def test_whoever_has_lost_it_is_told(url):

@@ -8,7 +8,7 @@ import process_ray
 import pytest
 import trial_bodies
 from killed_drivers import ended, kill_and_go_on, until
-from objects.servers import GcsServer, S3Server
+from objects.servers import AzureServer, GcsServer, S3Server
 from sweep_runs import ONE, Study
 
 from roxxel_dist.cli import main
@@ -21,12 +21,12 @@ from roxxel_dist.sweep import bucket, controller, segments
 from roxxel_dist.sweep.journal import replay
 from roxxel_dist.sweep.segments import Segment, SegmentWriter, chain, make_one_of_many, read_segments
 
-SERVERS = {"s3": S3Server, "gs": GcsServer}
+SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
 METRIC = {"name": "val_loss", "goal": "minimize"}
 TIMES = {"RENEW_S": 0.5, "STALE_S": 5.0, "POLL_S": 0.1, "SETTLE_S": 0.1}
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=["s3", "gs", pytest.param("az", marks=pytest.mark.long)])
 def server(request, tmp_path_factory):
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:
         yield server
