@@ -182,6 +182,9 @@ class CheckpointMetadata:
     """Of each adapter by its name: what it counts; None where the checkpoint holds all weights."""
     base: BaseModelRef | None = None
     """What the adapters stand on, if that is in no checkpoint of the run."""
+    digest: str = ""
+    """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
+    versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the keys that checkpoints have had from the beginning."""
@@ -204,7 +207,7 @@ class CheckpointMetadata:
         )
 
 
-_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds", "went_back")
+_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds", "went_back", "digest")
 """Fields of `CheckpointMetadata` that have their own name on disk."""
 
 
