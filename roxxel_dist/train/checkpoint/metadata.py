@@ -194,6 +194,8 @@ class CheckpointMetadata:
             saved["scales"] = dict(self.adapter_scales)
         if self.base is not None:
             saved["base"] = self.base.to_dict()
+        if self.digest:
+            saved["digest"] = self.digest
         return saved
 
     @classmethod
@@ -203,11 +205,12 @@ class CheckpointMetadata:
             early_stopping=EarlyStopping(best_loss=saved.get("best_loss"), evals_since_best=saved.get("waited", 0)),
             adapter_scales=saved.get("scales"),
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
+            digest=saved.get("digest", ""),
             **{name: saved[name] for name in _SAME_KEY if name in saved},
         )
 
 
-_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds", "went_back", "digest")
+_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds", "went_back")
 """Fields of `CheckpointMetadata` that have their own name on disk."""
 
 

@@ -32,8 +32,8 @@ class Tracker(Protocol):
     Optional: `text(text)` for one that shows lines to people; `durable = True` for one that is called at once, on the
     loop's own thread; `status(record)` for a live display, which is given the newest record alone, five times a second
     at most; `crash(text)` for a traceback, which the process prints on its standard error itself but a file would miss;
-    `digest(text)` for one that keeps the running digest, that of the row which comes next; `rewind(step)` for one that keeps rows: those after `step` are void; `log`, a function that the queue sets, to tell
-    people a line.
+    `digest(text)` for one that keeps the running digest: that of the row which comes next; `rewind(step)` for one that
+    keeps rows: those after `step` are void; `log`, a function that the queue sets, to tell people a line.
     """
 
     def row(self, row: Mapping[str, Any]) -> None:
