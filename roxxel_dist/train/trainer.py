@@ -47,9 +47,8 @@ from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
-from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loggers.choose import trackers_for
-from roxxel_dist.train.loggers.logger import Logger
 from roxxel_dist.train.loggers.metrics import MetricsLogger
 from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, as_optimizer
 from roxxel_dist.train.profiler import Profiler
@@ -132,7 +131,7 @@ class Trainer:
         amend: bool = False,
         origin: ResumeSpec = RESUME_LATEST,
         trackers: Sequence[Tracker] = (),
-        logger: Logger | None = None,
+        logger: TrackerSource | None = None,
         checkpointer: Checkpointer | None = None,
         bucket: BucketRun | None = None,
         **options: Any,

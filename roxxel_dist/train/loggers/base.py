@@ -45,6 +45,14 @@ class Tracker(Protocol):
         ...
 
 
+class TrackerSource(Protocol):
+    """What speaks to people instead of the console; a `Logger` is one."""
+
+    def tracker(self, total_steps: int, restored_step: int) -> Tracker:
+        """Where the rows and lines of a run go that has so many steps, and goes on behind `restored_step`."""
+        ...
+
+
 class LogQueue:
     """Hands everything to its trackers; as a context manager it writes a crash's traceback too.
 
