@@ -21,11 +21,11 @@ from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.train.checkpoint.verify import steps_of
 from roxxel_dist.train.loggers.csv_jsonl import DIGEST, JsonlReader
 
-FREE_FIELDS = frozenset(
-    """log_every eval_every checkpoint_every memory_checkpoint_every memory_replicas max_to_keep keep_every keep_steps
-    export_weights max_steps patience verify_data max_rewinds profile_steps wandb wandb_project sample_prompt sample
-    cache_dir cache_gb store_timeout""".split()
-)
+FREE_FIELDS = {
+    "log_every", "eval_every", "checkpoint_every", "memory_checkpoint_every", "memory_replicas", "max_to_keep",
+    "keep_every", "keep_steps", "export_weights", "max_steps", "patience", "verify_data", "max_rewinds",
+    "profile_steps", "wandb", "wandb_project", "sample_prompt", "sample", "cache_dir", "cache_gb", "store_timeout",
+}  # fmt: skip
 """Fields of a config that change no number of a step."""
 
 
@@ -98,7 +98,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def fetched(self, *steps: int) -> Iterator[None]:
-        """Within it these checkpoints are in the folder, of a run in a bucket too. Raises ValueError for damaged ones."""
+        """Within it these checkpoints are in the folder, of a run in a bucket too. Raises ValueError for a bad one."""
         if is_url(self.name):
             kept = BucketRun(self.name, read_only=True).checkpoints
             kept.saved(read_only=True)

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,19 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
     if len(chosen) > 1:
         changes = [f"after step {segment.start}" for segment in chosen[1:]]
         raise ValueError(
-            f"{run.name} was resumed with another config or on other devices ({', '.join(changes)}), and steps {start + 1} "
-            f"to {last} lie on both sides: audit them apart, with steps={first}:{chosen[1].start} at first"
+            f"{run.name} was resumed with another config or on other devices ({', '.join(changes)}), and steps "
+            f"{start + 1} to {last} lie on both sides: audit them apart, with steps={first}:{chosen[1].start} at first"
         )
     return Interval(start=start, first=first, last=last, segment=chosen[0])
+
+
+def intervals_of(run: RunRecord, steps: tuple[int, int] | None, every: int = 1) -> list[Interval]:
+    """The interval of some steps as `interval_of` gives it; of those between kept checkpoints each `every`-th."""
+    whole = interval_of(run, steps)
+    if every == 1:
+        return [whole]
+    starts = [whole.start, *(step for step in run.steps if whole.first <= step < whole.last), whole.last]
+    return [interval_of(run, (max(low + 1, whole.first), high)) for low, high in list(pairwise(starts))[::every]]
 
 
 def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
@@ -131,10 +141,8 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
             bits.pop("processes", None)
         if exact:
             bits["devices"] = sorted(bits.get("devices", {}))
-    if other := determinism.changed({**now, **was}, now):
-        raise ValueError(
-            f"{run.name} cannot be compared here, its bits were made with other things: {'; '.join(other)}"
-        )
+    if other := determinism.changed(was, now):
+        raise ValueError(f"{run.name} cannot be compared here, what decides its bits is another: {'; '.join(other)}")
 
 
 @contextlib.contextmanager
@@ -251,7 +259,10 @@ def _in_words(step: int, equal: int, other: list[str], theirs: Mapping[str, Any]
         return f"{text}: its loss and its digest disagree, so the log was changed after the step"
     if DIGEST in other and "train_loss" not in other:
         between = f"one of the steps {equal + 1} to {step}" if equal + 1 < step else "it"
-        return f"{text}: its loss and its digest disagree; {between} read other rows or had another loss, or the log was changed"
+        return (
+            f"{text}: its loss and its digest disagree; {between} read other rows or had another loss, or the log was "
+            f"changed after the step"
+        )
     return text
 
 
