@@ -15,7 +15,7 @@ from typing import Any
 from roxxel_dist.audit.record import RunRecord, Segment
 from roxxel_dist.builders import RunComponents, build_components
 from roxxel_dist.cluster import determinism
-from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.distributed import initialize, initialize_alone
 from roxxel_dist.cluster.mesh import CPU_DEVICES, simulate_devices
 from roxxel_dist.config import RECORD, Config
 from roxxel_dist.curriculum.plan import Plan
@@ -125,18 +125,20 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         raise ValueError(
             f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
         )
-    if RunMetadata.of(run.saved).platform in ("", "cpu"):
+    on_cpu = RunMetadata.of(run.saved).platform in ("", "cpu")
+    if on_cpu:
         simulate_devices(devices or theirs)
     if interval.segment.config.get("deterministic"):
         determinism.make_deterministic()
     determinism.pin_threads(was.get("pjrt_nproc"))
+    if on_cpu and was.get("distributed", was.get("processes", 1) > 1):
+        initialize_alone()
     initialize()
     determinism.enable_compilation_cache()
     now = determinism.numerics_fingerprint()
     for bits in (was, now):
         flags = str(bits.get("xla_flags", "")).split()
         bits["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
-        on_cpu = now["platform"].startswith("cpu")
         if exact or on_cpu:  # there as many devices in another number of processes give the same
             bits.pop("processes", None)
         if exact:
