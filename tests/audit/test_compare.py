@@ -96,7 +96,7 @@ def test_what_cannot_be_compared_is_refused(clean, tmp_path, capsys):
     assert "has no rows yet" in refused("audit", run)
     assert "cannot be compared" in refused("compare", clean, run)
     shutil.copy(clean / "metrics.jsonl", run / "metrics.jsonl")
-    assert "--steps is 3:99" in refused("audit", run, "--steps", "3:99")
+    assert "steps is 3:99" in refused("audit", run, "--steps", "3:99")
     assert "write S:S" in refused("audit", run, "--steps", "3:4", "--dump", tmp_path / "dump")
     assert "leave it out" in refused("audit", run, "--devices", "3")
     (run / "config.yaml").write_text(config.replace("jaxlib: 0.", "jaxlib: 9."))
