@@ -1,6 +1,7 @@
 """One step of a run for a person who debugs: what goes in, and what comes out, on one device."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,8 @@ def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
     text = "\n".join([*head, *aligned([*table, ["all", f"{total:.6g}"]])])
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        np.savez(Path(folder, f"step-{step}.npz"), **arrays, **{f"grad_norm/{name}": v for name, v in norms.items()})
+        arrays: dict[str, Any] = {**arrays, **{f"grad_norm/{name}": norm for name, norm in norms.items()}}
+        np.savez(Path(folder, f"step-{step}.npz"), **arrays)
         Path(folder, f"step-{step}.txt").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(

@@ -41,8 +41,8 @@ class DigestChain:
 def rows_digest(rows: Rows) -> np.ndarray:
     """uint32[4]: of the data set, first token and length of every row of a batch, in order."""
     state = xxhash.xxh3_128(f"{rows.seq_len} {rows.packed}".encode())
-    state.update(np.ascontiguousarray(rows.dataset, "<i4"))
-    state.update(np.ascontiguousarray(rows.offset, "<i8"))
+    state.update(np.ascontiguousarray(rows.dataset, "<i4").data)
+    state.update(np.ascontiguousarray(rows.offset, "<i8").data)
     return np.frombuffer(state.digest(), "<u4")
 
 
@@ -69,6 +69,6 @@ def _rotate(lane: jax.Array, by: int) -> jax.Array:
     return (lane << by) | (lane >> (32 - by))
 
 
-def in_hex(lanes: np.ndarray) -> str:
+def in_hex(lanes: np.ndarray | jax.Array) -> str:
     """As logs and checkpoints have it: 32 hexadecimal digits."""
     return np.asarray(lanes, "<u4").tobytes().hex()
