@@ -144,7 +144,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         if exact:
             bits["devices"] = sorted(bits.get("devices", {}))
     if other := determinism.changed(was, now):
-        raise ValueError(f"{run.name} cannot be compared here, what decides its bits is another: {'; '.join(other)}")
+        raise ValueError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
 
 
 @contextlib.contextmanager

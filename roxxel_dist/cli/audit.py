@@ -1,7 +1,11 @@
 """The commands that say whether runs are equal: audit, by doing steps again, and compare, by their digests."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import sys
+from collections.abc import Iterator
 
 import tyro
 
@@ -47,9 +51,12 @@ def audit(words: list[str]) -> int:
 
         run = RunRecord.read(args.run)
         intervals = intervals_of(run, steps, args.every)
-        prepare(run, intervals[0], args.devices)
+        with _native_lines_on_stderr():
+            prepare(run, intervals[0], args.devices)
         if args.dump is not None:
-            print(dump(run, intervals[0], args.dump), flush=True)
+            with _native_lines_on_stderr():
+                text = dump(run, intervals[0], args.dump)
+            print(text, flush=True)
             return 0
         total = sum(interval.last - interval.start for interval in intervals)
         digests = all(interval.digests(run) for interval in intervals)
@@ -57,7 +64,7 @@ def audit(words: list[str]) -> int:
         show = Progress(not args.json)
         show.line(f"{total:,} steps of {args.run} are done again{note}")
         findings = []
-        with show.bar("audit", max(1, total)) as advance:
+        with show.bar("audit", max(1, total)) as advance, _native_lines_on_stderr():
             for interval in intervals:
                 findings.append(replay(run, interval, advance))
                 if findings[-1].problem:
@@ -73,6 +80,20 @@ def audit(words: list[str]) -> int:
     else:
         print(verdict, flush=True)
     return EXIT_FAILED if problem else 0
+
+
+@contextlib.contextmanager
+def _native_lines_on_stderr() -> Iterator[None]:
+    """Within it what C++ prints on standard output (Gloo, of its connections) goes to standard error."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:
