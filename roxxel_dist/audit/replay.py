@@ -128,7 +128,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     on_cpu = RunMetadata.of(run.saved).platform in ("", "cpu")
     if on_cpu:
         simulate_devices(devices or theirs)
-    if interval.segment.config.get("deterministic"):
+    if exact or interval.segment.config.get("deterministic"):
         determinism.make_deterministic()
     determinism.pin_threads(was.get("pjrt_nproc"))
     if on_cpu and was.get("distributed", was.get("processes", 1) > 1):
@@ -142,6 +142,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         if exact or on_cpu:  # there as many devices in another number of processes give the same
             bits.pop("processes", None)
         if exact:
+            bits.pop("distributed", None)
             bits["devices"] = sorted(bits.get("devices", {}))
     if other := determinism.changed(was, now):
         raise ValueError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
