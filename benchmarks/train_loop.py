@@ -7,6 +7,7 @@ function in ROWS.
 """
 
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -17,16 +18,22 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import numpy as np
 import train_memory
 import train_rate
 import train_restart
 import train_save
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from measure import Lines, Result, flags
 from training import conversions, make_trainer, random_tokens, stall, step_times, take_turns
 
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.train.digest_chain import DigestChain
 
 LEAVES, VOCABULARY = 86, 512
 NEVER = 1_000_000
@@ -85,6 +92,25 @@ def wall_time(given: Setting) -> Iterable[Result]:
     )  # fmt: skip
 
 
+def running_digest(given: Setting) -> Iterable[Result]:
+    """What the running digest costs the main thread, and the devices, a step: of a batch of 512 rows."""
+    count, rounds = 500, 3 if given.quick else 10
+    rows = Rows(np.zeros(512, np.int32), np.arange(512, dtype=np.int64) * 1025, 1025)
+    loss = jax.device_put(np.float32(3.25), NamedSharding(make_mesh(), P()))
+    chain, host, all_of_it = DigestChain("", 0), [], []
+    for number in range(rounds + 1):
+        begun = time.perf_counter()
+        digest = [chain.add(rows, loss) for _ in range(count)][-1]
+        dispatched = time.perf_counter() - begun
+        digest.block_until_ready()
+        if number:  # the first one compiles
+            host.append(dispatched / count)
+            all_of_it.append((time.perf_counter() - begun) / count)
+    share = statistics.median(all_of_it) / 0.020
+    yield Result(what="running digest", against="of a step of 20 ms", measured=share, target=0.01, at_most=True)
+    yield Result(what="running digest, main thread", against="us a step", measured=1e6 * statistics.median(host))
+
+
 def phase_boundary(given: Setting) -> Iterable[Result]:
     """The first step of a phase whose program was compiled ahead; no program comes from a cache here."""
     first = 120
@@ -137,7 +163,7 @@ def suggested_rates(given: Setting) -> Iterable[Result]:
 
 
 ROWS: list[Callable[[Setting], Iterable[Result]]] = [
-    main_thread_time, wall_time, phase_boundary, saving, copies, restarting, suggested_rates,
+    main_thread_time, wall_time, running_digest, phase_boundary, saving, copies, restarting, suggested_rates,
 ]  # fmt: skip
 
 

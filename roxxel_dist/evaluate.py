@@ -103,7 +103,7 @@ def evaluate(
             plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-            data = held.enter_context(_data(folder, saved, data_path, config.part(RemoteConfig)))
+            data = held.enter_context(open_data(folder, saved, data_path, config.part(RemoteConfig)))
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
@@ -158,7 +158,7 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
             ) from error
 
 
-def _data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote: RemoteConfig) -> Roxxel:
+def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote: RemoteConfig) -> Roxxel:
     """The primary data set of the run, or what is named instead of it."""
     path = data_path or data_of(saved, run)
     data = None

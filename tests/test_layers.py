@@ -14,6 +14,7 @@ RANKS = [
     ["__main__"],
     ["cli"],
     ["sweep"],
+    ["audit"],
     # One run: from a Config to its directory, and what is read there.
     [
         "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",

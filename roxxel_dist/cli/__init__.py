@@ -130,6 +130,8 @@ COMMANDS = {
     "generate": "roxxel_dist.cli.models:generate",
     "export": "roxxel_dist.cli.models:export",
     "verify": "roxxel_dist.cli.verify:verify",
+    "audit": "roxxel_dist.cli.audit:audit",
+    "compare": "roxxel_dist.cli.audit:compare",
     "copy": "roxxel_dist.cli.copy:copy",
     "report": "roxxel_dist.cli.report:report",
     "sweep": "roxxel_dist.cli.sweep:sweep",

@@ -96,6 +96,7 @@ def numerics_fingerprint() -> dict[str, Any]:
         "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "pjrt_nproc": int(threads) if threads else None,
         "processes": jax.process_count(),
+        "distributed": jax.distributed.is_initialized(),  # on CPU devices reduce in another order then
         "devices": dict(Counter(cpu if d.platform == "cpu" else d.device_kind for d in devices)),
         "platform": " ".join(devices[0].client.platform_version.split()),
         "jax": version("jax"),

@@ -65,6 +65,19 @@ def initialize() -> None:
             raise
 
 
+def initialize_alone() -> None:
+    """Join a job of this process alone, so that its devices reduce in the order in which those of a launched one do.
+
+    It comes before `initialize`, which is harmless then.
+    """
+    if jax.distributed.is_initialized():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    jax.distributed.initialize(address, 1, 0, coordinator_bind_address=address, cluster_detection_method="deactivate")
+
+
 def _wait_for_listener(coordinator: str) -> bool:
     """Wait some seconds for rank 0's coordinator to take connections; returns whether it does. If not, jax goes on.
 

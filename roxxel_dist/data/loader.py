@@ -70,6 +70,7 @@ class Stream:
         self._fits_int32 = {number for number, data in self.datasets.items() if np.can_cast(data.dtype, np.int32)}
         self.sharding = sharding
         self.step: int = start_step
+        self._rows: Rows | None = None
         self._ahead: dict[int, Rows] = {}
         self._fetch_ahead: FetchAhead | None = None
 
@@ -86,11 +87,18 @@ class Stream:
             raise StopIteration
         if any(dataset.fetcher for dataset in self.datasets.values()):
             self._fetch_from(self.step)
-        batch = self.place(self._ahead.pop(self.step, None) or self.plan.rows(self.step))
+        self._rows = self._ahead.pop(self.step, None) or self.plan.rows(self.step)
+        batch = self.place(self._rows)
         self.step += 1
         if any(dataset.reads_ahead for dataset in self.datasets.values()):
             self._look_ahead()
         return batch
+
+    @property
+    def rows(self) -> Rows:
+        """Those of the whole batch, of all processes, that iterating gave last."""
+        assert self._rows is not None
+        return self._rows
 
     def _look_ahead(self) -> None:
         """Let the data sets prepare for what the next steps read."""

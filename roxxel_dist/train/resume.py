@@ -169,7 +169,7 @@ class _Run:
         return ResumePoint(
             step,
             plan,
-            CheckpointMetadata(base=saved.base, **self.fingerprint),
+            CheckpointMetadata(base=saved.base, digest=saved.digest, **self.fingerprint),
             notes=(note, *self._plan_notes(saved, before, plan, step)),
             source=source,
             record={"forked_from": {"run": absolute(source.run), "step": step}},
@@ -322,8 +322,9 @@ def rewind(
         plan = plan.amend(bad.step - 1, skip=1)
     except ValueError as error:  # steps that went well before: nothing is the same twice here
         raise bad from error
-    early_stopping = store.metadata(good).early_stopping
-    return good, plan, replace(metadata, early_stopping=early_stopping, rewinds=metadata.rewinds + 1)
+    saved = store.metadata(good)
+    rewinds = metadata.rewinds + 1
+    return good, plan, replace(metadata, early_stopping=saved.early_stopping, digest=saved.digest, rewinds=rewinds)
 
 
 def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:

@@ -40,6 +40,8 @@ class Metrics(NamedTuple):
     row_loss: jax.Array | None
     """float32[B]: the loss of each row, where the loss function returned "row_loss"."""
     health: LossMonitorState
+    digest: jax.Array | None = None
+    """uint32[4], see `digest_chain.py`: what the loop adds to what the step gives."""
 
 
 class Loss(NamedTuple):

@@ -45,10 +45,10 @@ from roxxel_dist.train.checkpoint.metadata import (
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.digest_chain import DigestChain, in_hex
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
-from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loggers.choose import trackers_for
-from roxxel_dist.train.loggers.logger import Logger
 from roxxel_dist.train.loggers.metrics import MetricsLogger
 from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, as_optimizer
 from roxxel_dist.train.profiler import Profiler
@@ -131,7 +131,7 @@ class Trainer:
         amend: bool = False,
         origin: ResumeSpec = RESUME_LATEST,
         trackers: Sequence[Tracker] = (),
-        logger: Logger | None = None,
+        logger: TrackerSource | None = None,
         checkpointer: Checkpointer | None = None,
         bucket: BucketRun | None = None,
         **options: Any,
@@ -209,6 +209,7 @@ class Trainer:
         self.start: ResumePoint = with_adapters(start, self._split)
         self.plan: Plan = start.plan
         self._metadata = self.start.metadata
+        self._chain = DigestChain(self._metadata.digest, start.step)
         self.start_step: int = start.step
         self.step: int = start.step
         self.last_step: int = last_step(self.plan, options)
@@ -250,6 +251,8 @@ class Trainer:
                 on_disk = self.start.source is None and self.start.copy is None
                 if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
+                if not self._metadata.digest:
+                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: it begins anew there")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
@@ -363,6 +366,7 @@ class Trainer:
             if self._throttler.wait_for_next():
                 self._timer.finished()
             self._state, metrics = train_step(self._state, self._hparams, batch)  # donates the state
+            metrics = metrics._replace(digest=self._chain.add(stream.rows, metrics.scalars["loss"]))
             self._flush_metrics()  # of the step before: they are there, and the devices are busy with this one
 
             self._throttler.add(metrics.scalars["loss"])
@@ -385,7 +389,7 @@ class Trainer:
                 losses = self._evaluate(step) if due("eval", done) else {}
                 idle_since = self._memory.clock() if self._memory is not None else 0.0
                 if not self._flush_metrics(losses):
-                    self._check_health(self._fetch(metrics.health))
+                    self._take(self._fetch(metrics._replace(scalars={}, row_loss=None)))
                 best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
                 out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
                 self._keep(done, losses.get("val_loss"), idle_since, save=save or best or out_of_patience, copy=copy)
@@ -408,12 +412,15 @@ class Trainer:
         blended = len(self.plan.datasets) > 1 and self.plan.segment(done - 1).shape.blend == "row"
         metrics = metrics if blended else metrics._replace(row_loss=None)
         metrics = self._fetch(metrics)
-        self._check_health(metrics.health)
+        self._take(metrics)
         self._metrics.log_row(self.plan, done, metrics, losses)
         return True
 
-    def _check_health(self, health: Any) -> None:
-        self._monitor.check(health, self.plan, self._checkpoints.latest_good)
+    def _take(self, metrics: Metrics) -> None:
+        """Keep the digest of (fetched) metrics for a checkpoint; raises BadStep."""
+        assert metrics.digest is not None
+        self._metadata = replace(self._metadata, digest=in_hex(metrics.digest))
+        self._monitor.check(metrics.health, self.plan, self._checkpoints.latest_good)
 
     def _fetch(self, values: Any) -> Any:
         self.fetches += 1
@@ -502,7 +509,7 @@ class Trainer:
                 break
             except DamagedCheckpoint as damage:
                 self._set_aside(damage)
-        self.plan, self._metadata = plan, metadata
+        self.plan, self._metadata, self._chain = plan, metadata, DigestChain(metadata.digest, step)
         if self._memory is not None:
             self._memory.drop(step)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.

@@ -35,7 +35,8 @@ from roxxel_dist.cluster.progress import Progress, agent_pipe
 from roxxel_dist.launcher.output.console import info
 
 SUBCOMMANDS = frozenset(
-    "data batch train find-lr generate eval launch sweep report plan doctor save export verify copy".split()  # noqa: SIM905
+    """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
+    copy""".split()  # noqa: SIM905
 )
 PYTHON = frozenset({"python", "python3", sys.executable})
 JOINING = ("roxxel_dist.cluster.distributed",)

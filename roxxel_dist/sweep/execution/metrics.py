@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from roxxel_dist.run_directory import METRICS, SUMMARY
-from roxxel_dist.train.loggers.csv_jsonl import JsonlReader
+from roxxel_dist.train.loggers.csv_jsonl import DIGEST, JsonlReader
 
 Report = tuple[int, float]
 SUMMARIZED = {
@@ -50,6 +50,7 @@ class MetricsTail:
             self._log.restart()
         reports: list[Report] = []
         for row in self._log.objects():
+            row.pop(DIGEST, None)  # no metric
             step, value = int(row.pop("step") or 0), row.get(self._metric)
             reports += self._add(step, row, math.nan if value is None and self._metric in row else value)
         return reports

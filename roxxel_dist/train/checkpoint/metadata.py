@@ -182,6 +182,9 @@ class CheckpointMetadata:
     """Of each adapter by its name: what it counts; None where the checkpoint holds all weights."""
     base: BaseModelRef | None = None
     """What the adapters stand on, if that is in no checkpoint of the run."""
+    digest: str = ""
+    """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
+    versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the keys that checkpoints have had from the beginning."""
@@ -191,6 +194,8 @@ class CheckpointMetadata:
             saved["scales"] = dict(self.adapter_scales)
         if self.base is not None:
             saved["base"] = self.base.to_dict()
+        if self.digest:
+            saved["digest"] = self.digest
         return saved
 
     @classmethod
@@ -200,6 +205,7 @@ class CheckpointMetadata:
             early_stopping=EarlyStopping(best_loss=saved.get("best_loss"), evals_since_best=saved.get("waited", 0)),
             adapter_scales=saved.get("scales"),
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
+            digest=saved.get("digest", ""),
             **{name: saved[name] for name in _SAME_KEY if name in saved},
         )
 

@@ -32,8 +32,8 @@ class Tracker(Protocol):
     Optional: `text(text)` for one that shows lines to people; `durable = True` for one that is called at once, on the
     loop's own thread; `status(record)` for a live display, which is given the newest record alone, five times a second
     at most; `crash(text)` for a traceback, which the process prints on its standard error itself but a file would miss;
-    `rewind(step)` for one that keeps rows: those after `step` are void; `log`, a function that the queue sets, to tell
-    people a line.
+    `digest(text)` for one that keeps the running digest: that of the row which comes next; `rewind(step)` for one that
+    keeps rows: those after `step` are void; `log`, a function that the queue sets, to tell people a line.
     """
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -42,6 +42,14 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Nothing more comes."""
+        ...
+
+
+class TrackerSource(Protocol):
+    """What speaks to people instead of the console; a `Logger` is one."""
+
+    def tracker(self, total_steps: int, restored_step: int) -> Tracker:
+        """Where the rows and lines of a run go that has so many steps, and goes on behind `restored_step`."""
         ...
 
 
@@ -71,8 +79,10 @@ class LogQueue:
         for text in early or ():
             self.text(text)
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Log the metrics of one step."""
+    def row(self, row: Mapping[str, Any], digest: str = "") -> None:
+        """Log the metrics of one step, and the running digest after it."""
+        if digest:
+            self._call("digest", digest)
         self._call("row", dict(row))
 
     def text(self, text: str) -> None:

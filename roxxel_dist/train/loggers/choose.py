@@ -6,10 +6,9 @@ from pathlib import Path
 
 from roxxel_dist.cluster.distributed import is_primary, process_index
 from roxxel_dist.cluster.exit_codes import STATUS_ENV
-from roxxel_dist.train.loggers.base import Tracker
+from roxxel_dist.train.loggers.base import Tracker, TrackerSource
 from roxxel_dist.train.loggers.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.loggers.csv_jsonl import CsvTracker, JsonlTracker
-from roxxel_dist.train.loggers.logger import Logger
 
 METRICS: tuple[Callable[[Path, int], Tracker | None], ...] = (
     lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),
@@ -21,7 +20,7 @@ own, comes with them from the `Experiment`."""
 
 
 def trackers_for(
-    run: Path, total_steps: int, restored_step: int, logger: Logger | None = None, *, own_log: bool = False
+    run: Path, total_steps: int, restored_step: int, logger: TrackerSource | None = None, *, own_log: bool = False
 ) -> list[Tracker]:
     """Rank 0 writes the metrics and talks to the person; every rank has its lines in `logs/rank-N.log`.
 

@@ -20,15 +20,18 @@ COLUMNS = (
     "tokens_per_s", "phase", "tokens", "lr", "grad_norm",
 )  # fmt: skip
 """The first columns of `training_log.csv`."""
+DIGEST = "digest"
+"""The one value of a row of `metrics.jsonl` that is no number."""
 
 
 class JsonlTracker:
-    """Continues a JSON-lines file behind `restored_step`: every metric; what is not finite is null, JSON has no NaN."""
+    """Continues a JSON-lines file behind `restored_step`: every metric, and the running digest; what is not finite is
+    null, JSON has no NaN."""
 
     durable = True
 
     def __init__(self, path: Path, restored_step: float = 0) -> None:
-        self._path = path
+        self._path, self._digest = path, ""
         self._file: TextIO = self._continue(restored_step)
 
     def rewind(self, step: float) -> None:
@@ -42,12 +45,19 @@ class JsonlTracker:
         self._file.write(line)
         self._file.flush()
 
+    def digest(self, text: str) -> None:
+        """The running digest of the row that comes next."""
+        self._digest = text
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _line(self, row: Mapping[str, Any]) -> str:
-        return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
+        values: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        if self._digest:
+            values[DIGEST] = self._digest
+        return json.dumps(values) + "\n"
 
     def _continue(self, last_step: float) -> TextIO:
         """The file, at its end."""
@@ -114,12 +124,13 @@ class JsonlReader:
         return not (self._path.exists() and os.path.samestat(here, self._path.stat()))
 
     def rows(self) -> Iterator[dict[str, float]]:
-        """The rows that have come since the last call; a metric that was not finite is left out."""
+        """The rows that have come since the last call; without what was not finite, and without the digest."""
         for row in self.objects():
-            yield {name: value for name, value in row.items() if value is not None}
+            yield {name: value for name, value in row.items() if value is not None and name != DIGEST}
 
-    def objects(self) -> Iterator[dict[str, float | None]]:
-        """The same, with None for a metric that was not finite. Raises ValueError where a line is no row."""
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """The same with the digest, and None for a metric that was not finite. Raises ValueError where a line is no
+        row."""
         if self._file is None:
             if not self._path.exists():
                 return

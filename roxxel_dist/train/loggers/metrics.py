@@ -14,6 +14,7 @@ from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.train.digest_chain import in_hex
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.throughput import StepTimer, mfu, peak_memory_gb
@@ -56,7 +57,8 @@ class MetricsLogger:
             more["mfu"] = used
         if metrics.row_loss is not None:
             more |= loss_by_dataset(metrics.row_loss, plan.rows(done - 1).dataset, plan.datasets)
-        self._log.row(make_row(done, metrics.scalars, losses, more))
+        digest = "" if metrics.digest is None else in_hex(metrics.digest)
+        self._log.row(make_row(done, metrics.scalars, losses, more), digest)
         if done == self._last_step:
             self.update_progress(plan, done)  # it stays on the screen
 

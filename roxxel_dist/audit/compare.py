@@ -1,0 +1,57 @@
+"""Two runs by their chains of digests."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from roxxel_dist.audit.record import RunRecord
+from roxxel_dist.config import RECORD
+from roxxel_dist.run_metadata import RunMetadata
+from roxxel_dist.train.loggers.csv_jsonl import DIGEST
+
+LOSSES = ("train_loss", "val_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Where two runs part."""
+
+    equal_to: int
+    """The last step up to which both have read the same rows and had the same losses; 0 where that is none."""
+    differs_at: int | None
+    """The first step that both have logged, and whose row differs; None where there is none."""
+    row: tuple[str, ...]
+    """What differs in it."""
+    config: tuple[str, ...]
+    """Fields of the configs, and what decides bits, that differ: "lr: 0.001, 0.01"."""
+
+
+def compare(one: RunRecord, other: RunRecord) -> Comparison:
+    """Both runs, as far as both have come. Raises ValueError where they have no row with a digest of the same step."""
+    both = [step for step in one.rows if step in other.rows]
+    known = [step for step in both if DIGEST in one.rows[step] and DIGEST in other.rows[step]]
+    if not known:
+        without = [run.name for run in (one, other) if not any(DIGEST in row for row in run.rows.values())]
+        why = f"{' and '.join(without)} has no digests" if without else "no step is in the logs of both"
+        raise ValueError(f"{one.name} and {other.name} cannot be compared: {why}; rows of this version have them")
+    equal, at, row = 0, None, ()
+    for step in known:
+        here, there = one.rows[step], other.rows[step]
+        # Not the losses of a validation that only one of them has made.
+        names = [name for name in (*LOSSES, DIGEST) if name in here and name in there and here[name] != there[name]]
+        if names:
+            at, row = step, tuple(f"{name}: {here[name]}, {there[name]}" for name in names)
+            break
+        equal = step
+    return Comparison(equal_to=equal, differs_at=at, row=row, config=tuple(_differences(one, other)))
+
+
+def _differences(one: RunRecord, other: RunRecord) -> list[str]:
+    mine, theirs = (_settings(run) for run in (one, other))
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    return [f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names if mine.get(name) != theirs.get(name)]
+
+
+def _settings(run: RunRecord) -> dict[str, Any]:
+    record = RunMetadata.of(run.saved)
+    config = {name: value for name, value in run.saved.items() if name != RECORD}
+    return {**config, "corpus": record.corpus, **(run.segments()[-1].bits)}

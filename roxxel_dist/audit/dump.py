@@ -1,0 +1,66 @@
+"""One step of a run for a person who debugs: what goes in, and what comes out, on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from roxxel_dist.audit.record import RunRecord
+from roxxel_dist.audit.replay import Interval, Watch, trainer_of
+from roxxel_dist.data.loader import Stream
+from roxxel_dist.display import aligned
+from roxxel_dist.train.train_state import split_module
+from roxxel_dist.train.train_step import unpack_loss
+
+SHOWN = 12
+"""Token ids of a row that are in the table."""
+
+
+def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
+    """Write step `interval.last` of a run as `step-N.npz` and a table `step-N.txt` into a folder; returns the table.
+
+    The state before the step is that of the run, to the bit; the step itself is computed on one device, as one batch,
+    without accumulation. The arrays are "tokens" int32[B, L], "dataset" int32[B], "offset" int64[B], "loss" float32[],
+    and "grad_norm/<parameter>" float32[].
+
+    Raises ValueError as `trainer_of`, and where the folder cannot be written.
+    """
+    step = interval.last
+    with trainer_of(run, interval, Watch(run, interval, lambda more: None), last=step) as (parts, trainer):
+        if step - 1 > interval.start:
+            trainer.last_step = step - 1
+            trainer.run()
+        model, plan = trainer.state.local_model(), trainer.plan
+        rows = plan.rows(step - 1)
+        batch = Stream(plan, parts.curriculum.datasets, None, step - 1).batch(step - 1)
+        dtype = jnp.bfloat16 if parts.options.bf16_compute else None
+    split, params, rest, hparams = split_module(model)
+
+    def loss_of(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        loss = unpack_loss(parts.loss(split.merge(params, rest, hparams, training=True, dtype=dtype), batch))
+        return loss.minimized, jnp.float32(loss.loss)
+
+    (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    norms = {name: np.asarray(jnp.linalg.norm(jnp.float32(grad).reshape(-1))) for name, grad in grads.items()}
+    tokens = np.asarray(jax.tree.leaves(batch)[0])
+    arrays = {"tokens": tokens, "dataset": rows.dataset, "offset": rows.offset, "loss": np.asarray(loss)}
+    logged = run.rows.get(step, {}).get("train_loss", "not logged")
+    total = float(np.sqrt(sum(norm.astype(np.float64) ** 2 for norm in norms.values())))
+    table = [["parameter", "gradient norm"], *([name, f"{norm:.6g}"] for name, norm in norms.items())]
+    head = [f"step {step} of {run.name}: loss {float(loss)!r} (in the log {logged}), gradient norm {total:.6g}"]
+    for row, (number, first) in enumerate(zip(rows.dataset.tolist(), rows.offset.tolist(), strict=True)):
+        ids = " ".join(map(str, tokens[row, :SHOWN].tolist()))
+        head.append(f"row {row}: {plan.datasets[number]} token {first:,}: {ids} …")
+    text = "\n".join([*head, *aligned([*table, ["all", f"{total:.6g}"]])])
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        arrays: dict[str, Any] = {**arrays, **{f"grad_norm/{name}": norm for name, norm in norms.items()}}
+        np.savez(Path(folder, f"step-{step}.npz"), **arrays)
+        Path(folder, f"step-{step}.txt").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"dump is {folder}, which cannot be written ({error.strerror}): name another folder"
+        ) from error
+    return text

@@ -1,0 +1,323 @@
+"""Steps of a run, done again in a temporary folder and compared with its log and its checkpoints. Nothing of the run
+is written."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.audit.record import RunRecord, Segment
+from roxxel_dist.builders import RunComponents, build_components
+from roxxel_dist.cluster import determinism
+from roxxel_dist.cluster.distributed import initialize, initialize_alone
+from roxxel_dist.cluster.mesh import CPU_DEVICES, simulate_devices
+from roxxel_dist.config import RECORD, Config
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.evaluate import open_data
+from roxxel_dist.run_metadata import RunMetadata, kernel_begun_with
+from roxxel_dist.train.bad_steps import BadStep
+from roxxel_dist.train.bucket_folder import CHECKPOINTS
+from roxxel_dist.train.checkpoint.digests import TABLE, DigestTable
+from roxxel_dist.train.checkpoint.metadata import META
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.loggers.csv_jsonl import DIGEST
+from roxxel_dist.train.trainer import Trainer
+
+NEVER = 1 << 40
+LOSSES = ("train_loss", "train_bal", "val_loss", "val_bal", "train_eval_loss", "grad_norm", "update_norm")
+"""What is compared of a row, beside its digest and the val_loss of each data set."""
+FORGOTTEN = "health/"
+"""Arrays of a checkpoint that are not compared: bad steps are forgotten when a run is resumed."""
+
+
+class Differs(BaseException):
+    """The first row that differs. No Exception: a tracker that raises one is dropped, and training goes on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Steps to do again."""
+
+    start: int
+    """Steps done before: that of a checkpoint, or 0."""
+    first: int
+    """The first step whose row is compared, from 1."""
+    last: int
+    segment: Segment
+    notes: tuple[str, ...] = ()
+
+    def digests(self, run: RunRecord) -> bool:
+        """Whether the replay's chain of digests is that of the run."""
+        known = not self.start or run.checkpoint(self.start)[0].digest
+        return bool(known) and run.has_digests(self.start + 1, self.last)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """How a replay went."""
+
+    steps: int
+    """That were compared, up to the first that differs."""
+    rows: int
+    checkpoints: int
+    problem: str = ""
+    """The first thing that differs; empty where all is equal to the bit."""
+
+
+def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
+    """What to do again for the steps from the first to the last, counted from 1; for None, all that are logged.
+
+    Raises ValueError where the run has no such rows, or they cannot be done again from a checkpoint or the beginning.
+    """
+    if not run.rows:
+        raise ValueError(f"{run.name} has no rows yet: nothing can be compared")
+    begin, end = run.begins_after, max(run.rows)
+    first, last = steps or (begin + 1, end)
+    first = max(first, 1)
+    if not begin < first <= last <= end:
+        raise ValueError(
+            f"steps is {first}:{last}, and {run.name} has rows of the steps {begin + 1} to {end}: use those"
+        )
+    kept = [step for step in run.steps if step < first]
+    start = max(kept, default=0)
+    if start < begin or (begin and not kept):
+        raise ValueError(
+            f"{run.name} was forked after step {begin}, and has no checkpoint before step {first}: begin behind one, "
+            f"kept are {', '.join(map(str, run.steps)) or 'none'}"
+        )
+    segments = run.segments()
+    ends = [*(segment.start for segment in segments[1:]), end]
+    chosen = [s for s, stop in zip(segments, ends, strict=True) if s.start < last and stop > start]
+    if len(chosen) > 1:
+        changes = [f"after step {segment.start}" for segment in chosen[1:]]
+        raise ValueError(
+            f"{run.name} was resumed with another config or on other devices ({', '.join(changes)}), and steps "
+            f"{start + 1} to {last} lie on both sides: audit them apart, with steps={first}:{chosen[1].start} at first"
+        )
+    return Interval(start=start, first=first, last=last, segment=chosen[0])
+
+
+def intervals_of(run: RunRecord, steps: tuple[int, int] | None, every: int = 1) -> list[Interval]:
+    """The interval of some steps as `interval_of` gives it; of those between kept checkpoints each `every`-th."""
+    whole = interval_of(run, steps)
+    if every == 1:
+        return [whole]
+    starts = [whole.start, *(step for step in run.steps if whole.first <= step < whole.last), whole.last]
+    return [interval_of(run, (max(low + 1, whole.first), high)) for low, high in list(pairwise(starts))[::every]]
+
+
+def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
+    """Make this process one that can give the bits of the run: devices, threads, flags.
+
+    Raises ValueError where it cannot, and says what differs.
+    """
+    was = dict(interval.segment.bits)
+    theirs = sum(was.get("devices", {}).values()) or RunMetadata.of(run.saved).devices
+    exact = bool(interval.segment.config.get("virtual_shards"))
+    if devices not in (None, theirs) and not exact:
+        raise ValueError(
+            f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
+        )
+    on_cpu = RunMetadata.of(run.saved).platform in ("", "cpu")
+    if on_cpu:
+        simulate_devices(devices or theirs)
+    if exact or interval.segment.config.get("deterministic"):
+        determinism.make_deterministic()
+    determinism.pin_threads(was.get("pjrt_nproc"))
+    if on_cpu and was.get("distributed", was.get("processes", 1) > 1):
+        initialize_alone()
+    initialize()
+    determinism.enable_compilation_cache()
+    now = determinism.numerics_fingerprint()
+    for bits in (was, now):
+        flags = str(bits.get("xla_flags", "")).split()
+        bits["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+        if exact or on_cpu:  # there as many devices in another number of processes give the same
+            bits.pop("processes", None)
+        if exact:
+            bits.pop("distributed", None)
+            bits["devices"] = sorted(bits.get("devices", {}))
+    if other := determinism.changed(was, now):
+        raise ValueError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
+
+
+@contextlib.contextmanager
+def trainer_of(
+    run: RunRecord, interval: Interval, watch: "Watch", *, last: int
+) -> Iterator[tuple[RunComponents, Trainer]]:
+    """A trainer at the start of the interval, in a folder of its own.
+
+    Raises ValueError where data or checkpoint are not there, or do not fit.
+    """
+    saved = {**interval.segment.config, RECORD: run.saved.get(RECORD, {})}
+    config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
+    with contextlib.ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="roxxel-audit-")))
+        data = held.enter_context(open_data(run.folder, saved, None, config.part(RemoteConfig)))
+        components = build_components(config, data, begun_with=kernel_begun_with(saved))
+        if interval.start:
+            held.enter_context(run.fetched(interval.start))
+            _link_checkpoint(run, interval, folder)
+        else:
+            _check_plan(run, interval)
+        logged = {step for step in run.rows if interval.start < step <= last}
+        validated = {step for step in logged if run.rows[step].get("val_loss") is not None}
+        options = dataclasses.replace(
+            components.options, max_steps=last, patience=0, export_weights=False, profile_steps=None,
+            log_every=_every(logged, last), eval_every=_every(validated, last), checkpoint_every=NEVER,
+            memory_checkpoint_every=0, max_to_keep=1, keep_every=None,
+            keep_steps=[step for step in run.steps if interval.start < step <= last],
+            on_bad_step="raise" if components.options.on_bad_step == "rewind" else components.options.on_bad_step,
+        )  # fmt: skip
+        trainer = Trainer(
+            components.build, components.optimizer, components.curriculum, components.loss, folder,
+            validation=components.validation, mesh=components.mesh(), grad_accum_steps=components.grad_accum,
+            logger=watch, **dataclasses.asdict(options),
+        )  # fmt: skip
+        held.callback(trainer.close)
+        yield components, trainer
+
+
+def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = lambda more: None) -> Finding:
+    """Do the steps of an interval again, and compare; `advance` takes how many more are done.
+
+    Raises ValueError as `trainer_of`.
+    """
+    watch = Watch(run, interval, advance)
+    problem, reached = "", interval.last
+    with trainer_of(run, interval, watch, last=interval.last) as (_, trainer):
+        try:
+            trainer.run()
+        except Differs as found:
+            problem, reached = str(found), watch.step - 1  # the checkpoint of a step is behind its row
+        except BadStep as bad:
+            problem, reached = f"step {bad.step} differs: it went well in the run, and here not ({bad})", bad.step - 1
+        trainer.store.settle()
+        steps = [step for step in trainer.store.steps() if interval.first <= step <= reached and step in run.steps]
+        for number, step in enumerate(steps):
+            if wrong := first_difference(run, step, trainer.store):
+                reached, problem, steps = step, f"the checkpoint of step {step} differs: {wrong}", steps[: number + 1]
+                break
+    rows = sum(step <= reached for step in watch.compared)
+    return Finding(steps=reached - interval.first + 1, rows=rows, checkpoints=len(steps), problem=problem)
+
+
+class Watch:
+    """Compares the rows of a replay with those of the run, one after the other, instead of a console."""
+
+    durable = True
+
+    def __init__(self, run: RunRecord, interval: Interval, advance: Callable[[int], None]) -> None:
+        self._run, self._interval, self._advance = run, interval, advance
+        self._with_digest = interval.digests(run)
+        self._digest = ""
+        self.step: int = interval.start
+        """Of the last row."""
+        self.compared: list[int] = []
+        """The steps of the rows that were compared."""
+
+    def tracker(self, total_steps: int, restored_step: int) -> "Watch":
+        """Itself."""
+        return self
+
+    def digest(self, text: str) -> None:
+        """That of the next row."""
+        self._digest = text
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Raises Differs."""
+        before, step = self.step, int(row["step"])
+        self.step = step
+        self._advance(step - before)
+        theirs = self._run.rows.get(step)
+        if theirs is None or step < self._interval.first:
+            return
+        mine = {name: value if math.isfinite(value) else None for name, value in row.items()} | {DIGEST: self._digest}
+        names = [*LOSSES, *(name for name in theirs if name.startswith("val_loss/"))]
+        names += [DIGEST] if self._with_digest else []
+        other = [name for name in names if name in theirs and theirs[name] != mine.get(name)]
+        if other:
+            raise Differs(_in_words(step, max(self.compared, default=self._interval.first - 1), other, theirs, mine))
+        self.compared.append(step)
+
+    def text(self, text: str) -> None:
+        """Nothing: the run has said it."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _in_words(step: int, equal: int, other: list[str], theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """What differs in the row of a step, those up to `equal` being equal."""
+    values = ", ".join(f"{name} {theirs[name]} in the log, {mine.get(name)} here" for name in other[:3])
+    text = f"step {step} differs ({values})"
+    if DIGEST not in other and DIGEST in theirs and mine[DIGEST] == theirs[DIGEST] and "train_loss" in other:
+        return f"{text}: its loss and its digest disagree, so the log was changed after the step"
+    if DIGEST in other and "train_loss" not in other:
+        between = f"one of the steps {equal + 1} to {step}" if equal + 1 < step else "it"
+        return (
+            f"{text}: its loss and its digest disagree; {between} read other rows or had another loss, or the log was "
+            f"changed after the step"
+        )
+    return text
+
+
+def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
+    """The first array of a checkpoint whose content differs, parameters first; empty where none does."""
+    theirs = run.checkpoint(step)[1]
+    table = DigestTable.read(mine.folder / str(step) / TABLE)
+    if theirs is None:
+        return ""
+    names = [name for name in {**theirs.blocks, **table.blocks} if not name.startswith(FORGOTTEN)]
+    for name in sorted(names, key=lambda name: (not name.startswith("params/"), name)):
+        here, there = ({(b.bounds, b.digest) for b in each.blocks.get(name, ())} for each in (table, theirs))
+        if here != there:
+            return name
+    return ""
+
+
+def _every(steps: set[int], last: int) -> int:
+    """So often that all of them are due; the first step and the last are in any case."""
+    return math.gcd(*(steps - {1, last})) or NEVER
+
+
+def _link_checkpoint(run: RunRecord, interval: Interval, folder: Path) -> None:
+    """Make the checkpoint of the start one of the replay: its files by name, and the plan that held later."""
+    source, target = run.folder / CHECKPOINTS / str(interval.start), folder / CHECKPOINTS / str(interval.start)
+    for path in (source, *(Path(parent, name) for parent, names, _ in os.walk(source) for name in names)):
+        (target / path.relative_to(source)).mkdir(parents=True)
+    for path in (Path(parent, name) for parent, _, names in os.walk(source) for name in names):
+        copy = path.name in (META, TABLE) and path.parent == source  # which are written anew
+        name = target / path.relative_to(source)
+        shutil.copyfile(path, name) if copy else name.symlink_to(path.absolute())
+    later = [step for step in run.steps if step >= interval.start and step <= _end(run, interval)]
+    metadata, newest = run.checkpoint(interval.start)[0], run.checkpoint(max(later))[0]
+    plan = {**newest.plan, "step": interval.start}
+    changed = dataclasses.replace(metadata, plan=plan, corpus=newest.corpus, curriculum=newest.curriculum)
+    store = CheckpointStore(folder / CHECKPOINTS)
+    store.delete_later(interval.start, changed.to_dict())
+    store.close()
+
+
+def _end(run: RunRecord, interval: Interval) -> int:
+    """The last step that was done as those of the interval were."""
+    return min((s.start for s in run.segments() if s.start > interval.segment.start), default=NEVER)
+
+
+def _check_plan(run: RunRecord, interval: Interval) -> None:
+    """Raises ValueError where rows were left out since the beginning: only a checkpoint has such a plan."""
+    later = [step for step in run.steps if step <= _end(run, interval)]
+    plan = Plan.from_state(run.checkpoint(max(later))[0].plan) if later else None
+    changed = [amendment.from_step for amendment in plan.amendments[1:]] if plan else []
+    if changed and min(changed) < interval.last:
+        raise ValueError(
+            f"what {run.name} reads was changed after step {min(changed)}, and it has no checkpoint before step "
+            f"{interval.first}: audit the steps up to {min(changed)}, or those behind a kept checkpoint"
+        )

@@ -1,0 +1,136 @@
+"""The commands that say whether runs are equal: audit, by doing steps again, and compare, by their digests."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import tyro
+
+from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED
+from roxxel_dist.config import usage_errors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditArgs:
+    """Steps of a run, done again from its checkpoints and compared to the bit: losses, running digests, and the content
+    of its checkpoints. Exits with 1 where something differs, and with 2 where it cannot be compared here. The run is
+    only read."""
+
+    run: tyro.conf.Positional[str]
+    """A run directory, also one in a bucket."""
+    steps: str | None = None
+    """A:B, the first step and the last, counted from 1; all that are logged where not given."""
+    devices: int | None = None
+    """Devices to use, simulated on CPU: as many as the run had, where not given."""
+    every: int = 1
+    """A sample: of the intervals between kept checkpoints only each N-th."""
+    dump: str | None = None
+    """With --steps S:S, a folder for what goes into that step and comes out: tokens, loss, gradient norms by parameter,
+    computed on one device."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+def audit(words: list[str]) -> int:
+    """Do steps of a run again, and compare them to the bit."""
+    args = parse(AuditArgs, words, "audit")
+    with usage_errors():
+        steps = _steps(args.steps)
+        if args.every < 1:
+            raise ValueError(f"--every is {args.every}: it must be at least 1")
+        if args.dump is not None and (steps is None or steps[0] != steps[1]):
+            raise ValueError(f"--dump is of one step, and --steps is {args.steps}: write S:S")
+        from roxxel_dist.audit.dump import dump
+        from roxxel_dist.audit.record import RunRecord
+        from roxxel_dist.audit.replay import intervals_of, prepare, replay
+        from roxxel_dist.data.build.progress import Progress
+
+        run = RunRecord.read(args.run)
+        intervals = intervals_of(run, steps, args.every)
+        with _native_lines_on_stderr():
+            prepare(run, intervals[0], args.devices)
+        if args.dump is not None:
+            with _native_lines_on_stderr():
+                text = dump(run, intervals[0], args.dump)
+            print(text, flush=True)
+            return 0
+        total = sum(interval.last - interval.start for interval in intervals)
+        digests = all(interval.digests(run) for interval in intervals)
+        note = "" if digests else "; no chain of digests covers them, so losses and checkpoints alone are compared"
+        show = Progress(not args.json)
+        show.line(f"{total:,} steps of {args.run} are done again{note}")
+        findings = []
+        with show.bar("audit", max(1, total)) as advance, _native_lines_on_stderr():
+            for interval in intervals:
+                findings.append(replay(run, interval, advance))
+                if findings[-1].problem:
+                    break
+    steps_done, rows, checkpoints = (
+        sum(getattr(finding, name) for finding in findings) for name in ("steps", "rows", "checkpoints")
+    )
+    problem = findings[-1].problem
+    verdict = problem or f"equal to the bit over {steps_done:,} steps ({rows:,} rows, {checkpoints} checkpoints)"
+    if args.json:
+        counts = {"steps": steps_done, "rows": rows, "checkpoints": checkpoints, "digests": digests}
+        print(json.dumps({"run": args.run, "equal": not problem, "problem": problem, **counts}))
+    else:
+        print(verdict, flush=True)
+    return EXIT_FAILED if problem else 0
+
+
+@contextlib.contextmanager
+def _native_lines_on_stderr() -> Iterator[None]:
+    """Within it what C++ prints on standard output (Gloo, of its connections) goes to standard error."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    """Raises ValueError for a text that is no A:B."""
+    if text is None:
+        return None
+    first, mark, last = text.partition(":")
+    if not (mark and first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"--steps is {text!r}: write the first step and the last, as in 101:200")
+    return int(first), int(last)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareArgs:
+    """Two runs by their running digests: the step up to which they are equal to the bit, and what differs in their
+    configs. Exits with 1 where a row differs, and with 2 where they have none in common. Runs may still be training."""
+
+    runs: tyro.conf.Positional[tuple[str, str]]
+    """Two run directories, also in a bucket."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+def compare(words: list[str]) -> int:
+    """Tell up to which step two runs are equal, by their digests."""
+    args = parse(CompareArgs, words, "compare")
+    with usage_errors():
+        from roxxel_dist.audit import compare as runs
+        from roxxel_dist.audit.record import RunRecord
+
+        found = runs.compare(*(RunRecord.read(run) for run in args.runs))
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found)))
+    else:
+        print(f"equal to the bit up to step {found.equal_to:,}" if found.equal_to else "no logged step is equal")
+        if found.differs_at is not None:
+            print("\n  ".join([f"step {found.differs_at:,} is the first logged one that differs:", *found.row]))
+        if found.config:
+            print("\n  ".join(["what differs in config and surroundings:", *found.config]))
+    return 0 if found.differs_at is None else EXIT_FAILED

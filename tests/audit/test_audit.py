@@ -1,0 +1,123 @@
+"""`roxxel-dist audit`: a run that was done well is equal to the bit, and what flipped in one is named at its first."""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+from flips import KINDS, Flip, flipping
+
+from roxxel_dist.audit.record import RunRecord
+from roxxel_dist.audit.replay import first_difference
+from roxxel_dist.cli import main
+from roxxel_dist.train.bad_steps import BadStep
+from roxxel_dist.train.checkpoint.store import CheckpointStore
+
+
+def contents(folder):
+    """Every file below a folder, by its path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def audit(capsys, run, *words):
+    """(exit code, verdict)"""
+    capsys.readouterr()
+    code = main(["audit", str(run), *words])
+    return code, capsys.readouterr().out.strip()
+
+
+def rewrite(run, change):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in lines:
+        change(row)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+def test_a_clean_run_is_equal_to_the_bit_and_nothing_of_it_changes(clean, capsys):
+    before = contents(clean)
+    assert audit(capsys, clean) == (0, "equal to the bit over 22 steps (7 rows, 6 checkpoints)")
+    assert audit(capsys, clean, "--steps", "15:21") == (0, "equal to the bit over 7 steps (2 rows, 2 checkpoints)")
+    code, text = audit(capsys, clean, "--every", "2", "--json")
+    assert (code, json.loads(text)["equal"], json.loads(text)["steps"]) == (0, True, 1 + 6 + 2)
+    assert contents(clean) == before
+
+
+def test_a_log_that_was_changed_is_named_with_its_step(clean, tmp_path, capsys):
+    run = shutil.copytree(clean, tmp_path / "run")
+    rewrite(run, lambda row: row.update(train_loss=row["train_loss"] + 1e-6 * (row["step"] == 12)))
+    code, text = audit(capsys, run)
+    assert code == 1
+    assert text.startswith("step 12 differs (train_loss")
+    assert "the log was changed after the step" in text
+    rewrite(run, lambda row: row.update(digest="0" * 32 if row["step"] == 8 else row["digest"]))
+    code, text = audit(capsys, run)
+    assert code == 1
+    assert text.startswith("step 8 differs (digest 0000")
+    assert "its loss and its digest disagree" in text
+
+
+def truth(run, clean):
+    """The first row or checkpoint of a run that is not that of the run without the flip: "step 8", or None."""
+    mine, theirs = RunRecord.read(run), RunRecord.read(clean)
+    store = CheckpointStore(clean / "checkpoints", read_only=True)
+    names = ("train_loss", "val_loss", "grad_norm", "update_norm", "train_eval_loss", "digest")
+    try:
+        for step in sorted({*mine.rows, *mine.steps}):
+            if step in mine.rows and any(mine.rows[step].get(n) != theirs.rows[step].get(n) for n in names):
+                return f"step {step} differs"
+            if step in mine.steps and step in theirs.steps and (name := first_difference(mine, step, store)):
+                return f"the checkpoint of step {step} differs: {name}"
+    finally:
+        store.close()
+    return None
+
+
+def check(flip, trained, clean, capsys):
+    """Whether the flip changed anything; the audit must say the same, and where it is seen first."""
+    with flipping(flip):
+        try:
+            run = trained()
+        except BadStep:  # the loss is no number any more: the run itself has seen it
+            return BadStep
+    expected, (code, text) = truth(run, clean), audit(capsys, run)
+    shutil.rmtree(run)
+    assert code == (0 if expected is None else 1), (flip, text, expected)
+    assert text.startswith(expected or "equal to the bit over 22 steps"), (flip, text, expected)
+    return expected
+
+
+FLIPS = [Flip(kind, step, step) for kind, step in zip(KINDS * 2, (3, 9, 16, 21, 17, 22), strict=False)]
+
+
+@pytest.mark.parametrize("flip", FLIPS, ids=lambda flip: f"{flip.kind} in step {flip.step}")
+def test_a_flipped_bit_is_found_and_named_at_the_first_that_it_changes(flip, trained, clean, capsys):
+    check(flip, trained, clean, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_hundred_flips(trained, clean, capsys):
+    rng = np.random.default_rng(26)
+    flips = [Flip(KINDS[i % 4], int(rng.integers(1, 23)), 1000 + i) for i in range(100)]
+    seen = {flip: check(flip, trained, clean, capsys) for flip in flips}
+    counts = {kind: Counter() for kind in KINDS}
+    for flip, expected in seen.items():
+        named = "named by the audit at the first that it changes"
+        what = {None: "rounded away, equal to the last digest", BadStep: "ended the run"}.get(expected, named)
+        counts[flip.kind][what] += 1
+    with capsys.disabled():
+        print("\n" + "\n".join(f"{kind}: {dict(count)}" for kind, count in counts.items()))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_alarm_in_ten_thousand_clean_steps(trained, capsys):
+    phases = [{"steps": 10_000, "batch_size": 2, "seq_len": 9}]
+    run = trained(phases=phases, log_every=100, eval_every=2500, checkpoint_every=1000, n_devices=1)
+    code, text = audit(capsys, run)
+    with capsys.disabled():
+        print(f"\n{text}")
+    assert (code, text[:34]) == (0, "equal to the bit over 10,000 steps")

@@ -1,0 +1,87 @@
+"""One bit that flips in a run, from outside of the loop: in a parameter, a moment, a gradient or a batch."""
+
+import contextlib
+from dataclasses import dataclass
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.train import trainer
+from roxxel_dist.train.compile import AotCompiler
+from roxxel_dist.train.train_step import make_step
+
+KINDS = ("parameter", "moment", "gradient", "batch")
+
+
+@dataclass(frozen=True)
+class Flip:
+    kind: str
+    step: int
+    """In which it happens, from 1."""
+    seed: int
+    """Chooses array, element and bit."""
+
+
+def flipped(array, rng, bits):
+    """A copy with one of the lowest `bits` bits of one element flipped, where the array lies."""
+    values = np.array(array)
+    words = values.reshape(-1).view({4: np.uint32, 2: np.uint16}[values.itemsize])
+    words[rng.integers(words.size)] ^= words.dtype.type(1 << int(rng.integers(bits)))
+    return jax.device_put(values, array.sharding)
+
+
+def pick(leaves, rng):
+    """The name or number of an array of floats that is not tiny."""
+    chosen = [key for key, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 8]
+    return chosen[int(rng.integers(len(chosen)))]
+
+
+@contextlib.contextmanager
+def flipping(flip):
+    """Within it the step of every trainer has the fault."""
+    rng, programs = np.random.default_rng(flip.seed), {}
+
+    def making(split, loss_fn, optimizer, like, *args, **kwargs):
+        name = pick(list(like.params.items()), rng)
+        index, delta = int(rng.integers(like.params[name].size)), float(2.0 ** -int(rng.integers(4, 34)))
+
+        def faulty(model, batch):
+            """The same loss, and a gradient that is off in one element."""
+            weights = jax.tree.leaves(nnx.state(model, nnx.Param))[split.params.names.index(name)]
+            extra = weights.reshape(-1)[index] * delta
+            result = token_losses(model, batch)
+            return {**result, "loss": result["loss"] + (extra - jax.lax.stop_gradient(extra))}
+
+        programs["faulty"] = make_step(split, faulty, optimizer, like, *args, **kwargs)
+        return make_step(split, loss_fn, optimizer, like, *args, **kwargs)
+
+    def get(self, key, real=AotCompiler.get_together):
+        program = real(self, key)
+        if key[0] == "evaluate":
+            return program
+
+        def step(state, hparams, batch):
+            if int(state.step) + 1 != flip.step:
+                return program(state, hparams, batch)
+            if flip.kind == "gradient":
+                return programs["faulty"](state, hparams, batch)
+            if flip.kind == "batch":
+                return program(state, hparams, flipped(batch, rng, 6))
+            if flip.kind == "parameter":
+                name = pick(list(state.params.items()), rng)
+                state = state._replace(params=state.params | {name: flipped(state.params[name], rng, 31)})
+            else:
+                leaves, tree = jax.tree.flatten(state.opt_state)
+                at = pick(list(enumerate(leaves)), rng)
+                leaves[at] = flipped(leaves[at], rng, 31)
+                state = state._replace(opt_state=jax.tree.unflatten(tree, leaves))
+            return program(state, hparams, batch)
+
+        return step
+
+    with mock.patch.object(trainer, "make_step", making), mock.patch.object(AotCompiler, "get_together", get):
+        yield
