@@ -126,13 +126,9 @@ class BlockCache:
         path = self.path(key, ".data")
         file = CacheFile(name=path.stem.encode(), path=path, size=size, cells=cells)
         whole = file.cells_at + -(-cells // PAGE) * PAGE
-        with self.disk_errors():
-            if not file.path.exists() or file.path.stat().st_size != whole:
-                descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                try:
-                    os.ftruncate(descriptor, whole)
-                finally:
-                    os.close(descriptor)
+        with self.disk_errors(), _opened(file.path) as descriptor:
+            if os.fstat(descriptor).st_size != whole:
+                os.ftruncate(descriptor, whole)
         return file
 
     def path(self, key: str, ending: str) -> Path:
