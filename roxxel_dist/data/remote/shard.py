@@ -154,6 +154,8 @@ class RemoteShard(Shard):
     """Of the shard among those of its data set, as they were found."""
     cache: BlockCache
     file: CacheFile
+    memory: np.ndarray
+    """uint8 [file.whole]: zeros, and from the first fetch on the map of `file`."""
     present: np.ndarray
     """bool [cells]: what is in the cache, at this moment."""
     fetcher: Any = field(repr=False)
@@ -164,7 +166,7 @@ class RemoteShard(Shard):
         cls, url: ObjectUrl, entry: ShardEntry, cells: Cells, number: int, file: CacheFile, mapped: np.ndarray,
         fetcher: Blocks,
     ) -> "RemoteShard":  # fmt: skip
-        """The shard whose file of the cache is mapped: read-only uint8."""
+        """The shard whose file of the cache will be mapped where `mapped` is: read-only uint8."""
         layout, data = cells.layout, mapped.data
         shard = cls(
             path=url,
@@ -178,6 +180,7 @@ class RemoteShard(Shard):
             number=number,
             cache=fetcher.cache,
             file=file,
+            memory=mapped,
             present=np.ndarray(cells.count, bool, data, file.cells_at),
             fetcher=fetcher,
         )
