@@ -1,4 +1,4 @@
-"""What data in a bucket costs: stalled steps, the first batch far inside a large corpus, bytes, beside fsspec.
+"""What data in a bucket costs: stalled steps, the first batch far inside a large corpus, bytes, beside grain.
 
     python benchmarks/remote_data.py [FOLDER] [--quick] [--json FILE]
 
@@ -95,8 +95,8 @@ def serve_link(port: int, delay_s: float, rate: float) -> int:
     """The other process."""
     with Link(("127.0.0.1", port), delay_s=delay_s, rate=rate) as link:
         for line in sys.stdin:
-            told = link.endpoint if line.strip() == "endpoint" else (len(link.requests), link.body_bytes)
-            print(json.dumps(told), flush=True)
+            answer = link.endpoint if line.strip() == "endpoint" else (len(link.requests), link.body_bytes)
+            print(json.dumps(answer), flush=True)
     return 0
 
 
@@ -104,9 +104,9 @@ def serve_link(port: int, delay_s: float, rate: float) -> int:
 def cloud(endpoint: str, server: S3Server | None = None) -> Iterator[None]:
     """This process is a client of a server at an endpoint."""
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
-    found = server.environ_at(endpoint) if server else keys | {"AWS_ENDPOINT_URL": endpoint}
+    variables = server.environ_at(endpoint) if server else keys | {"AWS_ENDPOINT_URL": endpoint}
     before = dict(os.environ)
-    os.environ.update(found)
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -179,9 +179,32 @@ def steady(bench: Bench) -> Iterable[Result]:
     yield Result(what="the same", against="steps/s", measured=bench.steps / taken)
 
 
-def beside_fsspec(bench: Bench) -> Iterable[Result]:
-    """The rows of the same steps, by fsspec's cat_ranges, a step at a time, as fast as it goes; ours likewise."""
-    steps = min(bench.steps, 60)
+class FsspecRows:
+    """The windows of some steps, for grain: one request each, by fsspec."""
+
+    def __init__(self, bench: Bench, steps: int) -> None:
+        from obstore.fsspec import FsspecStore
+
+        plan, firsts = bench.plan(bench.local), bench.local.first_tokens
+        offset = np.concatenate([plan.rows(step).offset for step in range(steps)])
+        self._shards = firsts.searchsorted(offset, side="right") - 1
+        self._starts = HEADER_BYTES + (offset - firsts[self._shards]) * 2
+        self._paths = [f"bucket/corpus/{shard.path.name}" for shard in bench.local.shards]
+        self._files = FsspecStore(
+            "s3", region="us-east-1", client_options={"allow_http": True}, skip_instance_cache=True
+        )
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        start = int(self._starts[number])
+        data = self._files.cat_file(self._paths[self._shards[number]], start, start + SEQ_LEN * 2)
+        return np.frombuffer(data, np.uint16).astype(np.int32)
+
+
+def beside_grain(bench: Bench) -> Iterable[Result]:
+    """The same rows as fast as it goes: ours, and grain's threads over fsspec."""
     with bench.link() as link, cloud(link.endpoint, bench.server):
         begin = time.monotonic()
         data = bench.opened("fast")
@@ -191,29 +214,29 @@ def beside_fsspec(bench: Bench) -> Iterable[Result]:
         for _ in range(bench.steps - 1):
             next(stream)
         ours = bench.steps / (time.monotonic() - begin)
-    what = "as fast as it goes, same link"
-    yield Result(what=what, against="steps/s of ours", measured=ours, note=f"{bench.steps} steps")
+    what = "the same rows as fast as it goes, same link"
+    yield Result(what=what, against="steps/s", measured=ours, note=f"{bench.steps} steps")
     try:
-        import s3fs
+        import grain
     except ImportError:
-        yield Result(what=what, against="x fsspec (s3fs)", measured=None)
+        yield Result(what=what, against="x grain over fsspec", measured=None)
         return
-    plan, firsts = bench.plan(bench.local), bench.local.first_tokens
-    with bench.link() as link, cloud(link.endpoint, bench.server):
-        begin = time.monotonic()
-        files = s3fs.S3FileSystem(endpoint_url=link.endpoint, client_kwargs={"region_name": "us-east-1"})
-        first = 0.0
-        for step in range(steps):
-            offset = plan.rows(step).offset
-            numbers = firsts.searchsorted(offset, side="right") - 1
-            starts = (HEADER_BYTES + (offset - firsts[numbers]) * 2).tolist()
-            paths = [f"bucket/corpus/{bench.local.shards[number].path.name}" for number in numbers.tolist()]
-            rows = files.cat_ranges(paths, starts, [start + SEQ_LEN * 2 for start in starts])
-            np.stack([np.frombuffer(row, np.uint16) for row in rows]).astype(np.int32)
-            first = first or time.monotonic() - begin
-        theirs = steps / (time.monotonic() - begin)
-    yield Result(what=what, against="x fsspec (s3fs cat_ranges)", measured=ours / theirs, note=f"{steps} steps of it")
-    yield Result(what="first batch, same link", against="x fsspec (s3fs cat_ranges)", measured=first / ours_first)
+    for threads in (16, 64):
+        steps = min(bench.steps, 60)
+        with bench.link() as link, cloud(link.endpoint, bench.server):
+            begin, peer = time.monotonic(), f"grain over fsspec, {threads} threads"
+            rows = grain.MapDataset.source(FsspecRows(bench, steps)).batch(BATCH)
+            options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=500)
+            batches = iter(rows.to_iter_dataset(options))
+            first = next(batches)
+            theirs_first = time.monotonic() - begin
+            count = 1 + sum(1 for _ in batches)
+            theirs = count / (time.monotonic() - begin)
+        if not np.array_equal(first, Stream(bench.plan(bench.local), bench.local, None).batch(0)):
+            raise ValueError("grain has read other rows")
+        note = f"{theirs:.1f} steps/s in {count} steps, the first after {theirs_first:.2f} s; ours {ours_first:.2f} s"
+        yield Result(what=what, against=f"x {peer}", measured=ours / theirs, note=note)
+        yield Result(what="the first batch, same link", against=f"x {peer}", measured=theirs_first / ours_first)
 
 
 def whole_pass(bench: Bench) -> Iterable[Result]:
@@ -334,26 +357,31 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256
+    """Of connections that come at once; of 5, as it is elsewhere, some would be tried again after a second."""
+
+
 def cold(folder: Path) -> Iterable[Result]:
     """The first batch of a process that has nothing, far inside a corpus of 10 TB."""
     _Handler.corpus = corpus = LargeCorpus()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server = _Server(("127.0.0.1", 0), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     shutil.rmtree(folder / "cold", ignore_errors=True)
     (folder / "cold").mkdir(parents=True)
     link = RemoteLink(server.server_address[1], DELAY_S, RATE)
     with link, cloud(link.endpoint):
         words = [sys.executable, __file__, "--cold", str(folder / "cold")]
-        told = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        times = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
         requests, size = link.counted
     server.shutdown()
     waited = corpus.padding / RATE
-    whole = told["opened"] + told["planned"] + told["batch"] + waited
+    whole = times["opened"] + times["planned"] + times["batch"] + waited
     size_tb = LARGE_SHARDS * LARGE_TOKENS * 2 / 1e12
     what = f"cold first batch at step {FAR:,} of {size_tb:.1f} TB in {LARGE_SHARDS:,} shards"
     note = (
-        f"{told['opened']:.2f} s to open, {told['planned']:.2f} s for the plan, {told['batch']:.2f} s for the batch, "
-        f"{waited:.2f} s for an index as large as with real digests; {size / 1e6:.1f} MB"
+        f"{times['opened']:.2f} s to open, {times['planned']:.2f} s for the plan, {times['batch']:.2f} s for the "
+        f"batch, {waited:.2f} s for an index as large as with real digests; {size / 1e6:.1f} MB"
     )
     yield Result(what=what, against="s", measured=whole, target=2, at_most=True, note=note)
     yield Result(
@@ -373,8 +401,8 @@ def cold_reader(folder: str) -> int:
     planned = time.monotonic()
     train.read(rows.offset, SEQ_LEN, np.int32)
     ended = time.monotonic()
-    told = {"opened": opened - begin, "planned": planned - opened, "batch": ended - planned}
-    print(json.dumps(told), flush=True)
+    times = {"opened": opened - begin, "planned": planned - opened, "batch": ended - planned}
+    print(json.dumps(times), flush=True)
     return 0
 
 
@@ -386,12 +414,12 @@ def main() -> int:
         return cold_reader(sys.argv[2])
     parser: argparse.ArgumentParser = flags(__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
-    asked = parser.parse_args()
-    report, folder = Lines(asked.json), Path(asked.folder).resolve() / "remote_data"
+    options = parser.parse_args()
+    report, folder = Lines(options.json), Path(options.folder).resolve() / "remote_data"
     report.add("a cold start in 10 TB", lambda: cold(folder))
-    bench = Bench(folder / "s3", 200 if asked.quick else 1000)
+    bench = Bench(folder / "s3", 200 if options.quick else 1000)
     try:
-        for name, group in (("steps", steady), ("fsspec", beside_fsspec), ("a pass", whole_pass)):
+        for name, group in (("steps", steady), ("grain", beside_grain), ("a pass", whole_pass)):
             report.add(name, partial(group, bench))
     finally:
         bench.close()

@@ -16,7 +16,6 @@ import numpy as np
 
 from roxxel_dist.data.format import REPLACE
 
-PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 COLD_FOR = 256
@@ -59,19 +58,27 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     for path, size in zip(paths, sizes, strict=True):
         if not size:
             raise ValueError(f"{path}: the file is empty. {REPLACE}")
+    arrays = reserve_memory(sizes)
+    for path, array in zip(paths, arrays, strict=True):
+        map_file(path, array)
+    return arrays
+
+
+def reserve_memory(sizes: Sequence[int]) -> list[np.ndarray]:
+    """Read-only uint8 arrays of these sizes in one range of addresses, each from a page on, for `map_file`: zeros."""
     pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
     reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    address = _map_memory(None, sum(pages), PROT_NONE, reserved, -1)
+    address = _map_memory(None, sum(pages), mmap.PROT_READ, reserved, -1)
     memory = _Memory(address, sum(pages), "|u1", 1)
     # Not at exit: threads may still read then, and the system unmaps everything anyway.
     weakref.finalize(memory, _libc.munmap, address, sum(pages)).atexit = False
     whole, starts = np.asarray(memory), np.cumsum([0, *pages]).tolist()
-    for path, size, start in zip(paths, sizes, starts, strict=False):
-        _map_file(path, size, address + start)
     return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
-def _map_file(path: Path, size: int, address: int) -> None:
+def map_file(path: Path, array: np.ndarray) -> None:
+    """Map a file where an array of `reserve_memory` is, as long as the array; raises as `map_files`."""
+    size = len(array)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         now = os.fstat(fd).st_size
@@ -79,6 +86,7 @@ def _map_file(path: Path, size: int, address: int) -> None:
             raise ValueError(
                 f"{path}: {now} bytes, a moment ago {size}: something writes to it. Open it when it is done"
             )
+        address = array.__array_interface__["data"][0]
         _map_memory(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, fd)
     finally:
         os.close(fd)

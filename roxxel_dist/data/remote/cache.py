@@ -30,7 +30,7 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.data.reader import map_files
+from roxxel_dist.data.reader import map_file, map_files
 
 PAGE = 4096
 HEADER = struct.Struct("<4q")
@@ -65,6 +65,11 @@ class CacheFile:
     def cells_at(self) -> int:
         """Where the bytes of the cells begin."""
         return -(-self.size // PAGE) * PAGE
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the file."""
+        return self.cells_at + -(-self.cells // PAGE) * PAGE
 
 
 class Claim:
@@ -122,18 +127,16 @@ class BlockCache:
         return int(self._header[2])
 
     def file(self, key: str, size: int, cells: int) -> CacheFile:
-        """The file of an object, made if it is not there. `key` is all that tells the object from others."""
+        """The file of an object, which `map` makes. `key` is all that tells the object from others."""
         path = self.path(key, ".data")
-        file = CacheFile(name=path.stem.encode(), path=path, size=size, cells=cells)
-        whole = file.cells_at + -(-cells // PAGE) * PAGE
-        with self.disk_errors():
-            if not file.path.exists() or file.path.stat().st_size != whole:
-                descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                try:
-                    os.ftruncate(descriptor, whole)
-                finally:
-                    os.close(descriptor)
-        return file
+        return CacheFile(name=path.stem.encode(), path=path, size=size, cells=cells)
+
+    def map(self, file: CacheFile, array: np.ndarray) -> None:
+        """Make a file if it is not there, and map it where an array of `reserve_memory` is, uint8 [file.whole]."""
+        with self.disk_errors(), _opened(file.path) as descriptor:
+            if os.fstat(descriptor).st_size != file.whole:
+                os.ftruncate(descriptor, file.whole)
+            map_file(file.path, array)
 
     def path(self, key: str, ending: str) -> Path:
         """Where the file of something is; `key` is all that tells it from others."""

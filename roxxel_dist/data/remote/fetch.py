@@ -84,6 +84,7 @@ class Fetcher:
         low, high = min(addresses), max(addresses[-1] + shards[-1].cells.count, max(addresses) + 1)
         self._present = view_memory(low, high - low, "|b1", shards)
         self._base = np.array(addresses, np.int64) - low
+        self._is_mapped = np.zeros(len(shards), bool)
         self._blocks = np.array([shard.cells.blocks for shard in shards], np.int64)
         self._first_sum = np.array([shard.cells.first_sum for shard in shards], np.int64)
         self._block_size = np.array([shard.layout.block_size for shard in shards], np.int64)
@@ -99,6 +100,7 @@ class Fetcher:
             StoreError: the store does not give it, after all tries.
             CacheError: the cache is full, or too small.
         """
+        self._map(numbers)
         counts = stop - first
         starts = np.cumsum(counts) - counts
         cells = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
@@ -121,6 +123,15 @@ class Fetcher:
             if not urgent:
                 return evictions
         raise self._too_small()
+
+    def _map(self, numbers: np.ndarray) -> None:
+        """Map the files of shards that are read for the first time: making all at the start takes seconds."""
+        if self._is_mapped[numbers].all():
+            return
+        with self._lock:
+            for number in np.unique(numbers[~self._is_mapped[numbers]]).tolist():
+                self.cache.map(self.shards[number].file, self.shards[number].memory)
+                self._is_mapped[number] = True
 
     def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
         """What `copy` takes out of these cells, which are all there while it does; raises as `fetch`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.discovery import DataPath, NoShardsError
-from roxxel_dist.data.reader import map_files
+from roxxel_dist.data.reader import reserve_memory
 from roxxel_dist.data.remote.cache import BlockCache, default_folder
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
@@ -57,8 +57,7 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
         fetcher.cache.file(f"{url} {entry.etag} {entry.size}", entry.size, each.count)
         for url, entry, each in zip(urls, entries, cells, strict=True)
     ]
-    with fetcher.cache.disk_errors():
-        maps = map_files([file.path for file in files])
+    maps = reserve_memory([file.whole for file in files])
     shards = [
         RemoteShard.opened(url, entry, each, number, file, mapped, fetcher)
         for number, (url, entry, each, file, mapped) in enumerate(zip(urls, entries, cells, files, maps, strict=True))

@@ -78,8 +78,6 @@ class RemoteEnds:
 
     def __init__(self, shard: "RemoteShard") -> None:
         self._shard = shard
-        self._counts = {target: count for target, count, _ in shard.entry.cuts}
-        self._numbers = {count - 1: end for _, count, end in shard.entry.cuts if count}
         self._parts: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -88,8 +86,8 @@ class RemoteEnds:
     def searchsorted(self, tokens: Any, side: Literal["right"] = "right") -> Any:
         """How many documents end at or before each of some tokens."""
         if np.ndim(tokens) == 0:
-            known = self._counts.get(int(tokens))
-            return np.int64(known) if known is not None else self.searchsorted(np.array([tokens]), side)[0]
+            counts = [count for target, count, _ in self._shard.entry.cuts if target == tokens]
+            return np.int64(counts[0]) if counts else self.searchsorted(np.array([tokens]), side)[0]
         if side != "right":
             raise NotImplementedError("only the documents that end at or before a token are counted")
         values = np.asarray(tokens, np.int64)
@@ -111,8 +109,8 @@ class RemoteEnds:
             return self[np.arange(*index.indices(len(self)))]
         numbers = np.asarray(index, np.int64)
         if numbers.ndim == 0:
-            known = self._numbers.get(int(numbers))
-            return np.int64(known) if known is not None else self[numbers[None]][0]
+            ends = [end for _, count, end in self._shard.entry.cuts if count and count - 1 == numbers]
+            return np.int64(ends[0]) if ends else self[numbers[None]][0]
         result = np.empty(numbers.shape, np.int64)
         if numbers.size and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
             raise IndexError(f"{self._shard.path} has {len(self)} document ends")
@@ -156,6 +154,8 @@ class RemoteShard(Shard):
     """Of the shard among those of its data set, as they were found."""
     cache: BlockCache
     file: CacheFile
+    memory: np.ndarray
+    """uint8 [file.whole]: zeros, and from the first fetch on the map of `file`."""
     present: np.ndarray
     """bool [cells]: what is in the cache, at this moment."""
     fetcher: Any = field(repr=False)
@@ -166,7 +166,7 @@ class RemoteShard(Shard):
         cls, url: ObjectUrl, entry: ShardEntry, cells: Cells, number: int, file: CacheFile, mapped: np.ndarray,
         fetcher: Blocks,
     ) -> "RemoteShard":  # fmt: skip
-        """The shard whose file of the cache is mapped: read-only uint8."""
+        """The shard whose file of the cache will be mapped where `mapped` is: read-only uint8."""
         layout, data = cells.layout, mapped.data
         shard = cls(
             path=url,
@@ -180,6 +180,7 @@ class RemoteShard(Shard):
             number=number,
             cache=fetcher.cache,
             file=file,
+            memory=mapped,
             present=np.ndarray(cells.count, bool, data, file.cells_at),
             fetcher=fetcher,
         )

@@ -56,6 +56,42 @@ def test_forty_flipped_bytes_are_named_and_not_read(server, folder, local, cache
     assert named == damaged
 
 
+def test_forty_flipped_bytes_of_all_parts(server, folder, local, cache):
+    """One at a time, wherever it is in the objects: named by `data verify`, and nobody reads wrong tokens."""
+    url, rng, store = put(server, folder, "parts"), random.Random(7), ObjectStore.open(server.url("parts"))
+    index, whole = store.read(INDEX), list(local.stream(129, 8, seed=2))
+    named = refused = 0
+    for number in range(FLIPS):
+        if number % 8 == 7:
+            store.write(INDEX, flipped(index, rng.randrange(len(index))))
+            where = INDEX
+        else:
+            shard = local.shards[rng.randrange(6)]
+            layout, data = shard.layout, shard.path.read_bytes()
+            begin, end = [
+                (0, HEADER_BYTES), (HEADER_BYTES, HEADER_BYTES + shard.tokens.nbytes),
+                (layout.ends_offset, layout.sums_offset), (layout.sums_offset, layout.meta_offset),
+                (layout.meta_offset, len(data)),
+            ][number % 5]  # fmt: skip
+            replace_object(url, where := shard.path.name, flipped(data, rng.randrange(begin, end)))
+        lines, _ = verify_objects(url, Progress(False))
+        named += any(f"{url}/{where}" in line for line in lines)
+        try:
+            remote = opened(url, cache / str(number))
+            for batch, expected in zip(remote.stream(129, 8, seed=2), whole, strict=True):
+                assert np.array_equal(batch, expected)
+        except ValueError as error:
+            assert f"{url}/{where}" in str(error)
+            refused += 1
+        if where == INDEX:
+            store.write(INDEX, index)
+        else:
+            replace_object(url, where, data)
+            index = store.read(INDEX)
+    assert named == FLIPS
+    assert refused >= 5 + 7 + 6  # of the index, tokens, and checksums; what else there is no batch needs
+
+
 def test_damage_between_what_is_needed_is_nobodys_error(server, folder, local, cache):
     url, shard = put(server, folder, "between"), local.shards[0]
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), HEADER_BYTES + 5 * 4096))
