@@ -118,10 +118,8 @@ $(HF)/installed: tests/hf_requirements.txt
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
 	@touch $@
 
-$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt \
-        benchmarks/requirements_s3.txt
+$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt && \
-	    $(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements_s3.txt || \
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt || \
 	    echo "the other loaders are not all installed; the table will say which" >&2
 	@touch $@

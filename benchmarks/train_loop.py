@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.digest_chain import DigestChain
 
 LEAVES, VOCABULARY = 86, 512
@@ -96,8 +97,9 @@ def running_digest(given: Setting) -> Iterable[Result]:
     """What the running digest costs the main thread, and the devices, a step: of a batch of 512 rows."""
     count, rounds = 500, 3 if given.quick else 10
     rows = Rows(np.zeros(512, np.int32), np.arange(512, dtype=np.int64) * 1025, 1025)
-    loss = jax.device_put(np.float32(3.25), NamedSharding(make_mesh(), P()))
-    chain, host, all_of_it = DigestChain("", 0), [], []
+    mesh = make_mesh()
+    loss = jax.device_put(np.float32(3.25), NamedSharding(mesh, P()))
+    chain, host, all_of_it = DigestChain(AotCompiler(mesh), "", 0), [], []
     for number in range(rounds + 1):
         begun = time.perf_counter()
         digest = [chain.add(rows, loss) for _ in range(count)][-1]
@@ -118,8 +120,11 @@ def phase_boundary(given: Setting) -> Iterable[Result]:
     options = {"log_every": 50, "eval_every": NEVER, "checkpoint_every": NEVER}
     trainer = make_trainer(given.data, phases, tiny(), given.folder / "phases", **options)
 
+    def is_step(key: Hashable) -> bool:
+        return isinstance(key, tuple) and key[0] != "evaluate"
+
     def compilations() -> list[float]:
-        return [seconds for key, seconds in trainer._compiler.seconds.items() if key[0] != "evaluate"]
+        return [seconds for key, seconds in trainer._compiler.seconds.items() if is_step(key)]
 
     def wait(step: int) -> None:
         while step == first // 2 and len(compilations()) < 2:  # ahead of the boundary on a busy machine too

@@ -50,10 +50,13 @@ class AotCompiler:
         self.seconds: dict[Hashable, float] = {}
         """What each program took to trace and compile."""
 
-    def prepare(self, key: Hashable, jitted: Callable[..., Any], *args: Any) -> None:
-        """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known."""
+    def prepare(self, key: Hashable, jitted: Callable[..., Any], *args: Any, on_mesh: bool = True) -> None:
+        """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known.
+
+        Without `on_mesh` it is a program of one device, which waits for no other rank.
+        """
         if key not in self._programs:
-            self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args))
+            self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args), on_mesh)
 
     def rest_until(self, result: Any) -> None:
         """Begin with what is prepared from now on when this array is computed: the devices' work comes first."""
@@ -90,9 +93,9 @@ class AotCompiler:
         """Whether `get` would return at once."""
         return self._programs[key].done()
 
-    def _compile(self, key: Hashable, jitted: Any, args: Any) -> Any:
+    def _compile(self, key: Hashable, jitted: Any, args: Any, on_mesh: bool) -> Any:
         start = time.perf_counter()
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.mesh) if on_mesh else contextlib.nullcontext():
             name = None if self.identity is None else program_name(self.identity, jitted, args, self._options)
             lock = partial(compile_lock, options=self._options)
             program = compile_kept(self._store, jitted, args, self._options, name, lock)

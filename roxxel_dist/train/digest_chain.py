@@ -4,14 +4,13 @@ Two runs have the same digest after a step where all their steps so far have rea
 to the bit. Once it differs it stays so: each step puts 160 bits in by a permutation of the 128 that there are.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
 
 from roxxel_dist.curriculum.plan import Rows
+from roxxel_dist.train.compile import AotCompiler
 
 CONSTANTS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 """Of the rounds: the digits of pi behind the point. Without them zeros would stay zeros."""
@@ -20,22 +19,26 @@ CONSTANTS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 class DigestChain:
     """Goes on from the `digest` of a checkpoint of `step`; of one that has none it begins anew there."""
 
-    def __init__(self, digest: str, step: int) -> None:
+    def __init__(self, compiler: AotCompiler, digest: str, step: int) -> None:
         begin = bytes.fromhex(digest) if digest else np.array([step, 0, 0, 0], "<u4").tobytes()
+        self._compiler = compiler
+        self._device = jax.sharding.SingleDeviceSharding(compiler.mesh.local_devices[0])
         self._lanes: np.ndarray | jax.Array = np.frombuffer(begin, "<u4")
-        self._advance: Callable[..., jax.Array] = jax.jit(absorb)
+        lanes, loss = (jax.ShapeDtypeStruct(s, d, sharding=self._device) for s, d in (((4,), "u4"), ((), "f4")))
+        compiler.prepare(absorb, jax.jit(absorb), lanes, lanes, loss, on_mesh=False)
 
     def add(self, rows: Rows, loss: jax.Array) -> jax.Array:
         """The digest after a step, uint32[4] on this process's first device; the host waits for nothing.
 
         Args:
             rows: of the global batch, so that every process has the same digest.
-            loss: float32[], the same on all devices.
+            loss: float32[], the same on all devices of the compiler's mesh.
         """
+        lanes = jax.device_put(self._lanes, self._device) if isinstance(self._lanes, np.ndarray) else self._lanes
         here = loss.addressable_data(0)
-        lanes = jax.device_put(self._lanes, here.sharding) if isinstance(self._lanes, np.ndarray) else self._lanes
-        self._lanes = self._advance(lanes, rows_digest(rows), here)
-        return self._lanes
+        after: jax.Array = self._compiler.get(absorb)(lanes, rows_digest(rows), here)
+        self._lanes = after
+        return after
 
 
 def rows_digest(rows: Rows) -> np.ndarray:

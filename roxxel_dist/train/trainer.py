@@ -209,7 +209,6 @@ class Trainer:
         self.start: ResumePoint = with_adapters(start, self._split)
         self.plan: Plan = start.plan
         self._metadata = self.start.metadata
-        self._chain = DigestChain(self._metadata.digest, start.step)
         self.start_step: int = start.step
         self.step: int = start.step
         self.last_step: int = last_step(self.plan, options)
@@ -228,6 +227,7 @@ class Trainer:
         )  # fmt: skip
         self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
         self._compiler.identity = self._identity(model, dtype)
+        self._chain = DigestChain(self._compiler, self._metadata.digest, self.step)
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
@@ -509,7 +509,8 @@ class Trainer:
                 break
             except DamagedCheckpoint as damage:
                 self._set_aside(damage)
-        self.plan, self._metadata, self._chain = plan, metadata, DigestChain(metadata.digest, step)
+        self.plan, self._metadata = plan, metadata
+        self._chain = DigestChain(self._compiler, metadata.digest, step)
         if self._memory is not None:
             self._memory.drop(step)
         # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.

@@ -20,7 +20,7 @@ CONFIG = {
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """As in a rank of `train`; tests are modules of a user's own. No step is made, so none is compiled."""
-    monkeypatch.setattr(AotCompiler, "prepare", lambda *_: None)
+    monkeypatch.setattr(AotCompiler, "prepare", lambda *_, **__: None)
     monkeypatch.setattr(trainer_module, "all_installed", lambda: True)
 
 
