@@ -62,8 +62,9 @@ def test_the_next_phase_is_compiled_before_its_boundary(corpus, tmp_path):
     made = make(corpus, tmp_path, [Phase(4, 8, 17), Phase(4, 8, 33)], eval_fn=until_compiled, eval_every=3)
     made.run()
     made.close()
-    assert waited[:2] == [(1, 4), (3, 4)]  # a step and an evaluation of each shape, after the first step
-    assert len(made._compiler.seconds) == 4
+    # After the first step: the running digest, a step and an evaluation of each shape.
+    assert waited[:2] == [(1, 5), (3, 5)]
+    assert len(made._compiler.seconds) == 5
     *before, after = told(tmp_path).split("phase 2/2 from step 5")
     assert len(before) == 1
     assert "for this phase's program to be compiled" not in after
