@@ -4,7 +4,7 @@ Two runs have the same digest after a step where all their steps so far have rea
 to the bit. Once it differs it stays so: each step puts 160 bits in by a permutation of the 128 that there are.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class DigestChain:
         self._compiler = compiler
         self._device = jax.sharding.SingleDeviceSharding(compiler.mesh.local_devices[0])
         self._lanes: np.ndarray | jax.Array = np.frombuffer(begin, "<u4")
-        self._advance: Callable[..., jax.Array] | None = None
+        self._advance: Any = None
         lanes, loss = (jax.ShapeDtypeStruct(s, d, sharding=self._device) for s, d in (((4,), "u4"), ((), "f4")))
         compiler.prepare(absorb, jax.jit(absorb), lanes, lanes, loss, on_mesh=False)
 
@@ -38,8 +38,9 @@ class DigestChain:
             loss: float32[], the same on all devices of the compiler's mesh.
         """
         lanes = jax.device_put(self._lanes, self._device) if isinstance(self._lanes, np.ndarray) else self._lanes
-        self._advance = self._advance or self._compiler.get(absorb)
-        after = self._advance(lanes, rows_digest(rows), loss.addressable_data(0))
+        if self._advance is None:
+            self._advance = self._compiler.get(absorb)
+        after: jax.Array = self._advance(lanes, rows_digest(rows), loss.addressable_data(0))
         self._lanes = after
         return after
 
