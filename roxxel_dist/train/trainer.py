@@ -227,7 +227,6 @@ class Trainer:
         )  # fmt: skip
         self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
         self._compiler.identity = self._identity(model, dtype)
-        self._chain = DigestChain(self._compiler, self._metadata.digest, self.step)
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
@@ -236,6 +235,7 @@ class Trainer:
             validation, primary, self._eval_step, self._compiler, self._sharding, options.eval_iters, blocks
         )
         if not self.finished:
+            self._chain = DigestChain(self._compiler, self._metadata.digest, self.step)
             self._validation.check(*self.plan.shapes)
             datasets = {**self._curriculum.datasets, **validation}
             # What the built-in model gives is known without a trace of it.

@@ -87,8 +87,9 @@ def test_many_shards_need_no_file_descriptors(tmp_path):
     data = Roxxel(tmp_path)
     data.write([np.full(10, number, np.uint16) for number in range(500)], separator=None, max_shard_bytes=20)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(name) for name in os.listdir("/proc/self/fd"))  # tests before this one have left some open
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, hard))
+    used = {int(name) for name in os.listdir("/proc/self/fd")}  # tests before this one have left some open
+    free = [number for number in range(soft) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[32], hard))
     try:
         with Roxxel(tmp_path) as ds:
             assert len(ds.shards) == 500

@@ -13,8 +13,11 @@ ROWS = Rows(np.zeros(4, np.int32), np.arange(4, dtype=np.int64) * 17, 17)
 
 
 def chain(*steps, digest="", begin=0):
-    made = DigestChain(AotCompiler(Mesh(jax.devices()[:1], ("data",))), digest, begin)
-    return [in_hex(np.asarray(made.add(rows, jnp.float32(loss)))) for rows, loss in steps]
+    compiler = AotCompiler(Mesh(jax.devices()[:1], ("data",)))
+    made = DigestChain(compiler, digest, begin)
+    digests = [in_hex(np.asarray(made.add(rows, jnp.float32(loss)))) for rows, loss in steps]
+    compiler.close()
+    return digests
 
 
 def test_it_is_what_it_was():  # logs and checkpoints have it
