@@ -52,7 +52,7 @@ bench: $(VENV)/dev-installed $(VENV)/bench-installed ## every table, docs/benchm
 bench-page: $(VENV)/demo-installed ## docs/benchmarks.md and its pictures, from the results that are there
 	@$(BIN)/python benchmarks/page.py
 
-bench-data: $(VENV)/bench-installed ## what reading and building data costs, against other loaders
+bench-data: $(VENV)/dev-installed $(VENV)/bench-installed ## what reading and building data costs, against other loaders
 	$(MEASURE) data
 
 bench-train: $(VENV)/demo-installed ## what the training loop costs over the bare compiled step
