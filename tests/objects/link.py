@@ -11,6 +11,7 @@ from typing import BinaryIO, Self
 
 CHUNK = 16384
 UNAVAILABLE = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>test</Message></Error>"
+CHANGES = (b"PUT", b"POST", b"DELETE")
 REASONS = {429: b"TooManyRequests", 500: b"InternalError", 503: b"SlowDown"}
 
 
@@ -36,11 +37,15 @@ class Link:
         cut: each body of an answer ends after so many bytes, and its connection; None for no cut.
         lose: the answers to requests of this method are lost, after the server has done them; "" for none.
         trickle: bodies of answers come by one byte in so many seconds; 0 for no trickle.
+        obey: If-Match and If-None-Match of a PUT are obeyed, for a server that does not look at them: objects that went
+            through this link are known.
         requests: those that came.
         body_bytes: bytes of bodies that went to the client.
     """
 
-    def __init__(self, target: tuple[str, int], *, delay_s: float = 0.0, rate: float = 0.0) -> None:
+    def __init__(
+        self, target: tuple[str, int], *, delay_s: float = 0.0, rate: float = 0.0, port: int = 0, obey: bool = False
+    ) -> None:  # fmt: skip
         self.target = target
         self.delay_s = delay_s
         self.rate = rate
@@ -49,14 +54,17 @@ class Link:
         self.cut: int | None = None
         self.lose = ""
         self.trickle = 0.0
+        self.obey = obey
         self.requests: list[Request] = []
         self.body_bytes = 0
         self._down = False
         self._lock = threading.Lock()
+        self._etags: dict[bytes, bytes] = {}
+        self._conditional = threading.Lock()
         self._free_at = 0.0
         self._sockets: set[socket.socket] = set()
         self._listener: socket.socket | None = None
-        self.port = 0
+        self.port = port
 
     @property
     def endpoint(self) -> str:
@@ -143,8 +151,13 @@ class Link:
             client.sendall(lines + (b"" if method == b"HEAD" else text))
             return False
         self._wait(len(body))
-        server.sendall(head + body)
-        answer = _head(answered)
+        with self._conditional if self.obey and method in CHANGES else contextlib.nullcontext():
+            if self.obey and (refusal := self._refusal(method, path, head)):
+                client.sendall(refusal)
+                return True
+            server.sendall(head + body)
+            answer = _head(answered)
+            self._note(method, path, body, answer)
         if not answer or self.lose == method.decode():
             return False
         client.sendall(answer)
@@ -158,6 +171,26 @@ class Link:
                 left = None if left is None else left - len(piece)
                 self._send(client, piece)
         return _field(answer, b"connection").lower() != b"close"
+
+    def _refusal(self, method: bytes, path: bytes, head: bytes) -> bytes:
+        """The answer to a PUT whose condition does not hold, as S3 gives it; b"" where it does."""
+        known, wanted, absent = self._etags.get(path), _field(head, b"if-match"), _field(head, b"if-none-match")
+        if method != b"PUT" or not ((absent and known) or (wanted and known != wanted)):
+            return b""
+        code = b"PreconditionFailed" if known else b"NoSuchKey"
+        text = UNAVAILABLE % code
+        return b"HTTP/1.1 %d Test\r\nContent-Length: %d\r\n\r\n%s" % (412 if known else 404, len(text), text)
+
+    def _note(self, method: bytes, path: bytes, body: bytes, answer: bytes) -> None:
+        """What an answer says of the object at a path."""
+        status, etag = answer[9:12], _field(answer, b"etag")
+        if method == b"POST" and path.partition(b"?")[2].startswith(b"delete"):
+            for key in re.findall(rb"<Key>(.*?)</Key>", body):
+                self._etags.pop(path.partition(b"?")[0].rstrip(b"/") + b"/" + key, None)
+        elif status == b"404" or (method == b"DELETE" and status[:1] == b"2"):
+            self._etags.pop(path, None)
+        elif status[:1] == b"2" and etag:
+            self._etags[path] = etag
 
     def _send(self, client: socket.socket, piece: bytes) -> None:
         with self._lock:

@@ -150,6 +150,7 @@ class S3Server(Server):
 
     def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
         super().__init__(folder, host=host, port=port)
+        self.gateway_port = self.port
         self.access_key = "key" + secrets.token_hex(4)
         self.secret_key = secrets.token_hex(16)
 
@@ -162,7 +163,18 @@ class S3Server(Server):
     def command(self) -> list[str]:
         settings = ["--bucket-name", BUCKET, "--keep-etag", "--object-meta", "--no-banner", "--no-bgjob"]
         settings += ["--metrics", "127.0.0.1:0", "--log", f"{self.folder}/gateway.log", "--cache-dir", "memory"]
-        return [*self._program(), "gateway", self._meta(), f"{self.host}:{self.port}", *settings, "--attr-cache", "0"]
+        return [
+            *self._program(),
+            "gateway",
+            self._meta(),
+            f"{self.host}:{self.gateway_port}",
+            *settings,
+            "--attr-cache",
+            "0",
+        ]
+
+    def answers(self) -> bool:
+        return is_open(self.host, self.gateway_port)
 
     def process_environ(self) -> dict[str, str]:
         keys = {"MINIO_ROOT_USER": self.access_key, "MINIO_ROOT_PASSWORD": self.secret_key}
@@ -177,6 +189,23 @@ class S3Server(Server):
 
     def _program(self) -> list[str]:
         return [str(Path(sys.executable).parent / "juicefs")]
+
+
+class StrictS3Server(S3Server):
+    """The same behind a `Link` that obeys the conditions of a PUT, as Amazon's S3 does."""
+
+    def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
+        super().__init__(folder, host=host, port=port)
+        self.gateway_port = free_port(host)
+        self._front = Link((host, self.gateway_port), port=self.port, obey=True)
+
+    def start(self) -> None:
+        super().start()
+        self._front.__enter__()
+
+    def stop(self) -> None:
+        self._front.__exit__()
+        super().stop()
 
 
 class GcsServer(Server):

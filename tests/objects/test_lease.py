@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from objects.servers import AzureServer, GcsServer, S3Server
+from objects.servers import AzureServer, GcsServer, S3Server, StrictS3Server
 
 from roxxel_dist.objects import lease as lease_module
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
@@ -17,10 +17,12 @@ CONTEXT = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0
 
 
-SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
+SERVERS = {"s3": S3Server, "strict-s3": StrictS3Server, "gs": GcsServer, "az": AzureServer}
 
 
-@pytest.fixture(scope="module", params=["s3", "gs", pytest.param("az", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["s3", "strict-s3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gs", "az"))]
+)
 def server(request, tmp_path_factory):
     """One that does not look at conditions, and those that obey them."""
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:

@@ -68,3 +68,11 @@ def test_a_trial_of_a_host_that_is_gone_goes_on_elsewhere_from_the_bucket(study,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "three"))  # a driver that did not hear of its end
     again, last = reports(list(run_in_bucket(in_bucket(study, tmp_path, 2))))
     assert (again, last["result"]["value"]) == (after, end["result"]["value"])
+
+
+def test_one_that_fails_names_its_log_in_the_bucket(study, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    failure = list(run_in_bucket(in_bucket(study, tmp_path, 0, params={"lr": 1e30})))[-1]["fail"]
+    assert (failure["kind"], failure["log"]) == ("nan", str(study.url.join("logs", "0.0.log")))
+    assert failure["reason"] in study.read("logs/0.0.log").decode()
+    assert study.read("logs/0.0.yaml")
