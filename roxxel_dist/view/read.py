@@ -38,9 +38,9 @@ class Columns(Mapping[str, np.ndarray]):
 
     def to_pandas(self) -> Any:
         """The same as a `pandas.DataFrame`. Raises ImportError where pandas is not installed."""
-        import pandas
+        from importlib import import_module  # an optional package, which nothing here requires
 
-        return pandas.DataFrame(self._columns)
+        return import_module("pandas").DataFrame(self._columns)
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:

@@ -14,7 +14,7 @@ from roxxel_dist.config import load_yaml
 from roxxel_dist.launcher.host.process_tree import STATE, stat
 from roxxel_dist.launcher.jobs.record import JobRecord, Restart
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, is_held
-from roxxel_dist.train.checkpoint.metadata import DAMAGED, META, TABLE, MetaFile, read_cursor
+from roxxel_dist.train.checkpoint.metadata import DAMAGED, TABLE, MetaFile, read_cursor
 from roxxel_dist.train.timeline import FINISHED, NAME, time_spent
 from roxxel_dist.view.tail import Tail, sample
 
@@ -294,15 +294,15 @@ def _plan(run: Path, checkpoints: Sequence[CheckpointState]) -> tuple[Mapping[st
     for checkpoint in reversed(checkpoints):
         if not checkpoint.set_aside:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                meta = _meta(run / CHECKPOINTS / checkpoint.name / META, checkpoint.saved)
+                meta = _meta(run / CHECKPOINTS / checkpoint.name, checkpoint.saved)
                 if plan := meta.get("plan"):
                     return plan, meta.get("best_loss")
     return {}, None
 
 
 @lru_cache(maxsize=1024)
-def _meta(path: Path, _saved: float) -> Mapping[str, Any]:
-    return MetaFile.read(path).meta
+def _meta(checkpoint: Path, _saved: float) -> Mapping[str, Any]:
+    return MetaFile.read(checkpoint).meta
 
 
 def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
