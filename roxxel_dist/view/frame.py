@@ -24,6 +24,7 @@ ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping
 STILL_S = 5.0
 """A rank that has done nothing new for longer says for how long."""
 MOST_RANKS, MOST_CURVE, LEAST_CURVE = 16, 16, 5
+LONG_NAME = 24
 ZOOM = 4
 """A zoomed curve shows the last of so many parts."""
 LONG = 60
@@ -85,7 +86,7 @@ def _row(state: State) -> list[str]:
     if isinstance(state, RunState):
         row = state.row
         return [
-            " ", state.name, state.state, f"{state.step:,}", _number(state.last_step, "{:,}"),
+            " ", _end(state.name, LONG_NAME), state.state, f"{state.step:,}", _number(state.last_step, "{:,}"),
             _number(row.get("train_loss")), _number(row.get("val_loss")), _number(state.best_val_loss),
             _number(row.get("tokens_per_s"), scaled),
         ]  # fmt: skip
@@ -113,7 +114,9 @@ def _number(value: float | None, form: str | Callable[[float], str] = "{:.4f}") 
 
 
 def _run(run: RunState, look: Look, room: int) -> list[Text]:
-    title = Text(run.name, "bold").append(f"  {run.state}", "green" if run.state in ALIVE else "yellow")
+    title = Text(_end(run.name, look.width // 3), "bold").append(
+        f"  {run.state}", "green" if run.state in ALIVE else "yellow"
+    )
     share = f" ({run.step / run.last_step:.0%})" if run.last_step else ""
     title.append(f"  step {run.step:,}" + (f" of {run.last_step:,}{share}" if run.last_step else ""), "")
     title.append("" if run.left_s is None else f"  {clock(run.left_s)} left")
@@ -123,6 +126,11 @@ def _run(run: RunState, look: Look, room: int) -> list[Text]:
     tall = min(MOST_CURVE, max(LEAST_CURVE, room - len(lines) - len(below)))
     curves = [_zoomed(points, look) for points in (run.losses, run.validations)]
     return [*lines, *_chart(curves, look, min(tall, room - len(lines))), *below]
+
+
+def _end(text: str, most: int) -> str:
+    """The end of a name, which tells more than its beginning."""
+    return text if len(text) <= most else "..." + text[3 - most :]
 
 
 def _phases(run: RunState, look: Look) -> list[Text]:
@@ -200,7 +208,7 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
 
 
 def _restarts(restarts: Sequence[Restart]) -> list[Text]:
-    lines = [f"{_clock(last.time)} after step {last.step:,} of attempt {last.attempt}" for last in restarts[-3:]]
+    lines = [f"{_clock(last.time)} attempt {last.attempt}, step {last.step:,}" for last in restarts[-3:]]
     lines = [f"{line}: {printable(last.cause)}" for line, last in zip(lines, restarts[-3:], strict=True)]
     earlier = [f"{len(restarts) - 3} earlier"] if len(restarts) > 3 else []
     return [Text(f"restart  {line}", "yellow") for line in [*earlier, *lines]]

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -229,4 +228,3 @@ def test_a_stopped_rank_and_a_restart_are_seen_in_a_terminal(tmp_path):
         subprocess.run([*tmux, "kill-server"], env=env, capture_output=True)
         job.send_signal(signal.SIGQUIT)
         job.wait(LIMIT_S)
-        time.sleep(0)
