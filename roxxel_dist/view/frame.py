@@ -197,7 +197,8 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
     shown = sorted(worst[:MOST_RANKS], key=lambda rank: rank.rank)
     rows = [["rank", "host", "state", "step", "behind", "ms/step"]]
     for rank in shown:
-        state = rank.state + (f" for {clock(rank.still_s)}" if (rank.still_s or 0) > STILL_S else "")
+        still_s = rank.still_s or 0.0
+        state = rank.state + (f" for {clock(still_s)}" if still_s > STILL_S else "")
         state += f", slow {rank.slow:.1f}x" if rank.slow is not None else ""
         speed = _number(rank.ms_per_step, "{:.0f}")
         rows.append([str(rank.rank), rank.host, state, f"{rank.step:,}", str(rank.behind), speed])
