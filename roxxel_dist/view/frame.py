@@ -283,9 +283,6 @@ def _job(state: JobState, room: int) -> list[Text]:
     title = Text(job.run_id, "bold").append(f"  {job.state}{code}{known}", "green" if job.state in ALIVE else "yellow")
     title.append(f"  attempt {job.attempt}  step {job.step or '-'}  since {_clock(job.begun)}")
     hosts = f"{len(job.hosts)} host(s): {', '.join(job.hosts)}; {job.nprocs} rank(s); {job.command}"
-    lines = [title, Text(hosts.replace("\n", "\\n"), "dim"), *_ranks(state.ranks)]
-    for one in job.restarts[-3:]:
-        lines.append(
-            Text(f"restart  {_clock(one.time)} after step {one.step:,} of attempt {one.attempt}: {one.cause}", "yellow")
-        )
-    return [*lines, Text(), *(Text(line) for line in state.lines[-max(0, room - len(lines) - 1) :])]
+    lines = [title, Text(printable(hosts).replace("\n", "\\n"), "dim"), *_ranks(state.ranks)]
+    lines += [*_restarts(job.restarts), Text()]
+    return [*lines, *(Text(printable(line)) for line in state.lines[-max(1, room - len(lines)) :])]

@@ -153,6 +153,8 @@ def test_a_study(tmp_path):
     table = roxxel_dist.read_study(study)
     assert table.trials["trial"].tolist() == list(range(12))
     assert np.nanmin(table.trials["value"]) == table.trials["value"][table.best]
+    (values,) = json.loads(top("--json", study))
+    assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 1, 12)
     assert table.run(0).metrics["val_loss"].shape == (6,)
 
 
