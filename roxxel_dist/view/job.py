@@ -24,7 +24,8 @@ class JobReader:
     """Reads one job; `read` as often as it is to be seen."""
 
     def __init__(self, record: JobRecord) -> None:
-        self.record, self._rates = record, RankRates()
+        self.record: JobRecord = record
+        self._rates = RankRates()
 
     def read(self) -> JobState:
         """The job as it is now."""

@@ -25,7 +25,7 @@ class Columns(Mapping[str, np.ndarray]):
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
-        self._columns = {name: _column([row.get(name) for row in rows]) for name in names}
+        self._columns: dict[str, np.ndarray] = {name: _column([row.get(name) for row in rows]) for name in names}
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._columns[name]

@@ -165,7 +165,8 @@ class RunReader:
     """Reads one run; `read` as often as it is to be seen. `brief` leaves out what a line in a list does not show."""
 
     def __init__(self, path: Path, name: str = "") -> None:
-        self.path, self.name = path, name or str(path)
+        self.path: Path = path
+        self.name: str = name or str(path)
         self._metrics = MetricsTail(path / METRICS)
         self._timeline, self._rows = Tail(path / NAME, END_BYTES), list[dict[str, Any]]()
         self._spent: dict[str, float] = {}

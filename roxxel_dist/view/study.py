@@ -31,7 +31,8 @@ class StudyReader:
     """Reads one study; `read` as often as it is to be seen. Raises ValueError where its definition cannot be read."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._journal = path, Tail(path / JOURNAL)
+        self.path: Path = path
+        self._journal = Tail(path / JOURNAL)
         self._study = Study(path=path, sweep=StudyDir(path).sweep(), history=History())
 
     def read(self) -> StudyState:

@@ -23,8 +23,10 @@ class Tail:
     """
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
-        self.path, self.limit = path, limit
-        self.restarted, self.start = False, 0
+        self.path: Path = path
+        self.limit: int | None = limit
+        self.restarted: bool = False
+        self.start: int = 0
         self._torn, self._offset, self._inode = b"", 0, -1
 
     def lines(self) -> list[bytes]:
