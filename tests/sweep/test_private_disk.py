@@ -36,10 +36,10 @@ def study(server, tmp_path):
         yield ObjectStore.open(server.url("studies/x"), timeout_s=10)
 
 
-def in_bucket(study, folder, attempt, **more):
+def in_bucket(study, folder, attempt, trial=0, **more):
     """A trial as the controller makes it."""
     paths = {"run_dir": "x-1a2b/trials/0", "log": f"x-1a2b/logs/0.{attempt}.log", "bucket": str(study.url)}
-    return task(folder / "study", attempt=attempt, config=LONG, **{**paths, **more})
+    return task(folder / "study", trial, attempt=attempt, config=LONG, **{**paths, **more})
 
 
 def reports(events):
@@ -72,7 +72,8 @@ def test_a_trial_of_a_host_that_is_gone_goes_on_elsewhere_from_the_bucket(study,
 
 def test_one_that_fails_names_its_log_in_the_bucket(study, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
-    failure = list(run_in_bucket(in_bucket(study, tmp_path, 0, params={"lr": 1e30})))[-1]["fail"]
-    assert (failure["kind"], failure["log"]) == ("nan", str(study.url.join("logs", "0.0.log")))
-    assert failure["reason"] in study.read("logs/0.0.log").decode()
-    assert study.read("logs/0.0.yaml")
+    own = {"trial": 1, "run_dir": "x-1a2b/trials/1", "log": "x-1a2b/logs/1.0.log", "params": {"lr": 1e30}}
+    failure = list(run_in_bucket(in_bucket(study, tmp_path, 0, **own)))[-1]["fail"]
+    assert (failure["kind"], failure["log"]) == ("nan", str(study.url.join("logs", "1.0.log")))
+    assert failure["reason"] in study.read("logs/1.0.log").decode()
+    assert study.read("logs/1.0.yaml")

@@ -189,7 +189,8 @@ for step in range(1, 100000):
 def test_a_stopped_rank_and_a_restart_are_seen_in_a_terminal(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     env = environment(XDG_STATE_HOME=str(tmp_path / "state"), TMUX_TMPDIR=str(tmp_path), NO_COLOR="1")
-    env.pop("TMUX", None)
+    for name in ("TMUX", "COLUMNS", "LINES"):
+        env.pop(name, None)
     words = command("launch", "local", "--nprocs", 2, "--max-restarts", 2, "--warm-spares", "off", "--", "rank.py")
     tmux = ["tmux", "-u", "-f", "/dev/null"]
     with (tmp_path / "launcher").open("w") as log:
