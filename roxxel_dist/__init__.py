@@ -22,6 +22,8 @@ _WHERE = {
     "Generator": "generator",
     "Transformer": "model.transformer",
     "initialize": "cluster.distributed",
+    "read_run": "view.read",
+    "read_study": "view.read",
 }
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from roxxel_dist.train.checkpoint.checkpointer import Checkpointer as Checkpointer
     from roxxel_dist.train.loggers.logger import Logger as Logger
     from roxxel_dist.trainer import Trainer as Trainer
+    from roxxel_dist.view.read import read_run as read_run
+    from roxxel_dist.view.read import read_study as read_study
 
 __all__ = [
     "Checkpointer",
@@ -53,6 +57,8 @@ __all__ = [
     "Trainer",
     "Transformer",
     "initialize",
+    "read_run",
+    "read_study",
 ]
 
 

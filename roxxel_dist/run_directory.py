@@ -28,7 +28,8 @@ class RunDirectory:
     """A run's folder, which need not exist; held by one training at a time. People call the run `name`."""
 
     def __init__(self, path: Path, name: str = "") -> None:
-        self.path, self._name = path, name or str(path)
+        self.path: Path = path
+        self._name = name or str(path)
         logs = () if os.environ.get(STATUS_ENV) == "1" else (LOGS,)  # a launcher's stay: they say why it was refused
         inside = (DATA, CHECKPOINTS, *logs, LOG, METRICS, LOCK)
         files = (*(path / name for name in inside), path, *path.parents)

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 RANKS = [
     ["__main__"],
     ["cli"],
+    ["view"],
     ["sweep"],
     ["audit"],
     # One run: from a Config to its directory, and what is read there.

@@ -134,6 +134,7 @@ COMMANDS = {
     "compare": "roxxel_dist.cli.audit:compare",
     "copy": "roxxel_dist.cli.copy:copy",
     "report": "roxxel_dist.cli.report:report",
+    "top": "roxxel_dist.cli.top:top",
     "sweep": "roxxel_dist.cli.sweep:sweep",
     "launch": "roxxel_dist.cli:launch_group",
     "doctor": "roxxel_dist.cli.doctor:doctor",

@@ -54,7 +54,8 @@ class ExecutableStore:
     """
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.folder, self._limit = folder, limit_bytes
+        self.folder: Path = folder
+        self._limit = limit_bytes
 
     @classmethod
     def beside_jax_cache(cls) -> "ExecutableStore | None":

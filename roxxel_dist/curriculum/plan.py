@@ -246,6 +246,22 @@ class Plan:
         spans = zip(self.amendments, ends, strict=True)
         return sum(_tokens(a.shapes, a.from_step, min(end, step)) for a, end in spans if a.from_step < step)
 
+    def rows_read(self, first: int, stop: int) -> dict[str, int]:
+        """How many rows of each data set the steps [first, stop) read, both counted from 0.
+
+        Raises:
+            IndexError: the plan has no such step.
+        """
+        rows = dict.fromkeys(self.datasets, 0)
+        while first < stop:
+            segment = self.segment(first)
+            end, per_step = min(self._end(segment), stop), segment.shape.items_per_step
+            low, high = (segment.mixture.counts((step - segment.first_step) * per_step) for step in (first, end))
+            for allocation, items in zip(segment.allocations, (high - low).tolist(), strict=True):
+                rows[allocation.source.name] += items * segment.shape.rows_per_item
+            first = end
+        return rows
+
     # -- state and description
 
     def state(self, step: int) -> dict[str, Any]:

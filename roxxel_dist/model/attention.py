@@ -30,7 +30,10 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.n_heads, self.kv_heads, self.head_size = n_heads, groups, size = config.heads()
+        n_heads, groups, size = config.heads()
+        self.n_heads: int = n_heads
+        self.kv_heads: int = groups
+        self.head_size: int = size
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
         self.rotary: Rotary | None = rotary_of(config)

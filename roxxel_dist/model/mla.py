@@ -26,7 +26,9 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.n_heads, _, self.head_size = config.heads()
+        n_heads, _, size = config.heads()
+        self.n_heads: int = n_heads
+        self.head_size: int = size
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
         self.absorbed: bool = config.inference

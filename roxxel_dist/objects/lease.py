@@ -31,7 +31,7 @@ SETTLE_S = 2.0
 RELEASE_S = 5.0
 """How long the end of an owner waits for a renewal under way; a store that is gone is not waited for."""
 
-logger = logging.getLogger("roxxel_dist.objects")
+logger: logging.Logger = logging.getLogger("roxxel_dist.objects")
 
 
 class LeaseHeldError(ValueError):

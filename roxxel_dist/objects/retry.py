@@ -18,7 +18,7 @@ SILENT_S = 30.0
 SILENT_AT_FIRST_S = 3.0
 """The same for a store that has not answered yet: its address may be wrong."""
 
-log = logging.getLogger("roxxel_dist.objects")
+log: logging.Logger = logging.getLogger("roxxel_dist.objects")
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ class Retries:
 
     def __init__(self, timeout_s: float, meaning: Callable[[Exception, ObjectUrl], Failure]) -> None:
         self.timeout_s = timeout_s
-        self.has_answered = False
+        self.has_answered: bool = False
         self._meaning = meaning
         self._lock = threading.Lock()
         self._logged = -float("inf")

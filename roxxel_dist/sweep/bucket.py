@@ -36,7 +36,9 @@ class StudyBucket:
     """
 
     def __init__(self, store: ObjectStore, path: Path) -> None:
-        self.url, self.path, self.is_there = store.url, path, False
+        self.url: ObjectUrl = store.url
+        self.path: Path = path
+        self.is_there: bool = False
         self._store = store
         self._lease: Lease | None = None
 

@@ -265,7 +265,7 @@ class Journal:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             held.callback(os.close, self._file)
             data = without_torn_tail(path.read_bytes())
-            self.history = replay(path, data)
+            self.history: History = replay(path, data)
             self._size = len(data)
             os.ftruncate(self._file, self._size)
             sync_folder(self._study)

@@ -92,7 +92,8 @@ class StudyDir:
     """The files of a study that say what it searches, and from what. The definition is last: where it is, all is."""
 
     def __init__(self, path: Path, url: ObjectUrl | None = None) -> None:
-        self.path, self.url = path, url
+        self.path: Path = path
+        self.url: ObjectUrl | None = url
         self.place: str = str(url or path)  # where it is, for people
         self._definition, self._extras = path / DEFINITION, path / EXTRAS
 

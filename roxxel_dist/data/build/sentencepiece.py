@@ -27,7 +27,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(
                 f"{path}: a SentencePiece model needs a package: pip install 'roxxel-dist[sentencepiece]'"
             ) from error
-        self.kind, self._characters, self._model, self._eos_token = "sentencepiece", None, model, eos_token
+        self.kind: str = "sentencepiece"
+        self._characters, self._model, self._eos_token = None, model, eos_token
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)

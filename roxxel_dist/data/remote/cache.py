@@ -101,8 +101,9 @@ class BlockCache:
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
-        self.user_folder, self.capacity = folder, capacity
-        self.folder = folder / f"blocks-{_boot()}"
+        self.user_folder: Path = folder
+        self.capacity: int = capacity
+        self.folder: Path = folder / f"blocks-{_boot()}"
         with self.disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -71,7 +71,8 @@ class Fetcher:
     """Fetches the cells of the shards of one data set. May be used by several threads."""
 
     def __init__(self, store: ObjectStore, cache: BlockCache) -> None:
-        self.store, self.cache = store, cache
+        self.store: ObjectStore = store
+        self.cache: BlockCache = cache
         self.shards: Sequence[RemoteShard] = ()
         self._lock = threading.Lock()
         self._pending: dict[int, list[_Run]] = {}

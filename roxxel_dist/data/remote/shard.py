@@ -248,4 +248,8 @@ class RemoteShard(Shard):
     def verify_tables(self) -> None:
         """Nothing: each part of a table was compared with its digest when it was fetched."""
 
-    verify_checksums = verify_document_ends = verify_tables
+    def verify_checksums(self) -> None:
+        """Nothing, as `verify_tables`."""
+
+    def verify_document_ends(self) -> None:
+        """Nothing, as `verify_tables`."""

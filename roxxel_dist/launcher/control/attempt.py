@@ -138,8 +138,12 @@ class Attempt:
         for rank, record in records.items():
             self._detector.observe(rank, record, now)
             if rank in self._running:
-                pid = record.pid or self._running[rank].pid
-                self._running[rank] = replace(self._running[rank], pid=pid, step=record.entered)
+                before = self._running[rank]
+                still = (before.step, before.activity) == (record.entered, record.activity)
+                self._running[rank] = replace(
+                    before, pid=record.pid or before.pid, step=record.entered, activity=record.activity,
+                    moved=before.moved if still else time.time(),
+                )  # fmt: skip
         for rank, values in usage:
             self._slow.observe(rank, records[rank], Usage(**values), now)
         self._result.reached = max(self._result.reached, self._detector.reached)

@@ -106,7 +106,7 @@ class _Controller:
                     host_lost=result.lost is not None and result.lost.with_host,
                     idle=last.counts and last.reached == 0,
                 )
-            self.recorder.update(state="restarting")
+            self.recorder.restarts(last.report[0].removeprefix("roxxel-dist: ") if last.report else last.cause.value)
             if numbers := self.signals.wait(decision.wait):
                 raise StoppedError(numbers[0])
 

@@ -57,6 +57,28 @@ class RankProcess:
     """The step it has entered; 0 before the first."""
     slow: float | None = None
     """How many times slower than the other ranks, where it is slow."""
+    activity: str = ""
+    """What it does, as it says itself: "step", "compile", "save" and so on; "" where it says nothing."""
+    moved: float = 0.0
+    """When the launcher saw `step` or `activity` change last, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """That an attempt ended and another one followed."""
+
+    attempt: int
+    """The one that ended."""
+    time: float
+    """When, in seconds since 1970."""
+    step: int
+    """The largest step that any of its ranks had entered."""
+    cause: str
+    """Why it ended, in a line."""
+
+
+KEPT_RESTARTS = 20
+"""In a record; preempted jobs may be started again without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +105,8 @@ class JobRecord:
     """The largest step that any rank has entered."""
     ranks: tuple[RankProcess, ...] = ()
     """Those that run, in their order; as old as `updated`."""
+    restarts: tuple[Restart, ...] = ()
+    """The last `KEPT_RESTARTS`, in order."""
     code: int | None = None
     """The exit code of the job; None where it has not ended, or was lost."""
     detached: bool = False
@@ -184,6 +208,7 @@ def from_values(values: Any) -> JobRecord:
     known = {field.name: values[field.name] for field in fields(JobRecord) if field.name in values}
     tuples = {name: tuple(known[name]) for name in ("hosts", "reach") if name in known}
     ranks = tuple(RankProcess(**rank) for rank in known.get("ranks", ()))
+    tuples["restarts"] = tuple(Restart(**restart) for restart in known.get("restarts", ()))
     return JobRecord(**{**known, **tuples, "ranks": ranks, "controller": Process(**values["controller"])})
 
 
@@ -308,6 +333,12 @@ class JobRecorder:
         if changes.get("state") == "running" and self._started is not None:
             started, self._started = self._started, None
             started(self.entry)
+
+    def restarts(self, cause: str) -> None:
+        """The attempt that was noted last ended for this cause, and another one follows."""
+        now = self.entry
+        last = Restart(attempt=now.attempt, time=time.time(), step=now.step, cause=cause)
+        self.update(state="restarting", restarts=(*now.restarts, last)[-KEPT_RESTARTS:])
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""

@@ -41,7 +41,7 @@ class Bar:
             left = (now - first_time) / (step - first_step) * (total - step)
         facts = [
             f"loss {record['loss']:.4f}" if record.get("loss") is not None else "",
-            f"{_short(record['tokens_per_s'])} tok/s" if record.get("tokens_per_s") is not None else "",
+            f"{scaled(record['tokens_per_s'])} tok/s" if record.get("tokens_per_s") is not None else "",
             f"{clock(left)} left" if left is not None and math.isfinite(left) else "",
         ]
         self._progress.update(
@@ -68,7 +68,7 @@ class Bar:
         self.close()
 
 
-def _short(number: float) -> str:
+def scaled(number: float) -> str:
     """12345 -> 12.3k."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:

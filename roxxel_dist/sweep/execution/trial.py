@@ -135,7 +135,8 @@ class Objective:
     """
 
     def __init__(self, task: TrialTask, tail: MetricsTail) -> None:
-        self._task, self.tail = task, tail
+        self._task = task
+        self.tail: MetricsTail = tail
         self._began = time.monotonic()
         self.best: float | None = None
         self.is_nan: bool = False

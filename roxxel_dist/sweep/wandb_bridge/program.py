@@ -134,7 +134,7 @@ class WandbTail(MetricsTail):
                     reports += self._add(step, row, _number(row.get(self._metric)))
         if last and self._reported < 0:
             for _, file in self._files.values():
-                self.names |= file.summary.keys()
+                self.names.update(file.summary)
                 if (value := _number(file.summary.get(self._metric))) is not None:
                     reports.append((int(_number(file.summary.get("_step")) or 0), value))
         return reports

@@ -184,7 +184,8 @@ class BlockFile:
 
     def __init__(self, path: Path, sizes: Sequence[int]) -> None:
         self.path = path
-        self.offsets, self._header_at = layout(sizes)
+        offsets, self._header_at = layout(sizes)
+        self.offsets: list[int] = offsets
         self._sizes = sizes
         size = self._header_at + header_room(len(sizes))
         if path.exists() and path.stat().st_size != size:

@@ -16,12 +16,9 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.train.checkpoint.metadata import META, MetaFile
+from roxxel_dist.train.checkpoint.metadata import DAMAGED, META, TABLE, MetaFile
 
-TABLE = "digests.json"
 VERSION = 1
-DAMAGED = ".damaged"
-"""Behind the step of a checkpoint that was set aside; with a number where there is one already."""
 LENGTH = 32
 """Hexadecimal digits of a digest."""
 CHUNK = 1 << 20

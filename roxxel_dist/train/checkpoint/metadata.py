@@ -15,7 +15,9 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import is_url
 
-META = "meta.json"
+META, TABLE = "meta.json", "digests.json"
+DAMAGED = ".damaged"
+"""Behind the step of a checkpoint that was set aside; with a number where there is one already."""
 CURSOR = "training_cursor.json"
 
 

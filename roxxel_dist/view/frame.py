@@ -1,0 +1,288 @@
+"""One frame of `roxxel-dist top`: lines of text, as many and as long as the terminal has room for."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from roxxel_dist.display import aligned
+from roxxel_dist.launcher.jobs.record import Restart
+from roxxel_dist.launcher.output.bar import clock, scaled
+from roxxel_dist.sweep.report.text import STATES, counts
+from roxxel_dist.sweep.study import flat, short
+from roxxel_dist.train.loggers.console import printable
+from roxxel_dist.train.timeline import SPENT
+from roxxel_dist.view.chart import chart
+from roxxel_dist.view.items import State
+from roxxel_dist.view.job import JobState
+from roxxel_dist.view.run import Points, RankState, RunState
+from roxxel_dist.view.study import StudyState
+
+CURVES = ("cyan", "yellow", "green", "magenta")
+ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping")
+STILL_S = 5.0
+"""A rank that has done nothing new for longer says for how long."""
+MOST_RANKS, MOST_CURVE, LEAST_CURVE = 16, 16, 5
+LONG_NAME = 24
+ZOOM = 4
+"""A zoomed curve shows the last of so many parts."""
+LONG = 60
+"""Columns that the bar of the phases has at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How a frame is drawn."""
+
+    width: int
+    height: int
+    ascii_only: bool = False
+    """For a terminal without Unicode."""
+    zoom: bool = False
+    """The last quarter of a curve alone."""
+    chosen: int = 0
+    """Of several: the one whose curve is in front, and which Enter opens."""
+
+
+def frame(states: Sequence[State], look: Look, keys: str = "") -> list[Text]:
+    """The lines of one item, or of a list of several; the last one names the keys."""
+    room = look.height - bool(keys)
+    lines = one(states[0], look, room) if len(states) == 1 else many(states, look, room)
+    lines = [*lines[:room], *[Text()] * (room - len(lines) if keys else 0), *([Text(keys, "dim")] if keys else [])]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(look.width, overflow="crop" if look.ascii_only else "ellipsis")
+    return lines
+
+
+def one(state: State, look: Look, room: int) -> list[Text]:
+    """Everything about one item."""
+    if isinstance(state, RunState):
+        return _run(state, look, room)
+    return _study(state, room) if isinstance(state, StudyState) else _job(state, room)
+
+
+def many(states: Sequence[State], look: Look, room: int) -> list[Text]:
+    """A line an item, and below it the curves of up to four: of the chosen one and those behind it."""
+    rows = [["", "name", "state", "step", "of", "loss", "val_loss", "best", "tok/s"], *map(_row, states)]
+    table = aligned(rows, right=False)
+    drawn = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState) and state.losses]
+    drawn = sorted(drawn, key=lambda pair: (pair[0] < look.chosen, pair[0]))[: len(CURVES)]
+    tall = min(MOST_CURVE, room - 1 - min(len(states), max(3, room // 2))) if drawn else 0
+    listed = room - 1 - max(0, tall)
+    first = max(0, min(look.chosen - listed // 2, len(states) - listed))
+    lines = [Text(table[0], "bold")]
+    for number in range(first, min(len(states), first + listed)):
+        style = "green" if _state(states[number]) in ALIVE else ""
+        text = (">" if number == look.chosen else " ") + table[number + 1][1:]
+        line = Text(text, f"{style} reverse" if number == look.chosen else style)
+        names = [CURVES[at] for at, (drawn_number, _) in enumerate(drawn) if drawn_number == number]
+        lines.append(line.append(" *", f"bold {names[0]}") if names else line)
+    return lines + _chart([_zoomed(state.losses, look) for _, state in drawn], look, tall)
+
+
+def _row(state: State) -> list[str]:
+    if isinstance(state, RunState):
+        row = state.row
+        return [
+            " ", _end(state.name, LONG_NAME), state.state, f"{state.step:,}", _number(state.last_step, "{:,}"),
+            _number(row.get("train_loss")), _number(row.get("val_loss")), _number(state.best_val_loss),
+            _number(row.get("tokens_per_s"), scaled),
+        ]  # fmt: skip
+    if isinstance(state, StudyState):
+        history = state.study.history
+        ended = f"{len(history.trials) - len(history.running)}"
+        best = _number(history.best and history.best.value)
+        total = _number(state.study.sweep.run_cap, "{}")
+        return [" ", state.study.name, state.state, f"{ended} trials", total, "", "", best, ""]
+    job = state.record
+    return [" ", job.run_id, job.state, f"{job.step:,}" if job.step else "-", *[""] * 5]
+
+
+def _state(state: State) -> str:
+    return state.record.state if isinstance(state, JobState) else state.state
+
+
+def _number(value: float | None, form: str | Callable[[float], str] = "{:.4f}") -> str:
+    if value is None:
+        return "-"
+    return form.format(value) if isinstance(form, str) else form(value)
+
+
+# -- a run
+
+
+def _run(run: RunState, look: Look, room: int) -> list[Text]:
+    title = Text(_end(run.name, look.width // 3), "bold").append(
+        f"  {run.state}", "green" if run.state in ALIVE else "yellow"
+    )
+    share = f" ({run.step / run.last_step:.0%})" if run.last_step else ""
+    title.append(f"  step {run.step:,}" + (f" of {run.last_step:,}{share}" if run.last_step else ""), "")
+    title.append("" if run.left_s is None else f"  {clock(run.left_s)} left")
+    title.append(f"  job {run.job}" if run.job else "", "dim")
+    lines = [title, *_phases(run, look), _numbers(run.row, run.best_val_loss)]
+    below = [*_blend(run), *_ranks(run.ranks), *_restarts(run.restarts), *_goodput(run), *_checkpoints(run)]
+    tall = min(MOST_CURVE, max(LEAST_CURVE, room - len(lines) - len(below)))
+    curves = [_zoomed(points, look) for points in (run.losses, run.validations)]
+    return [*lines, *_chart(curves, look, min(tall, room - len(lines))), *below]
+
+
+def _end(text: str, most: int) -> str:
+    """The end of a name, which tells more than its beginning."""
+    return text if len(text) <= most else "..." + text[3 - most :]
+
+
+def _phases(run: RunState, look: Look) -> list[Text]:
+    if not run.phases or not run.last_step:
+        return []
+    now, phase = run.phase, run.phases[run.phase]
+    columns = min(LONG, look.width - 20)
+    full, empty, cut = ("#", "-", "|") if look.ascii_only else ("█", "░", "│")
+    ends = {round(part.last / run.last_step * columns) for part in run.phases[:-1]}
+    done = round(min(run.step, run.last_step) / run.last_step * columns)
+    bar = "".join(cut if i in ends else full if i < done else empty for i in range(columns))
+    text = f"steps {phase.first:,} to {phase.last:,}, {phase.batch_size} rows x {phase.seq_len} tokens"
+    if now + 1 < len(run.phases) and run.step < run.last_step:
+        text += f"; the next one begins in {max(0, phase.last - run.step):,}"
+    return [Text(f"phase {now + 1} of {len(run.phases)}  ").append(bar, "cyan"), Text(f"  {text}", "dim")]
+
+
+def _numbers(row: Mapping[str, float], best: float | None) -> Text:
+    forms: dict[str, Callable[[float], str]] = {
+        "train_loss": lambda value: f"loss {value:.4f}",
+        "val_loss": lambda value: f"val {value:.4f}" + ("" if best is None else f" (best {best:.4f})"),
+        "ms_per_step": lambda value: f"{value:.0f} ms/step",
+        "tokens_per_s": lambda value: f"{scaled(value)} tokens/s",
+        "mfu": lambda value: f"MFU {value:.1%}",
+        "vram_gb": lambda value: f"VRAM {value:.2f} GB",
+        "ram_gb": lambda value: f"RAM {value:.2f} GB",
+        "lr": lambda value: f"lr {value:.3g}",
+    }
+    return Text("  ".join(form(row[name]) for name, form in forms.items() if name in row) or "no row yet")
+
+
+def _zoomed(points: Points, look: Look) -> Points:
+    if not (look.zoom and points):
+        return points
+    last = points[-1][0]
+    return [point for point in points if point[0] >= last - last // ZOOM]
+
+
+def _chart(curves: list[Points], look: Look, height: int) -> list[Text]:
+    lines = []
+    for parts in chart(curves, look.width, height, ascii_only=look.ascii_only):
+        line = Text()
+        for text, number in parts:
+            line.append(text, "dim" if number < 0 else CURVES[number])
+        lines.append(line)
+    return lines
+
+
+def _blend(run: RunState) -> list[Text]:
+    planned = run.phases[run.phase].weights if run.phases else {}
+    if len(planned) < 2:
+        return []
+    parts = [
+        f"{name} {share:.1%}" + (f" (read {run.realised[name]:.1%})" if name in run.realised else "")
+        for name, share in planned.items()
+    ]
+    return [Text("blend  " + "  ".join(parts))]
+
+
+def _ranks(ranks: Sequence[RankState]) -> list[Text]:
+    if not ranks:
+        return []
+    worst = sorted(ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, -(rank.slow or 0), rank.rank))
+    shown = sorted(worst[:MOST_RANKS], key=lambda rank: rank.rank)
+    rows = [["rank", "host", "state", "step", "behind", "ms/step"]]
+    for rank in shown:
+        still_s = rank.still_s or 0.0
+        state = rank.state + (f" for {clock(still_s)}" if still_s > STILL_S else "")
+        state += f", slow {rank.slow:.1f}x" if rank.slow is not None else ""
+        speed = _number(rank.ms_per_step, "{:.0f}")
+        rows.append([str(rank.rank), rank.host, state, f"{rank.step:,}", str(rank.behind), speed])
+    head, *table = aligned(rows, right=False)
+    styles = ["bold red" if rank.state == "stopped" or rank.slow is not None else "" for rank in shown]
+    lines = [Text(head, "dim"), *(Text(line, style) for line, style in zip(table, styles, strict=True))]
+    return [*lines, *([Text(f"… and {len(ranks) - len(shown)} ranks more", "dim")] if len(ranks) > len(shown) else [])]
+
+
+def _restarts(restarts: Sequence[Restart]) -> list[Text]:
+    lines = [f"{_clock(last.time)} attempt {last.attempt}, step {last.step:,}" for last in restarts[-3:]]
+    lines = [f"{line}: {printable(last.cause)}" for line, last in zip(lines, restarts[-3:], strict=True)]
+    earlier = [f"{len(restarts) - 3} earlier"] if len(restarts) > 3 else []
+    return [Text(f"restart  {line}", "yellow") for line in [*earlier, *lines]]
+
+
+def _goodput(run: RunState) -> list[Text]:
+    if run.goodput is None:
+        return []
+    total = sum(run.spent.values())
+    parts = [f"{kind} {run.spent[kind] / total:.1%}" for kind in SPENT[1:] if run.spent[kind] / total >= 0.001]
+    starts = f", {run.attempts} attempts" if run.attempts > 1 else ""
+    return [Text(f"goodput  {run.goodput:.1%} of {clock(total)}{starts}  ").append(", ".join(parts), "dim")]
+
+
+def _checkpoints(run: RunState) -> list[Text]:
+    kept = [checkpoint for checkpoint in run.checkpoints if not checkpoint.set_aside]
+    lines = []
+    if kept:
+        newest, others = kept[-1], [f"{checkpoint.step:,}" for checkpoint in kept[-6:-1]]
+        text = f"saved  step {newest.step:,} on disk, {clock(time.time() - newest.saved)} ago"
+        text += ", with digests" if newest.digests else ", without digests"
+        lines.append(Text(text + (f"; before it {', '.join(others)}" if others else "")))
+    if damaged := [checkpoint.name for checkpoint in run.checkpoints if checkpoint.set_aside]:
+        lines.append(Text(f"damaged  {', '.join(damaged)}: set aside, the run went on from another one", "bold red"))
+    return lines
+
+
+def _clock(when: float) -> str:
+    then = time.localtime(when)
+    return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%m-%d %H:%M", then)
+
+
+# -- a study and a job
+
+
+def _study(state: StudyState, room: int) -> list[Text]:
+    study, history = state.study, state.study.history
+    sweep = study.sweep
+    scheduler = (sweep.early_terminate or {}).get("type")
+    title = Text(study.name, "bold").append(f"  {state.state}", "green" if state.state in ALIVE else "yellow")
+    title.append(f"  {counts(study)}" + (f" of {sweep.run_cap}" if sweep.run_cap else ""))
+    method = f"{history.method or sweep.method}, {sweep.goal} {sweep.metric}; scheduler {scheduler or 'none'}"
+    left = [f"{clock(time.time() - state.began)} since it began"] if state.began else []
+    left += [] if state.left_s is None else [f"{clock(state.left_s)} left"]
+    left += [] if state.steps_left is None else [f"{state.steps_left:,} steps left of the trials that run"]
+    lines = [title, Text(method), Text("; ".join(left), "dim")]
+    if (best := history.best) is not None:
+        lines.append(
+            Text(f"best {sweep.metric} {short(best.value)}: trial {best.number}, {_params(best.params)}", "green")
+        )
+    trials = sorted(history.trials.values(), key=lambda trial: (trial.state != "running", -trial.number))
+    rows = [["trial", "state", "step", sweep.metric, "parameters"]]
+    for trial in trials[: max(0, room - len(lines) - 1)]:
+        step, value = trial.reports[-1] if trial.reports else ("", None)
+        what = STATES[trial.state] + (f": {trial.stop['rule']}" if trial.stop and trial.state == "stopped" else "")
+        what += f": {trial.reason}" if trial.state == "failed" else ""
+        value = value if trial.value is None else trial.value
+        rows.append([str(trial.number), what[:40], str(step), _number(value, short), _params(trial.params)])
+    head, *table = aligned(rows, right=False)
+    return [*lines, Text(head, "dim"), *map(Text, table)]
+
+
+def _params(params: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {short(value)}" for name, value in flat(params).items())
+
+
+def _job(state: JobState, room: int) -> list[Text]:
+    job = state.record
+    code = f" with {job.code}" if job.code is not None else ""
+    known = "" if job.is_known else f", as of {_clock(job.updated)}"
+    title = Text(job.run_id, "bold").append(f"  {job.state}{code}{known}", "green" if job.state in ALIVE else "yellow")
+    title.append(f"  attempt {job.attempt}  step {job.step or '-'}  since {_clock(job.begun)}")
+    hosts = f"{len(job.hosts)} host(s): {', '.join(job.hosts)}; {job.nprocs} rank(s); {job.command}"
+    lines = [title, Text(printable(hosts).replace("\n", "\\n"), "dim"), *_ranks(state.ranks)]
+    lines += [*_restarts(job.restarts), Text()]
+    return [*lines, *(Text(printable(line)) for line in state.lines[-max(1, room - len(lines)) :])]

@@ -1,0 +1,121 @@
+"""What `roxxel-dist top` is to show: runs, studies and jobs by their names, and the newest that lives."""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from roxxel_dist.launcher.jobs import record
+from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.run_directory import METRICS, is_run, no_run
+from roxxel_dist.sweep.journal import JOURNAL
+from roxxel_dist.sweep.study import is_study
+from roxxel_dist.view.job import JobReader, JobState
+from roxxel_dist.view.run import RunReader, RunState
+from roxxel_dist.view.study import StudyReader, StudyState
+
+RUNS, STUDIES = Path("runs"), Path("studies")
+JOBS_S = 5.0
+"""Seconds between looks for new jobs."""
+
+State = RunState | StudyState | JobState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One thing that is shown."""
+
+    name: str
+    reader: RunReader | StudyReader | JobReader
+
+
+class Jobs:
+    """The jobs of this user that are known here, by the run directories that they train in."""
+
+    def __init__(self) -> None:
+        self._looked = float("-inf")
+        self._by_run: dict[str, JobRecord] = {}
+
+    def of(self, run: Path) -> JobRecord | None:
+        """The newest job of a run, as it is now."""
+        if time.monotonic() - self._looked >= JOBS_S:
+            self._looked = time.monotonic()
+            self._by_run = {os.path.realpath(job.run_dir): job for job in known_jobs()}
+        job = self._by_run.get(os.path.realpath(run))
+        return job and job.now()
+
+
+def known_jobs() -> list[JobRecord]:
+    """All jobs, the oldest first; none where this user has no home."""
+    with suppress(FileNotFoundError):
+        return record.entries()
+    return []
+
+
+def read(item: Item, jobs: Jobs, *, brief: bool = False) -> State:
+    """An item as it is now."""
+    if isinstance(item.reader, RunReader):
+        return item.reader.read(jobs.of(item.reader.path), brief=brief)
+    return item.reader.read()
+
+
+def items_of(names: Sequence[str]) -> list[Item]:
+    """What is meant by names of runs, studies, folders of them, and jobs; by none the newest that lives, else all.
+
+    Raises ValueError where a name means nothing.
+    """
+    if not names:
+        return _newest()
+    items = [item for name in names for item in _named(name)]
+    return list({(type(item.reader), item.name): item for item in items}.values())
+
+
+def _named(name: str) -> list[Item]:
+    if is_url(name):
+        raise ValueError(f"{name} is in a bucket, and top reads local folders: name one, or use `report` for a bucket")
+    if items := _in_folder(Path(name)):
+        return items
+    jobs = known_jobs()
+    try:
+        job = record.find(name, jobs)
+    except ValueError as error:
+        if os.path.exists(name) or os.sep in name or not jobs:
+            raise ValueError(no_run(Path(name))) from error
+        raise
+    return _in_folder(Path(job.run_dir)) or [Item(name=job.run_id, reader=JobReader(job))]
+
+
+def _in_folder(folder: Path) -> list[Item]:
+    """The study or the run that a folder is, else those in it; the one that was written last first."""
+    if is_study(folder):
+        return [Item(name=str(folder), reader=StudyReader(folder))]
+    if is_run(folder):
+        return [Item(name=str(folder), reader=RunReader(folder))]
+    if not folder.is_dir():
+        return []
+    inside = [path for path in folder.iterdir() if path.is_dir() and (is_run(path) or is_study(path))]
+    return [item for path in sorted(inside, key=_written, reverse=True) for item in _in_folder(path)]
+
+
+def _newest() -> list[Item]:
+    """What lives and was begun or written last; else all that there is here."""
+    living = [job for job in known_jobs() if not job.is_over and job.is_here]
+    if living:
+        job = living[-1]
+        return _in_folder(Path(job.run_dir)) or [Item(name=job.run_id, reader=JobReader(job))]
+    items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
+    none = Jobs()
+    for item in items:
+        if getattr(read(item, none, brief=True), "state", "") in ("training", "searching"):
+            return [item]
+    if not items:
+        raise ValueError(f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder")
+    return items
+
+
+def _written(path: Path) -> float:
+    times = [(path / name).stat().st_mtime for name in (METRICS, JOURNAL) if (path / name).is_file()]
+    return max(times, default=0.0)

@@ -1,0 +1,97 @@
+"""Frames on a terminal, again and again, and the keys of the person who looks."""
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from roxxel_dist.view.frame import Look, frame
+from roxxel_dist.view.items import Item, Jobs, State, read
+
+REFRESH_S, LIST_S = 1.0, 2.0
+"""Seconds between readings of one item, and of a list."""
+POLL_S = 0.25
+"""Within which another size of the terminal is seen."""
+SHARE = 0.01
+"""Of a core: what reading costs at most, where it takes long."""
+NEXT, BEFORE = (b"n", b"j", b"\x1b[B"), (b"p", b"k", b"\x1b[A")
+
+
+def look_of(console: Console) -> Look:
+    """How frames are drawn on a terminal."""
+    return Look(width=console.width, height=console.height, ascii_only=not console.encoding.startswith("utf"))
+
+
+def show(console: Console, states: list[State]) -> None:
+    """Print one frame, without the keys."""
+    look = look_of(console)
+    lines = frame(states, look if console.is_terminal else replace(look, height=max(look.height, len(states) + 30)))
+    for line in lines:
+        console.print(line)
+
+
+def run(console: Console, items: list[Item]) -> None:
+    """Show the items until the person ends it, or Ctrl-C comes. Standard input and output are a terminal."""
+    jobs, opened, chosen, zoom = Jobs(), len(items) == 1, 0, False
+    states: list[State] = []
+    due, drawn = 0.0, (0, 0)
+    with _keys_at_once(), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            if (now := time.monotonic()) >= due:
+                before = time.process_time()
+                shown = [items[chosen]] if opened else items
+                states = [read(item, jobs, brief=not opened and i != chosen) for i, item in enumerate(shown)]
+                pause = max(REFRESH_S if opened else LIST_S, (time.process_time() - before) / SHARE)
+                due, drawn = now + min(pause, 60.0), (0, 0)
+            if drawn != console.size:
+                look = replace(look_of(console), zoom=zoom, chosen=0 if opened else chosen)
+                live.update(Group(*frame(states, look, _footer(len(items), opened, zoom))), refresh=True)
+                drawn = console.size
+            key = _key()
+            if key in (b"q", b"\x03", b"\x04"):
+                return
+            if not key:
+                continue
+            if key in NEXT or key in BEFORE:
+                chosen = (chosen + (1 if key in NEXT else -1)) % len(items)
+            elif key in (b"\r", b"\n") and len(items) > 1:
+                opened = not opened
+            elif key == b"z":
+                zoom = not zoom
+            due = 0.0
+
+
+def _footer(count: int, opened: bool, zoom: bool) -> str:
+    keys = ["q quit", f"z {'whole curve' if zoom else 'last quarter'}"]
+    if count > 1:
+        keys += ["n next", "p previous", f"Enter {'list' if opened else 'open'}"]
+    return "  ".join(keys)
+
+
+@contextlib.contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Keys come as they are pressed, and are not shown."""
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _key() -> bytes:
+    """The key that is pressed within a moment; nothing where none is. Raises EOFError where the terminal is gone."""
+    if not select.select([sys.stdin], [], [], POLL_S)[0]:
+        return b""
+    key = os.read(sys.stdin.fileno(), 16)
+    if not key:
+        raise EOFError
+    return key if key.startswith(b"\x1b") else key[:1]

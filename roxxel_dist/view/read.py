@@ -1,0 +1,118 @@
+"""Runs and studies for programs and notebooks: `roxxel_dist.read_run` and `roxxel_dist.read_study`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roxxel_dist.config import RECORD, load_yaml
+from roxxel_dist.data.discovery import absolute
+from roxxel_dist.run_directory import CONFIG, METRICS, is_run, no_run
+from roxxel_dist.sweep import study as studies
+from roxxel_dist.sweep.study import flat
+from roxxel_dist.train.bucket_folder import local_run
+from roxxel_dist.train.loggers.csv_jsonl import read_rows
+from roxxel_dist.view.run import CheckpointState, PhaseSpan, RunReader
+
+
+class Columns(Mapping[str, np.ndarray]):
+    """A table as a mapping: arrays of one length by name, in the order of the rows.
+
+    Columns of numbers are float64 with NaN where a row has no value, others are of objects with None there.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        self._columns: dict[str, np.ndarray] = {name: _column([row.get(name) for row in rows]) for name in names}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def to_pandas(self) -> Any:
+        """The same as a `pandas.DataFrame`. Raises ImportError where pandas is not installed."""
+        from importlib import import_module  # an optional package, which nothing here requires
+
+        return import_module("pandas").DataFrame(self._columns)
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+    if all(value is None or isinstance(value, int | float) for value in values):
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A run, as it was on disk when it was read."""
+
+    path: Path
+    metrics: Columns
+    """A row a logged step: "step", "train_loss" and so on; NaN where a step has none, or one that is not finite."""
+    config: Mapping[str, Any]
+    """Its fields; empty for a run of a bare `Trainer`."""
+    phases: tuple[PhaseSpan, ...]
+    checkpoints: tuple[CheckpointState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyData:
+    """A study, as it was on disk when it was read."""
+
+    path: Path
+    metric: str
+    goal: str
+    trials: Columns
+    """A row a trial: "trial", "state", "value", "seconds", "attempts", "reason", and its parameters by name."""
+    best: int | None
+    """The number of the best trial; None before one has given a value."""
+
+    def run(self, trial: int) -> RunData:
+        """The run of a trial. Raises ValueError where it is not on this disk, or was a program of another kind."""
+        return read_run(self.path / studies.TRIALS / str(trial))
+
+
+def read_run(path: str | Path) -> RunData:
+    """Read a run directory, also while it trains; one in a bucket without its checkpoints.
+
+    Raises ValueError where it is no run; the message names the nearest that is.
+    """
+    folder = local_run(path)
+    if not is_run(folder):
+        raise ValueError(no_run(folder, absolute(Path(path))))
+    state = RunReader(folder).read()
+    config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    return RunData(
+        path=folder,
+        metrics=Columns(read_rows(folder / METRICS)),
+        config={name: value for name, value in config.items() if name != RECORD},
+        phases=state.phases,
+        checkpoints=state.checkpoints,
+    )
+
+
+def read_study(path: str | Path) -> StudyData:
+    """Read the folder of a sweep, also while it is searched. Raises ValueError where it is none."""
+    study = studies.read_study(path)
+    names = ("state", "value", "seconds", "attempts", "reason")
+    rows = [
+        {"trial": trial.number, **{name: getattr(trial, name) for name in names}, **flat(trial.params)}
+        for trial in study.history.trials.values()
+    ]
+    best = study.history.best
+    return StudyData(
+        path=study.path,
+        metric=study.sweep.metric,
+        goal=study.sweep.goal,
+        trials=Columns(rows),
+        best=best and best.number,
+    )

@@ -1,0 +1,351 @@
+"""A run as it is on disk, read again and again at a cost that does not grow with its length."""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.config import load_yaml
+from roxxel_dist.launcher.host.process_tree import STATE, stat
+from roxxel_dist.launcher.jobs.record import JobRecord, Restart
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, is_held
+from roxxel_dist.train.checkpoint.metadata import DAMAGED, TABLE, MetaFile, read_cursor
+from roxxel_dist.train.timeline import FINISHED, NAME, time_spent
+from roxxel_dist.view.tail import Tail, sample
+
+END_BYTES = 256 << 10
+"""Of the metrics and of the timeline: what is read whole, from the end."""
+VALIDATION_SAMPLES, VALIDATION_BYTES = 100, 256 << 10
+"""Rows with a validation are rare: places of a long file at which one is looked for, and bytes that are read there."""
+MAX_POINTS = 2000
+STATES = {"": "runs", "step": "in a step"}
+"""How the activity of a rank is called, where that is not its own name."""
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpan:
+    """A phase of a run: its steps, from 1, both included."""
+
+    first: int
+    last: int
+    batch_size: int
+    seq_len: int
+    weights: Mapping[str, float]
+    """Planned share of each data set; they sum to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """A rank that runs now."""
+
+    rank: int
+    host: str
+    state: str
+    """"stopped" where the kernel does not run it, else what it does."""
+    step: int
+    behind: int
+    """Steps that it has entered less than the first rank."""
+    still_s: float | None
+    """Seconds for which it has done nothing new; None where nobody knows."""
+    ms_per_step: float | None
+    """Between two readings, so None in the first."""
+    slow: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointState:
+    """A checkpoint on disk."""
+
+    name: str
+    """Its step; with `.damaged` behind it, where it was set aside."""
+    step: int
+    saved: float
+    """Seconds since 1970."""
+    digests: bool
+    """Whether it has a table of digests, which a restore compares."""
+    set_aside: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What is known of a run at one moment. Numbers that are not there are None."""
+
+    name: str
+    path: str
+    state: str
+    """"training", "finished", "stopped", or what its job says of itself."""
+    step: int = 0
+    last_step: int | None = None
+    row: Mapping[str, float]
+    """The newest value of each metric."""
+    best_val_loss: float | None = None
+    losses: Points
+    """(step, train_loss), thinned."""
+    validations: Points
+    phases: tuple[PhaseSpan, ...] = ()
+    realised: Mapping[str, float]
+    """Share of the rows of each data set that the current phase has read; empty where the plan is not on disk yet."""
+    ranks: tuple[RankState, ...] = ()
+    job: str = ""
+    """Its newest job here."""
+    attempts: int = 0
+    """Processes that have trained in it."""
+    restarts: tuple[Restart, ...] = ()
+    """Those of its newest job."""
+    spent: Mapping[str, float]
+    """Seconds by kind, as `time_spent` has them, of the last `spent_s` seconds that the timeline tells of."""
+    checkpoints: tuple[CheckpointState, ...] = ()
+    updated: float = 0.0
+    """When a row was written last."""
+
+    @property
+    def phase(self) -> int:
+        """The index of the current phase, from 0."""
+        return next((i for i, phase in enumerate(self.phases) if self.step <= phase.last), len(self.phases) - 1)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end, at the rate of the newest row; of a run that trains."""
+        rate = self.row.get("tokens_per_s")
+        if self.state != "training" or not rate or not self.phases:
+            return None
+        left = sum(
+            max(0, phase.last - max(self.step, phase.first - 1)) * phase.batch_size * phase.seq_len
+            for phase in self.phases
+        )
+        return left / rate
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time that was training, no step of it done before."""
+        total = sum(self.spent.values())
+        return self.spent["training"] / total if total else None
+
+
+class MetricsTail:
+    """The curves of a `metrics.jsonl`: thinned where it is long, whole at its end, and continued as rows come."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path, END_BYTES)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.row: dict[str, float] = {}
+        self.losses: Points = []
+        self.validations: Points = []
+
+    def read(self) -> None:
+        """Take in the rows that have come."""
+        rows = self._tail.objects()
+        if self._tail.restarted:
+            self._clear()
+            if start := self._tail.start:
+                with suppress(OSError):
+                    path = self._tail.path
+                    self._add(sample(path, start, "train_loss"))
+                    validations = sample(path, start, "val_loss", VALIDATION_SAMPLES, VALIDATION_BYTES)
+                    self.validations = _points(validations, "val_loss")
+        self._add(rows)
+
+    def _add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self.row |= {name: value for name, value in row.items() if isinstance(value, int | float)}
+        self.losses = _thinned(self.losses + _points(rows, "train_loss"))
+        self.validations = _thinned(self.validations + _points(rows, "val_loss"))
+
+
+class RunReader:
+    """Reads one run; `read` as often as it is to be seen. `brief` leaves out what a line in a list does not show."""
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.path: Path = path
+        self.name: str = name or str(path)
+        self._metrics = MetricsTail(path / METRICS)
+        self._timeline, self._rows = Tail(path / NAME, END_BYTES), list[dict[str, Any]]()
+        self._spent: dict[str, float] = {}
+        self._rates = RankRates()
+
+    def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:
+        """The run as it is now; `job` is its newest."""
+        self._metrics.read()
+        row, cursor = self._metrics.row, read_cursor(self.path)
+        held = is_held(self.path, unknown=False)
+        state = "training" if held else "finished" if cursor.get("finished") else "stopped"
+        if job is not None and job.state in ("starting", "restarting", "stopping"):
+            state = job.state
+        checkpoints = _checkpoints(self.path / CHECKPOINTS)
+        plan, best = _plan(self.path, checkpoints)
+        phases = _phases_of(plan["amendments"][-1]["shapes"]) if plan else () if brief else _planned(self.path)
+        step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
+        losses = [loss for _, loss in self._metrics.validations]
+        last = phases[-1].last if phases else cursor.get("last_step")
+        now = RunState(
+            name=self.name,
+            path=str(self.path),
+            state=state,
+            step=step,
+            last_step=last,
+            row=dict(row),
+            best_val_loss=min([*losses, *([] if best is None else [best])], default=None),
+            losses=self._metrics.losses,
+            validations=self._metrics.validations,
+            phases=phases,
+            realised={},
+            ranks=() if job is None else self._rates.read(job),
+            job=job.run_id if job else "",
+            restarts=job.restarts if job else (),
+            spent={},
+            checkpoints=checkpoints,
+            updated=_changed(self.path / METRICS),
+        )
+        if brief:
+            return now
+        rows = self._timeline.objects()
+        if rows or self._timeline.restarted:
+            self._rows = [*([] if self._timeline.restarted else self._rows), *rows][-3000:]
+            with suppress(KeyError, TypeError):
+                self._spent = time_spent(self._rows)
+        attempts = 1 + int(self._rows[-1].get("attempt", 0)) if self._rows else 0
+        if state == "stopped" and self._rows and self._rows[-1].get("activity") == FINISHED:
+            now = replace(now, state="finished")
+        realised = {}
+        if plan and phases and step:
+            with suppress(ValueError, KeyError, TypeError, IndexError):
+                realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
+        return replace(now, spent=self._spent, attempts=attempts, realised=realised)
+
+
+class RankRates:
+    """The ranks of a job, and how long a step takes each: seen from one reading to another."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def read(self, job: JobRecord) -> tuple[RankState, ...]:
+        """The ranks that run now."""
+        now, ranks, most = time.time(), [], max((rank.step for rank in job.ranks), default=0)
+        for rank in job.ranks:
+            state = STATES.get(rank.activity, rank.activity)
+            if job.is_here and rank.host in (job.controller.host, "localhost"):
+                with suppress(OSError):
+                    state = "stopped" if stat(rank.pid)[STATE] in b"Tt" else state
+            begun, since = self._first.setdefault((rank.rank, rank.pid), (rank.step, rank.moved))
+            steps, seconds = rank.step - begun, rank.moved - since
+            ranks.append(
+                RankState(
+                    rank=rank.rank,
+                    host=rank.host,
+                    state=state,
+                    step=rank.step,
+                    behind=most - rank.step,
+                    still_s=max(0.0, now - rank.moved) if rank.moved else None,
+                    ms_per_step=1000 * seconds / steps if steps > 0 and seconds > 0 else None,
+                    slow=rank.slow,
+                )
+            )
+            if seconds > 30:
+                self._first[rank.rank, rank.pid] = rank.step, rank.moved
+        return tuple(ranks)
+
+
+def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> Points:
+    points = [(row.get("step"), row.get(metric)) for row in rows]
+    return [(int(s), float(v)) for s, v in points if isinstance(s, int | float) and isinstance(v, int | float)]
+
+
+def _thinned(points: Points) -> Points:
+    return points if len(points) <= MAX_POINTS else _thinned([*points[:-1:2], points[-1]])
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _checkpoints(folder: Path) -> tuple[CheckpointState, ...]:
+    states = []
+    with suppress(OSError):
+        for place in os.scandir(folder):
+            step, damaged, _ = place.name.partition(DAMAGED)
+            if step.isdecimal():
+                with suppress(OSError):
+                    states.append(
+                        CheckpointState(
+                            name=place.name,
+                            step=int(step),
+                            saved=place.stat().st_mtime,
+                            digests=os.path.exists(os.path.join(place.path, TABLE)),
+                            set_aside=bool(damaged),
+                        )
+                    )
+    return tuple(sorted(states, key=lambda state: (state.step, state.name)))
+
+
+def _plan(run: Path, checkpoints: Sequence[CheckpointState]) -> tuple[Mapping[str, Any], float | None]:
+    """(`Plan.state`, the best val_loss) of the newest checkpoint that has one; empty where there is none."""
+    for checkpoint in reversed(checkpoints):
+        if not checkpoint.set_aside:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                meta = _meta(run / CHECKPOINTS / checkpoint.name, checkpoint.saved)
+                if plan := meta.get("plan"):
+                    return plan, meta.get("best_loss")
+    return {}, None
+
+
+@lru_cache(maxsize=1024)
+def _meta(checkpoint: Path, _saved: float) -> Mapping[str, Any]:
+    return MetaFile.read(checkpoint).meta
+
+
+def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
+    phases, first = [], 1
+    for shape in shapes:
+        weights = dict(shape["weights"])
+        total = sum(weights.values())
+        phases.append(
+            PhaseSpan(
+                first=first,
+                last=first + shape["steps"] - 1,
+                batch_size=shape["batch_size"],
+                seq_len=shape["seq_len"],
+                weights={name: weight / total for name, weight in weights.items()},
+            )
+        )
+        first += shape["steps"]
+    return tuple(phases)
+
+
+def _planned(run: Path) -> tuple[PhaseSpan, ...]:
+    """The phases of the config, where all of them say their steps: of a run without a checkpoint."""
+    return _phases_in(run / CONFIG, _changed(run / CONFIG))
+
+
+@lru_cache(maxsize=64)
+def _phases_in(config: Path, _changed: float) -> tuple[PhaseSpan, ...]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        shapes = [{"weights": {"self": 1.0}, **phase} for phase in load_yaml(config).get("phases") or ()]
+        return _phases_of([shape | {"weights": shape["weights"] or {"self": 1.0}} for shape in shapes])
+    return ()
+
+
+def _realised(plan: str, first: int, stop: int) -> Mapping[str, float]:
+    """Shares of the rows that steps [first, stop) have read."""
+    rows = _plan_of(plan).rows_read(first, stop)
+    total = sum(rows.values())
+    return {name: count / total for name, count in rows.items()} if total else {}
+
+
+@lru_cache(maxsize=16)
+def _plan_of(state: str) -> Any:
+    from roxxel_dist.curriculum.plan import Plan  # with numpy, which a frame without it does not wait for
+
+    return Plan.from_state(json.loads(state))

@@ -1,0 +1,69 @@
+"""A study as it is on disk, its journal read as it grows."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roxxel_dist.cluster.file_lock import is_held
+from roxxel_dist.sweep.journal import JOURNAL, LOCK, History, Trial
+from roxxel_dist.sweep.study import Study, StudyDir
+from roxxel_dist.view.tail import Tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyState:
+    """What is known of a study at one moment."""
+
+    study: Study
+    state: str
+    """"searching", or "stopped"."""
+    workers: int
+    """Trials that run."""
+    began: float | None
+    """When its first trial was started, in seconds since 1970."""
+    left_s: float | None
+    """Seconds until `run_cap` trials have ended, as long as the trials so far took; None where nobody knows."""
+    steps_left: int | None
+    """Steps that the running trials have before them, if they go as far as the longest so far."""
+
+
+class StudyReader:
+    """Reads one study; `read` as often as it is to be seen. Raises ValueError where its definition cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self._journal = Tail(path / JOURNAL)
+        self._study = Study(path=path, sweep=StudyDir(path).sweep(), history=History())
+
+    def read(self) -> StudyState:
+        """The study as it is now."""
+        events = self._journal.objects()
+        if self._journal.restarted:
+            self._study = replace(self._study, history=History())
+        history = self._study.history
+        for event in events:
+            history.apply(event)
+        trials = list(history.trials.values())
+        running = list(history.running.values())
+        held = is_held(self.path / LOCK, unknown=False)
+        longest = max((_steps(trial) for trial in trials if trial.state == "done"), default=None)
+        return StudyState(
+            study=self._study,
+            state="searching" if held else "stopped",
+            workers=len(running),
+            began=min((trial.began for trial in trials if trial.began), default=None),
+            left_s=self._left(running) if held else None,
+            steps_left=None if longest is None else sum(max(0, longest - _steps(trial)) for trial in running),
+        )
+
+    def _left(self, running: list[Trial]) -> float | None:
+        history, cap = self._study.history, self._study.sweep.run_cap
+        if history.mean_seconds is None or cap is None:
+            return None
+        mean, now = history.mean_seconds, time.time()
+        rest = sum(max(0.0, mean - (now - (trial.began or now))) for trial in running)
+        return (rest + max(0, cap - len(history.trials)) * mean) / max(1, len(running))
+
+
+def _steps(trial: Trial) -> int:
+    return trial.reports[-1][0] if trial.reports else 0

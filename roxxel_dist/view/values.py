@@ -1,0 +1,31 @@
+"""What a frame shows, as plain values for JSON."""
+
+import dataclasses
+import math
+from typing import Any
+
+from roxxel_dist.sweep.report.text import as_json
+from roxxel_dist.view.items import State
+from roxxel_dist.view.job import JobState
+from roxxel_dist.view.run import RunState
+
+
+def values(state: State) -> dict[str, Any]:
+    """The numbers behind a frame; what is not finite is None."""
+    if isinstance(state, RunState):
+        more = {"left_s": state.left_s, "goodput": state.goodput, "phase": state.phase + 1 if state.phases else None}
+        return {"kind": "run", **_plain(dataclasses.asdict(state) | more)}
+    if isinstance(state, JobState):
+        return {"kind": "job", **_plain(dataclasses.asdict(state))}
+    more = {name: getattr(state, name) for name in ("state", "workers", "began", "left_s", "steps_left")}
+    return {"kind": "study", **_plain({"path": state.study.place, **as_json(state.study), **more})}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)

@@ -1,0 +1,232 @@
+"""What `top` shows of real runs, studies and jobs, as a frame and in a terminal."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import command, environment, wait_for
+from job_desk import LIMIT_S
+from made_study import made_study
+from runs import rows, train
+
+import roxxel_dist
+from roxxel_dist.cli import main
+from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.view.frame import Look, frame
+from roxxel_dist.view.run import RunReader
+from roxxel_dist.view.tail import Tail
+
+PHASES = [Phase(6, 8, 17), Phase(4, 8, 33)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a run of two phases."""
+    from corpora import write_corpus
+
+    from roxxel_dist.data.dataset import Roxxel
+
+    folder = tmp_path_factory.mktemp("view")
+    with Roxxel(write_corpus(folder)) as corpus:
+        train(corpus, folder / "runs" / "one", PHASES)
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(made / "runs" / "one", tmp_path / "runs" / "one"))
+
+
+def text(state, width, height, **look):
+    lines = frame([state], Look(width=width, height=height, **look), "q quit")
+    assert len(lines) <= height
+    assert max(line.cell_len for line in lines) <= width
+    return "\n".join(line.plain for line in lines)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+def test_a_frame_has_the_numbers_of_the_run(run, size):
+    state, last = RunReader(run).read(), rows(run)[-1]
+    seen = text(state, *size)
+    assert "step 10 of 10 (100%)" in seen
+    assert f"loss {last['train_loss']:.4f}" in seen
+    assert "phase 2 of 2" in seen
+    assert "steps 7 to 10, 8 rows x 33 tokens" in seen
+    assert "saved  step 10 on disk" in seen
+    assert "goodput" in seen
+    assert seen.endswith("q quit")
+    assert text(state, *size, ascii_only=True).isascii()
+
+
+def test_a_phase_and_a_damaged_checkpoint_are_seen_by_the_same_reader(run):
+    log = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(log[:6]) + log[6][:20])
+    reader = RunReader(run)
+    assert "phase 1 of 2" in text(reader.read(), 80, 24)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(log[6][20:])
+    assert "phase 2 of 2" in text(reader.read(), 80, 24)
+    (run / "checkpoints" / "10").rename(run / "checkpoints" / "10.damaged")
+    seen = text(reader.read(), 80, 24)
+    assert "damaged  10.damaged: set aside" in seen
+    assert "saved  step 8 on disk" in seen
+
+
+def test_the_realised_blend_is_what_the_steps_read(corpus, tmp_path):
+    plan = roxxel_dist.Curriculum(corpus, [Phase(40, 8, 33), Phase(20, 4, 65)], {"b": corpus}).plan(0)
+    assert plan.rows_read(3, 50) == {"self": 37 * 8 + 10 * 4, "b": 0}
+    blend = Phase(300, 4, 65, weights={"self": 0.7, "b": 0.3}, blend="row")  # several passes, and one that leaves
+    plan = roxxel_dist.Curriculum(corpus, [blend], {"b": corpus}).plan(0)
+    counts = sum(np.bincount(plan.rows(step).dataset, minlength=2) for step in range(5, 290))
+    assert list(plan.rows_read(5, 290).values()) == counts.tolist()
+
+
+def test_a_file_is_followed_and_begun_anew_when_it_is_replaced(tmp_path):
+    path = tmp_path / "log"
+    tail = Tail(path, 100)
+    assert tail.lines() == []
+    path.write_bytes(b"".join(b"%09d\n" % i for i in range(50)))
+    assert tail.lines()[-1] == b"000000049"
+    assert tail.start == 400
+    with path.open("ab") as file:
+        file.write(b"50\n51")
+    assert (tail.lines(), tail.restarted) == ([b"50"], False)
+    (tmp_path / "other").write_bytes(b"new\n")
+    (tmp_path / "other").rename(path)
+    assert (tail.lines(), tail.restarted) == ([b"new"], True)
+
+
+def test_a_long_run_is_sampled(tmp_path):
+    """Of 200,000 rows a few hundred are read, from the first to the last."""
+    run = tmp_path / "long"
+    run.mkdir()
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 200_001):
+            more = f', "val_loss": {2 / step}' if step % 500 == 0 else ""
+            file.write(f'{{"step": {step}, "train_loss": {1 / step}{more}, "tokens_per_s": 1000.0}}\n')
+    reader = RunReader(run)
+    state = reader.read()
+    assert state.step == 200_000
+    assert state.row["val_loss"] == pytest.approx(1e-5)
+    assert state.losses[0] == (1, 1.0)
+    assert 500 < len(state.losses) <= 2000 + 4000
+    assert len(state.validations) > 80
+    assert all(loss == 1 / step for step, loss in state.losses)
+    steps = [step for step, _ in state.losses]
+    assert steps == sorted(set(steps))
+
+
+def top(*words):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["top", *map(str, words)]) == 0
+    return out.getvalue()
+
+
+def test_json_and_a_list(run, monkeypatch):
+    shutil.copytree(run, run.with_name("two"))
+    monkeypatch.chdir(run.parent.parent)
+    (one,) = json.loads(top("--json", "runs/one"))
+    assert (one["kind"], one["state"], one["step"], one["phase"]) == ("run", "finished", 10, 2)
+    listed = top("--once")  # nothing lives
+    assert "runs/one" in listed
+    assert "runs/two" in listed
+    assert "\x1b" not in listed
+
+
+def test_a_study(tmp_path):
+    study = made_study(tmp_path, 12)
+    seen = top("--once", study)
+    assert "12 trial(s)" in seen
+    assert "trial 11" not in seen.splitlines()[0]
+    assert re.search(r"^11 +running", seen, re.MULTILINE)
+    table = roxxel_dist.read_study(study)
+    assert table.trials["trial"].tolist() == list(range(12))
+    assert np.nanmin(table.trials["value"]) == table.trials["value"][table.best]
+    (values,) = json.loads(top("--json", study))
+    assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 1, 12)
+    assert table.run(0).metrics["val_loss"].shape == (6,)
+
+
+def test_read_run(run):
+    data, logged = roxxel_dist.read_run(run), rows(run)
+    assert data.metrics["step"].tolist() == [row["step"] for row in logged]
+    assert np.isnan(data.metrics["val_loss"][0]) == ("val_loss" not in logged[0])
+    assert [(phase.first, phase.last) for phase in data.phases] == [(1, 6), (7, 10)]
+    assert data.checkpoints[-1].step == 10
+    with contextlib.nullcontext() if find_spec("pandas") else pytest.raises(ImportError, match="pandas"):
+        assert data.metrics.to_pandas()["train_loss"].iloc[-1] == logged[-1]["train_loss"]
+    with pytest.raises(ValueError, match="did you mean"):
+        roxxel_dist.read_run(run.with_name("onee"))
+
+
+RANK = """
+import os, sys, time
+from roxxel_dist.cluster.progress import Progress
+rank = int(os.environ["ROXXEL_PROCESS_ID"])
+progress = Progress.from_env(rank)
+first = os.environ["ROXXEL_ATTEMPT"] == "0"
+for step in range(1, 100000):
+    progress.enter(step)
+    time.sleep(0.05)
+    progress.finish(step)
+    if first and rank == 1 and os.path.exists("die"):
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_a_stopped_rank_and_a_restart_are_seen_in_a_terminal(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    env = environment(XDG_STATE_HOME=str(tmp_path / "state"), TMUX_TMPDIR=str(tmp_path), NO_COLOR="1")
+    env.pop("TMUX", None)
+    words = command("launch", "local", "--nprocs", 2, "--max-restarts", 2, "--warm-spares", "off", "--", "rank.py")
+    tmux = ["tmux", "-u", "-f", "/dev/null"]
+    with (tmp_path / "launcher").open("w") as log:
+        job = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=log)
+
+    def screen():
+        return subprocess.run([*tmux, "capture-pane", "-p"], env=env, capture_output=True, text=True).stdout
+
+    def record():
+        (path,) = (tmp_path / "state" / "roxxel-dist" / "jobs").glob("*.json")
+        return json.loads(path.read_text())
+
+    def ready():
+        with contextlib.suppress(ValueError):
+            return len(record()["ranks"]) == 2 and all(rank["step"] for rank in record()["ranks"])
+        return False
+
+    try:
+        wait_for(ready, LIMIT_S, "the ranks")
+        subprocess.run(
+            [*tmux, "new-session", "-d", "-x", "80", "-y", "24", *command("top")], cwd=tmp_path, env=env, check=True
+        )
+        wait_for(lambda: "in a step" in screen(), LIMIT_S, "the ranks on the screen")
+        assert "q quit" in screen()
+        stopped = record()["ranks"][1]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for(lambda: re.search(r"^1 .*stopped", screen(), re.MULTILINE), LIMIT_S, "the stopped rank")
+        os.kill(stopped, signal.SIGCONT)
+        (tmp_path / "die").touch()
+        wait_for(lambda: "restart " in screen() and "SIGKILL" in screen(), LIMIT_S, "the restart")
+        subprocess.run([*tmux, "resize-window", "-x", "120", "-y", "40"], env=env, check=True)
+        wait_for(
+            lambda: "q quit" in screen().splitlines()[-1:][0] and len(screen().splitlines()) == 40, LIMIT_S, "40 lines"
+        )
+        subprocess.run([*tmux, "send-keys", "q"], env=env, check=True)
+        wait_for(lambda: not screen(), LIMIT_S, "the end of top")
+    finally:
+        subprocess.run([*tmux, "kill-server"], env=env, capture_output=True)
+        job.send_signal(signal.SIGQUIT)
+        job.wait(LIMIT_S)
