@@ -36,7 +36,14 @@ WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 """Fields that decide which tokens a step reads where no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
 FIXED_FIELDS = (
-    "model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type",
+    "model",
+    "optimizer",
+    "use_bf16",
+    "init_from",
+    "seed",
+    "phases",
+    "val_fraction",
+    "tokenizer_type",
     "virtual_shards",
 )
 """Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""

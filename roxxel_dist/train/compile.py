@@ -65,9 +65,7 @@ class AotCompiler:
         self.seconds: dict[Hashable, float] = {}
         """What each program took to trace and compile."""
 
-    def prepare(
-        self, key: Hashable, jitted: Callable[..., Any] | Composite, *args: Any, on_mesh: bool = True
-    ) -> None:
+    def prepare(self, key: Hashable, jitted: Callable[..., Any] | Composite, *args: Any, on_mesh: bool = True) -> None:
         """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known.
 
         Without `on_mesh` it is a program of one device, which waits for no other rank.

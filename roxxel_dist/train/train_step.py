@@ -134,7 +134,14 @@ def make_step(
 
 
 def apply_gradient(
-    optimizer: Optimizer, state: TrainState, hparams: Hparams, grads: Leaves, rest: Leaves, loss: Loss, *, skip_bad: bool
+    optimizer: Optimizer,
+    state: TrainState,
+    hparams: Hparams,
+    grads: Leaves,
+    rest: Leaves,
+    loss: Loss,
+    *,
+    skip_bad: bool,
 ) -> tuple[TrainState, Metrics]:
     """(the state after a step, its metrics), of the gradient, of the loss and of what is neither parameter nor hparam.
 

@@ -4,7 +4,6 @@ Random streams are those of a shard: its number is folded into each key, and the
 one device, are the same everywhere. Running statistics are the mean over the shards.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,7 +130,7 @@ class ShardPrograms:
         """float32[] "loss", and "balance_loss" where there is one, of the packed sums of all shards."""
         loss, weight, *balance = total["float32"][0]
         means = {"loss": loss / jnp.where(weight > 0, weight, 1)}
-        return means | {BALANCE: value / self.shards for value in balance}
+        return means | ({BALANCE: balance[0] / self.shards} if balance else {})
 
 
 def weighted(value: jax.Array, weight: jax.Array | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Where virtual shards and copies of the state lie: which rules a run must keep, global arrays and each device's own."""
+"""Where virtual shards and copies of the state lie: the rules of a run, global arrays and each device's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, m
     """
     if mesh.size > 1 and max(mesh.devices.shape) < mesh.size:
         raise ValueError(
-            f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: it keeps the whole state on each device, so "
+            f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: each device keeps the whole state, so "
             f"use a mesh of one axis, without tensor_devices and fsdp, or set virtual_shards to 0"
         )
     if count % mesh.size:
@@ -73,10 +73,16 @@ class Layout:
     sharding: NamedSharding
     """Of a (rows, tokens) batch."""
 
+    @property
+    def mesh(self) -> Mesh:
+        """That of the run."""
+        assert isinstance(self.sharding.mesh, Mesh)
+        return self.sharding.mesh
+
     @cached_property
     def line(self) -> Mesh:
         """All devices along one axis, in the order of the rows that they hold."""
-        mesh = self.sharding.mesh
+        mesh = self.mesh
         places = self.sharding.devices_indices_map((mesh.size, 1))
         rows = {device: index[0].indices(mesh.size)[:2] for device, index in places.items()}
         if {stop - start for start, stop in rows.values()} != {1}:
@@ -121,8 +127,10 @@ class DeviceStates:
         """The same arrays as global ones, whole on each device of the mesh; they are not copied."""
         if self._whole is None:
             everywhere = NamedSharding(self.mesh, P())
-            self._whole = jax.tree.map(
+            whole: TrainState = jax.tree.map(
                 lambda *parts: jax.make_array_from_single_device_arrays(parts[0].shape, everywhere, list(parts)),
                 *self.parts,
             )
+            self._whole = whole
+            return whole
         return self._whole

@@ -145,7 +145,8 @@ def cutter(count: int) -> Callable[[Any], list[Any]]:
 
     def cut_rows(rows: Any) -> list[Any]:
         size = jax.tree.leaves(rows)[0].shape[0] // count
-        return [jax.tree.map(lambda leaf: leaf[k * size : (k + 1) * size], rows) for k in range(count)]
+        begins = range(0, size * count, size)
+        return [jax.tree.map(lambda leaf, begin=begin: leaf[begin : begin + size], rows) for begin in begins]
 
     cut_rows.__name__ = f"cut_rows_{count}"
     return cut_rows
@@ -214,10 +215,8 @@ class CompiledStep:
     numbers: list[list[jax.Array]]
     hparams: HparamCopies
 
-    def __call__(
-        self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any
-    ) -> tuple[DeviceStates, Metrics]:
-        mesh = self.layout.sharding.mesh
+    def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
+        """One step."""
         parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
         inputs, rows, counts = self.hparams.of(hparams), self.rows.run(batch), [{} for _ in parts]
 
@@ -233,7 +232,7 @@ class CompiledStep:
             states.append(after)
             metrics = metrics or of_device
         assert metrics is not None
-        return DeviceStates(states, mesh), metrics
+        return DeviceStates(states, self.layout.mesh), metrics
 
 
 def shapes_of(tree: Any) -> Any:
@@ -291,6 +290,7 @@ class CompiledEvaluation:
     hparams: HparamCopies
 
     def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
+        """The losses of a batch."""
         parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
         rows = self.rows.run(batch)
         totals = self.reduction.run(lambda i, k: self.losses[i](*parts[i], inputs[i], rows[i][k]))
