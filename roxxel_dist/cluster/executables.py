@@ -22,16 +22,15 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.sharding import SingleDeviceSharding
 
 from roxxel_dist.cluster.determinism import numerics_fingerprint
-from roxxel_dist.cluster.jax_private import load_for_device, lowering_details, lowering_devices
+from roxxel_dist.cluster.jax_private import lowering_details, lowering_devices
 
 FORMAT = b"roxxel executable 1\n"
 PROGRAM, ALIAS = ".program", ".alias"
@@ -66,18 +65,13 @@ class ExecutableStore:
             return None
         return cls(Path(folder) / f"executables-{os.geteuid()}")
 
-    def load(self, key: str, device: Any = None) -> Any:
-        """The program of a key; None where there is none that is whole and this user's own.
-
-        One that was compiled for a single device is loaded for another `device`, where that is given.
-        """
+    def load(self, key: str) -> Any:
+        """The program of a key; None where there is none that is whole and this user's own."""
         data = self._read(key + PROGRAM)
         if data is None:
             return None
         with contextlib.suppress(Exception):  # of another jax, or one that XLA does not take: it is compiled then
             *program, ids = pickle.loads(data)
-            if device is not None:
-                return load_for_device(device, *program) if len(ids) == 1 else None
             devices = {device.id: device for device in jax.devices()}
             return serialize_executable.deserialize_and_load(*program, execution_devices=[devices[i] for i in ids])
         return None
@@ -94,13 +88,13 @@ class ExecutableStore:
         self._write(key + PROGRAM, data)
         self._remove_oldest()
 
-    def recall(self, name: str) -> str | None:
-        """The key that was `remember`ed by a name, if every source file is what it was then; else None."""
+    def recall(self, name: str) -> Any:
+        """The program that was `remember`ed by a name, if every source file is what it was then; else None."""
         data = self._read(name + ALIAS)
         if data is None:
             return None
         entry = json.loads(data)
-        return entry["key"] if all(_version(path) == was for path, was in entry["sources"]) else None
+        return self.load(entry["key"]) if all(_version(path) == was for path, was in entry["sources"]) else None
 
     def remember(self, name: str, key: str) -> None:
         """Have `recall` find the program of a key by a name, until a source file that this process runs changes."""
@@ -174,50 +168,8 @@ def compile_kept(
             remembers the name. None where nobody can say what it follows from, such as a function of the user's.
         lock: given the lowered program, holds what is to be held while it is looked for and compiled.
     """
-    return _compile_kept(store, jitted, args, options, name, lock)[0]
-
-
-def compile_for_each(
-    store: ExecutableStore | None,
-    jitted: Callable[..., Any],
-    args: Iterable[Any],
-    devices: Sequence[Any],
-    options: Mapping[str, Any] | None = None,
-    name: Callable[[Any], str | None] = lambda args: None,
-    lock: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
-) -> list[Any]:
-    """The program of a single device, for each of some devices of this process.
-
-    It is compiled for the first one, and loaded for the others: the same instructions everywhere. Where nothing is kept
-    it is compiled for each (on a GPU jax's own cache has it then). Arguments as of `compile_kept`; `args` may lie
-    anywhere, and `name` is of those that lie on the first device.
-    """
-
-    def on(device: Any) -> Any:
-        place = SingleDeviceSharding(device)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tuple(args))
-
-    first, programs = on(devices[0]), []
-    program, key = _compile_kept(store, jitted, first, options, name(first), lock)
-    for device in devices[1:]:
-        loaded = None if store is None or key is None else store.load(key, device)
-        programs.append(loaded or _compile_kept(store, jitted, on(device), options, None, lock)[0])
-    return [program, *programs]
-
-
-def _compile_kept(
-    store: ExecutableStore | None,
-    jitted: Callable[..., Any],
-    args: Iterable[Any],
-    options: Mapping[str, Any] | None,
-    name: str | None,
-    lock: Callable[[Any], contextlib.AbstractContextManager[None]],
-) -> tuple[Any, str | None]:
-    """The program, and its key where it has one."""
-    if store is not None and name is not None and (key := store.recall(name)) is not None:
-        program = store.load(key)
-        if program is not None:
-            return program, key
+    if store is not None and name is not None and (program := store.recall(name)) is not None:
+        return program
     lowered: Any = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
     key = None if store is None else program_key(lowered, options)
     with lock(lowered):
@@ -225,11 +177,11 @@ def _compile_kept(
         if program is None:
             program, is_new = _compile(lowered, options)
             if store is None or key is None or not is_new:
-                return program, key
+                return program
             store.keep(key, program, lowering_devices(lowered))
     if store is not None and key is not None and name is not None:
         store.remember(name, key)
-    return program, key
+    return program
 
 
 def _compile(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, bool]:

@@ -3,13 +3,9 @@
 Last looked at: jax 0.10.2. For none of it is there anything public.
 """
 
-import io
 from typing import Any
 
-import jax
-import numpy as np
-from jax._src import compiler, distributed, xla_bridge
-from jax.experimental import serialize_executable
+from jax._src import distributed, xla_bridge
 
 
 def backends_are_initialized() -> bool:
@@ -47,31 +43,3 @@ def lowering_details(lowered: Any) -> str | None:
 def lowering_devices(lowered: Any) -> list[int]:
     """The ids of the devices that a `jax.stages.Lowered` is for, in its order, which loading it needs."""
     return [device.id for device in lowered._lowering._device_list]
-
-
-class _ForDevice(serialize_executable._JaxPjrtUnpickler):
-    """Reads a program of one device as a program of another one."""
-
-    def __init__(self, file: io.BytesIO, device: Any) -> None:
-        super().__init__(file, device.client, [device])
-        self._device = device
-
-    def persistent_load(self, pid: Any) -> Any:
-        if pid[0] == "device":
-            return self._device
-        if pid[0] != "exec":
-            return super().persistent_load(pid)
-        place = np.array([[self._device.id]])
-        options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=place)
-        devices: Any = self.execution_devices
-        return self.backend.deserialize_executable(pid[1], devices, compile_options=options)
-
-
-def load_for_device(device: Any, payload: bytes, in_tree: Any, out_tree: Any) -> Any:
-    """What `serialize_executable.serialize` gave for a program of one device, as a program of `device`.
-
-    jax's own `deserialize_and_load` leaves it where it was compiled. To read it is to run it, as there.
-    """
-    program, args_info, no_kwargs = _ForDevice(io.BytesIO(payload), device).load()
-    loaded = program.load()
-    return jax.stages.Compiled(loaded, [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
-from roxxel_dist.cluster.executables import ExecutableStore, compile_for_each, compile_kept, program_name
+from roxxel_dist.cluster.executables import ExecutableStore, compile_kept, program_name
 from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.train.config import SHARE_COMPILATION
 
@@ -124,9 +124,13 @@ class AotCompiler:
             return compile_kept(self._store, jitted, args, self._options, self._name(jitted, args), lock)
 
     def _compile_for_each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-        lock, name = partial(compile_lock, options=self._options), partial(self._name, jitted)
-        with jax.set_mesh(one_device(self.mesh)):
-            return compile_for_each(self._store, jitted, args, devices, self._options, name, lock)
+        """On each device the same instructions: nothing in the program tells on which one it is."""
+        programs: list[Any] = []
+        for device in devices:
+            place = SingleDeviceSharding(device)
+            own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
+            programs.append(self._compile_one(jitted, own, one_device(self.mesh, device)))
+        return programs
 
     def _name(self, jitted: Any, args: Sequence[Any]) -> str | None:
         return None if self.identity is None else program_name(self.identity, jitted, args, self._options)

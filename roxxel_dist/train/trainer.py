@@ -139,8 +139,7 @@ class Trainer:
         **options: Any,
     ) -> None:
         self.options: LoopOptions = LoopOptions(**options)
-        if self.options.virtual_shards:
-            pin_for_shards(self.options.virtual_shards)
+        pin_for_shards(self.options.virtual_shards)
         enable_compilation_cache()
         self.mesh: Mesh = mesh or make_mesh()
         self._sharding = data_sharding or batch_sharding(self.mesh)
