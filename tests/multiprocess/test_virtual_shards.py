@@ -32,6 +32,7 @@ VARIANTS = {
     "adamw": {},
     "muon": {"optimizer": "muon", "grad_accum": 2, "phases": [{"steps": 8, "batch_size": 16, "seq_len": 33}]},
     "bfloat16": {"bf16_compute": True, "phases": BLEND + CONFIG["phases"][1:], "datasets": {"more": "data"}},
+    "own": {"model": "own:build", "phases": [{"steps": 6, "batch_size": 16, "seq_len": 33}]},
     "experts": {"use_moe": True, "n_experts": 4, "top_k_mlp": 2, "use_bf16": True},
 }
 TOPOLOGIES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 2)]
@@ -45,6 +46,7 @@ def desk(tmp_path_factory):
 
 
 def write_config(desk, **more):
+    (desk / "own.py").write_text(OWN_MODEL)
     (desk / "tiny.yaml").write_text(yaml.safe_dump(CONFIG | more))
 
 
