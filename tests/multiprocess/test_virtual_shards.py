@@ -25,8 +25,8 @@ class Net(nnx.Module):
     def __call__(self, tokens):
         return self.out(self.norm(self.drop(jnp.cumsum(self.embed(tokens), 1))))
 
-def build(config, tokenizer=None):
-    return Net(config.vocab_size, nnx.Rngs(config.seed))
+def build(config, rngs):
+    return Net(config.vocab_size, rngs)
 """
 VARIANTS = {
     "adamw": {},
