@@ -41,7 +41,8 @@ def replay(
     """Search a table of recorded curves, with the sampler and the early stopping of a real sweep.
 
     Args:
-        sweep: as W&B's YAML has it: a mapping, or the path of a file. Trials are full where it has no `early_terminate`.
+        sweep: as W&B's YAML has it: a mapping, or the path of a file. Without `early_terminate` all
+            trials are full.
         table: the metric at each report of the trial of these parameters, float[reports]. Its attribute
             `steps_per_report` is the number of steps that a report stands for (1 where it has none).
         seed: of everything random.
@@ -64,16 +65,16 @@ def replay(
     each = int(getattr(table, "steps_per_report", 1))
     limit = math.inf if sweep.run_cap is None else sweep.run_cap
     running: list[_RecordedTrial] = []
-    best, values, asked = math.inf, list[float](), 0
+    best, values, count = math.inf, list[float](), 0
     while (len(values) + 1) * each <= budget_steps:
-        while len(running) < workers and asked < limit:
+        while len(running) < workers and count < limit:
             try:
                 number, params = engine.ask()
             except SpaceExhausted:
-                limit = asked
+                limit = count
                 break
             running.append(_RecordedTrial(number=number, curve=_curve(table(params), params)))
-            asked += 1
+            count += 1
         if not running:
             break
         trial = running.pop(0)

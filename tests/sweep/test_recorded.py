@@ -18,20 +18,21 @@ class Table:
     steps_per_report = 10
 
     def __init__(self) -> None:
-        self.asked: list[float] = []
+        self.rates: list[float] = []
 
     def __call__(self, params: dict[str, Any]) -> list[float]:
-        self.asked.append(params["lr"])
+        self.rates.append(params["lr"])
         return [params["lr"] + 1 / report for report in range(1, 10)]
 
 
 def test_full_trials_spend_the_budget_and_keep_the_best() -> None:
     table = Table()
     result = replay(SWEEP, table, seed=1, budget_steps=185)
-    assert result.steps.dtype == np.int64 and result.best.dtype == np.float64
+    assert result.steps.dtype == np.int64
+    assert result.best.dtype == np.float64
     assert result.steps.tolist() == list(range(10, 181, 10))
-    assert len(table.asked) == 2  # of nine reports each
-    assert result.best[-1] == min(table.asked) + 1 / 9
+    assert len(table.rates) == 2  # of nine reports each
+    assert result.best[-1] == min(table.rates) + 1 / 9
 
 
 def test_a_seed_decides_and_hyperband_stops_trials() -> None:
@@ -39,8 +40,9 @@ def test_a_seed_decides_and_hyperband_stops_trials() -> None:
     first, again, full = Table(), Table(), Table()
     results = [replay(rule, table, seed=2, budget_steps=900, workers=4) for table in (first, again)]
     replay(SWEEP, full, seed=2, budget_steps=900, workers=4)
-    assert first.asked == again.asked and np.array_equal(results[0].best, results[1].best)
-    assert len(first.asked) > len(full.asked)
+    assert first.rates == again.rates
+    assert np.array_equal(results[0].best, results[1].best)
+    assert len(first.rates) > len(full.rates)
 
 
 def test_mistakes_are_named() -> None:
