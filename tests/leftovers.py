@@ -1,7 +1,8 @@
-"""No process outlives the tests, however they end: by Ctrl-C, by SIGTERM, by kill -9.
+"""No process and no mount outlives the tests, however they end: by Ctrl-C, by SIGTERM, by kill -9.
 
 A plugin of pytest. All processes below it have its mark in their environment, also those that left its session and
-those of Ray. A process of its own waits for the end of pytest, and kills whoever still has the mark.
+those of Ray, and all mounts of the tests have it in their name. A process of its own waits for the end of pytest, and
+ends both. Where that process was killed too, the next run of pytest unmounts: it could not remove the old folders.
 """
 
 import os
@@ -16,16 +17,27 @@ from pathlib import Path
 
 MARK = "TESTS_OF"
 """The environment variable; its value is another one for each run."""
+MOUNT = "tests-of-"
+"""The name of a mount, before the mark."""
 LIMIT_S = 20.0
 
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # a worker of xdist is a process of the one that has started it
+        unmount()
         os.environ[MARK] = uuid.uuid4().hex
         words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
         others = {name: value for name, value in os.environ.items() if name != MARK}
         # Started for as long as pytest runs: nobody waits for it.
         subprocess.Popen(words, env=others, stdin=subprocess.DEVNULL, start_new_session=True).returncode = 0
+
+
+def unmount():
+    """Takes away the mounts of tests none of whose processes is left."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        name, folder, *_ = line.split()
+        if name.startswith(MOUNT) and not marked(name.removeprefix(MOUNT)):
+            subprocess.run(["umount", "--lazy", folder], check=False)
 
 
 def marked(mark):
@@ -52,6 +64,7 @@ def main(pid, mark):
                 os.kill(process, signal.SIGKILL)
                 print(f"left behind by the tests, and killed: {process} {words[:200]}", file=sys.stderr)
         time.sleep(0.1)
+    unmount()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whatever ends the tests, nothing of them is left."""
+"""Whatever ends the tests, no process and no mount of them is left."""
 
 import os
 import signal
@@ -10,17 +10,23 @@ import pytest
 from commands import gone, wait_for
 
 TESTS = """
-import subprocess, sys, time
+import os, subprocess, sys, time
+from contextlib import nullcontext
+from small_disks import mounted_disk
 def test_that_lasts(tmp_path):
     words = [sys.executable, "-c", "import time; time.sleep(600)"]
     pids = [subprocess.Popen(words, start_new_session=new).pid for new in (False, True)]
-    open({told!r}, "w").write(" ".join(map(str, pids)) + "\\n")
-    time.sleep(600)
+    with mounted_disk(tmp_path / "disk", "64k") if os.geteuid() == 0 else nullcontext(tmp_path) as disk:
+        (disk / "file").touch()
+        if os.geteuid() == 0:
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        open({told!r}, "w").write(" ".join(map(str, pids)) + "\\n")
+        time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_the_tests(tmp_path, number):
+def test_processes_and_mounts_end_with_the_tests(tmp_path, number):
     told = tmp_path / "pids"
     (tmp_path / "test_one.py").write_text(TESTS.format(told=str(told)))
     words = [
@@ -34,6 +40,8 @@ def test_processes_end_with_the_tests(tmp_path, number):
         "no:cacheprovider",
         "-n",
         "1",
+        "--basetemp",
+        "temporary",
         "test_one.py",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
@@ -43,3 +51,4 @@ def test_processes_end_with_the_tests(tmp_path, number):
     tests.send_signal(number)
     tests.wait(60)
     wait_for(lambda: all(gone(int(pid)) for pid in told.read_text().split()), 30, "the end of both")
+    wait_for(lambda: str(tmp_path / "temporary") not in Path("/proc/mounts").read_text(), 30, "the end of the mount")

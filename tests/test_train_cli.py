@@ -8,10 +8,12 @@ import json
 import re
 import shutil
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from commands import TINY, make_corpus, rows, run, start, wait_for
+from small_disks import mounted_disk
 
 from roxxel_dist.cli import main
 from roxxel_dist.train.checkpoint.store import CheckpointStore
@@ -230,21 +232,9 @@ def test_a_running_job_saves_when_it_is_asked(work):
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mounts a file system of so many kilobytes; skips, and says so, where that is not allowed."""
-    folder = tmp_path / "disk"
-
-    def mount(kilobytes):
-        folder.mkdir()
-        words = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
-        mounted = subprocess.run(words, capture_output=True, text=True)
-        if mounted.returncode:
-            folder.rmdir()
-            pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
-        return folder
-
-    yield mount
-    if folder.exists():
-        subprocess.run(["umount", folder], check=True)
+    """Mounts a file system of so many kilobytes."""
+    with ExitStack() as mounts:
+        yield lambda kilobytes: mounts.enter_context(mounted_disk(tmp_path / "disk", f"{kilobytes}k"))
 
 
 def test_a_disk_with_room_for_one_checkpoint(work, call, disk):

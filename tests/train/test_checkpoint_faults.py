@@ -9,6 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 from commands import wait_for
+from small_disks import mounted_disk
 
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 
@@ -16,13 +17,8 @@ from roxxel_dist.train.checkpoint.store import CheckpointStore
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 8 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with mounted_disk(tmp_path / "disk", "8m") as disk:
+        yield disk
 
 
 def names(folder):

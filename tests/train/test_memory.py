@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import make, rows, told, train
+from small_disks import mounted_disk
 
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.checkpoint import blocks, memory
@@ -188,14 +188,9 @@ def test_without_a_folder_there_are_no_copies_and_a_line_where_they_are_wanted(c
 @pytest.fixture
 def small_memory(tmp_path, monkeypatch):
     """Shared memory of 1 MB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
-    monkeypatch.setenv("ROXXEL_MEMORY", str(path))
-    yield path
-    subprocess.run(["umount", path], check=True)
+    with mounted_disk(tmp_path / "small", "1m") as path:
+        monkeypatch.setenv("ROXXEL_MEMORY", str(path))
+        yield path
 
 
 def test_too_small_a_memory_is_left_alone(corpus, small_memory, tmp_path, finished_run):

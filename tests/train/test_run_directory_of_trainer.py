@@ -9,6 +9,7 @@ import time
 import pytest
 from flax import nnx
 from runs import PHASES, Bigram, losses, make, rows, saved, train
+from small_disks import mounted_disk
 
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.checkpoint.metadata import ResumeSpec
@@ -93,17 +94,10 @@ def test_a_trainer_that_cannot_be_made_leaves_nothing_behind(corpus, tmp_path):
 
 
 def test_a_run_whose_first_checkpoint_cannot_be_written_ends(corpus, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
-    try:
+    with mounted_disk(tmp_path / "disk", "64k") as disk:
         made = make(corpus, disk / "run", PHASES)
         with pytest.raises(SaveError, match=r"step 1 could not be saved in .*No space left on device.* none yet"):
             made.run()
         made.close()
         assert made.step <= 1
         assert os.listdir(disk / "run" / "checkpoints") == []
-    finally:
-        subprocess.run(["umount", disk], check=True)

@@ -14,6 +14,7 @@ import pytest
 from commands import wait_for
 from flax import serialization
 from runs import model, told, train
+from small_disks import mounted_disk
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.mesh import make_mesh
@@ -138,12 +139,7 @@ def test_killed_in_the_midst_of_writing_it_leaves_the_file_before(tmp_path):
 
 
 def test_a_full_disk_is_a_line(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
-    try:
+    with mounted_disk(tmp_path / "disk", "100k") as disk:
         store, said = checkpoints(tmp_path, {3: 1.0}), []
         store.close()
         write_weights(disk / NEWEST, 2, {"w": np.zeros(3)})
@@ -153,8 +149,6 @@ def test_a_full_disk_is_a_line(tmp_path):
         full = "could not be written (No space left on device): the checkpoint of step 3 has the same weights"
         assert said == [f"{NEWEST} {full}"]
         assert (names(disk), step_of(disk / NEWEST)) == ([NEWEST], 2)
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_one_that_is_best_and_newest(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from buckets import opened
+from small_disks import mounted_disk
 
 from roxxel_dist.data.remote.cache import BlockCache, CacheError
 from roxxel_dist.data.remote.config import RemoteConfig
@@ -72,14 +73,10 @@ def test_a_reader_that_is_killed_leaves_a_cache_that_others_use(server, local, u
 
 @pytest.fixture
 def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with mounted_disk(tmp_path / "disk", "600k", "--lazy") as disk:
+        yield disk
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 def test_a_full_disk(url, local, small_disk):
     remote = opened(url, small_disk / "cache")
     offsets = (local.first_tokens[:, None] + np.arange(100) * 1900).ravel()
