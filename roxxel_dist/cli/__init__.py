@@ -120,6 +120,7 @@ def launch_group(words: list[str]) -> int:
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
 """Commands that wait for other processes, and tell or ask them something when they are interrupted."""
 COMMANDS = {
+    "demo": "roxxel_dist.cli.demo:demo",
     "data": "roxxel_dist.cli:data_group",
     "batch": "roxxel_dist.cli.train:batch",
     "train": "roxxel_dist.cli.train:train",
