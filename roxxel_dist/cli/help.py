@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def help_text(kind: type, command: str, *, default: Any = None, underscores: boo
     required = [_spelled(flag, underscores) for flag in flags if flag.is_required and flag.section != POSITIONALS]
     lines = [" ".join([f"usage: roxxel-dist {command}", *positional, *required, "[OPTIONS]"])]
     for paragraph in (inspect.getdoc(kind) or "").split("\n\n"):
-        lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False)]
+        lines += ["", *_wrapped(paragraph, width)]
     for section in _order(flags):
         lines += ["", f"{section}:"]
         for flag in flags:
@@ -196,8 +197,15 @@ def _positional(flag: Flag) -> str:
 
 
 def _entry(shown: str, text: str, width: int) -> list[str]:
-    wrapped = textwrap.wrap(text, width - COLUMN, break_on_hyphens=False, break_long_words=False)
+    wrapped = _wrapped(text, width - COLUMN)
     head = f"  {shown}"
     if len(head) <= COLUMN - 2 and wrapped:
         return [head.ljust(COLUMN) + wrapped[0], *(" " * COLUMN + line for line in wrapped[1:])]
     return [head, *(" " * COLUMN + line for line in wrapped)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text; what stands in backquotes, such as a command, is not broken."""
+    whole = re.sub(r"`[^`]*`", lambda span: "\0".join(span[0].split()), " ".join(text.split()))
+    lines = textwrap.wrap(whole, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in lines]
