@@ -1,10 +1,7 @@
 """The text of `--help`: one line of usage, what the command does, and its flags in sections."""
 
-import ast
 import dataclasses
-import functools
 import inspect
-import itertools
 import re
 import shutil
 import textwrap
@@ -14,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from roxxel_dist.component import field_docs
 from roxxel_dist.config import FIELD_TYPES
 
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]
@@ -112,19 +110,6 @@ def help_text(kind: type, command: str, *, default: Any = None, underscores: boo
 def flags_of(kind: type, default: Any = None) -> list[Flag]:
     """Every argument of a command, those of a config's fields among them."""
     return [*_own(kind, default), *_config_fields(kind, default)]
-
-
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of those it extends, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-        for field, text in itertools.pairwise(body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[name] = " ".join(doc.split())
-    return docs
 
 
 def _own(kind: Any, default: Any) -> Iterator[Flag]:
