@@ -1,5 +1,6 @@
 """The commands about one run: train, save, and what is found out before: plan, find-lr, batch."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -164,7 +165,8 @@ def _coordinates(args: PlanArgs, config: Config) -> int:
     """The coordinate check, as text or JSON, and its picture where matplotlib is installed."""
     from roxxel_dist.coordinates import check_coordinates, draw, table
 
-    check = check_coordinates(config, args.data_path)
+    with contextlib.redirect_stdout(sys.stderr):  # for --json: what a slow start prints is not the result
+        check = check_coordinates(config, args.data_path)
     if args.json:
         import json
 
@@ -224,6 +226,11 @@ def find_lr(words: list[str]) -> int:
             print(f"picture: {args.out}")
         except OSError as error:  # the sweep was not in vain
             problem = f"--out {args.out} cannot be written: {error.strerror}"
+    if config.model is None or config.parametrization == "mup":
+        base = config.base_widths or config.base_dim or config.dim
+        print(
+            f"carries over to another width: with parametrization mup and base width {base} the same rate is the best"
+        )
     print(f"Suggested LR: {suggested:.2e}", flush=True)
     if problem:
         raise UsageError(problem)
