@@ -42,6 +42,7 @@ from roxxel_dist.sweep.study import (
     is_study,
     read_study,
 )
+from roxxel_dist.sweep.transfer import wide_config, write_transferred
 from roxxel_dist.sweep.wandb_bridge.program import command_of
 from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
 
@@ -182,6 +183,12 @@ def open_sweep(
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
             raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+    if options.transfer_to is not None:
+        if not is_ours:
+            raise ValueError(
+                f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
+            )
+        wide_config(options.transfer_to, run.config, run.swept)
     # A loss or a model of the user's own may log anything.
     base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
@@ -281,3 +288,10 @@ def _last_words(run: SweepRun, reason: str) -> None:
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
     if study.done and run.program is None:
         print(f"train the best: roxxel-dist report {study.place} --best_config best.yaml")
+        if run.options.transfer_to is not None:
+            wide, best = (
+                wide_config(run.options.transfer_to, run.config, run.swept),
+                run.trial_config(study.done[0].params),
+            )
+            path = write_transferred(study, wide, run.config, best, run.swept)
+            print(f"train the wider model: roxxel-dist train --config {path}")
