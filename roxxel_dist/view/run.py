@@ -176,8 +176,7 @@ class RunReader:
         """The run as it is now; `job` is its newest."""
         self._metrics.read()
         row, cursor = self._metrics.row, read_cursor(self.path)
-        held = is_held(self.path, unknown=False)
-        state = "training" if held else "finished" if cursor.get("finished") else "stopped"
+        state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
             state = job.state
         checkpoints = _checkpoints(self.path / CHECKPOINTS)
@@ -220,6 +219,10 @@ class RunReader:
             with suppress(ValueError, KeyError, TypeError, IndexError):
                 realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
         return replace(now, spent=self._spent, attempts=attempts, realised=realised)
+
+    def is_trained(self) -> bool:
+        """Whether somebody trains in it now."""
+        return is_held(self.path, unknown=False)
 
 
 class RankRates:
