@@ -13,11 +13,7 @@ AZURITE := .cache/azurite
     bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
-	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
-	    --out $(DEMO_DATA) --tokenizer bpe --vocab_size 2048 --include '*.py' \
-	    --exclude test tests idlelib lib2to3 encodings pydoc_data
-	@exec env JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
-	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
+	@exec $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN)
 
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
