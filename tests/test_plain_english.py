@@ -39,9 +39,9 @@ NOUN_CLAUSE = re.compile(r"(?:What(?:ever)?|Who(?:ever)?)\b[^?]*[.:]?$")
 
 def paragraphs(markdown: str, tables: bool = True) -> list[str]:
     """The running text of a page: no code blocks, headings, pictures, link targets or table rules."""
-    text = re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)|</?[a-z][^>]*>", "", FENCE.sub("\n", markdown), flags=re.DOTALL)
-    text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "\n", text)
-    text = re.sub(r"(`+).+?\1", "code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), flags=re.DOTALL)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "\n", FENCE.sub("\n", markdown))
+    text = re.sub(r"(`+).+?\1", "code", re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL), flags=re.DOTALL)
+    text = re.sub(r"</?[a-z][^>]*>", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
     found: list[str] = []
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)", text):
         if part.lstrip().startswith("|"):
