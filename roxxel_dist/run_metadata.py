@@ -35,7 +35,17 @@ only by name."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 """Fields that decide which tokens a step reads where no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
-FIXED_FIELDS = ("model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type")
+FIXED_FIELDS = (
+    "model",
+    "optimizer",
+    "use_bf16",
+    "init_from",
+    "seed",
+    "phases",
+    "val_fraction",
+    "tokenizer_type",
+    "virtual_shards",
+)
 """Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
 
 
@@ -203,6 +213,8 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
     # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
     fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
+    if config.virtual_shards:  # the rows that are added up first
+        fixed |= {"grad_accum"}
     if amend:
         fixed -= {*AMENDABLE}
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):

@@ -27,6 +27,8 @@ FREE_FIELDS = {
     "profile_steps", "wandb", "wandb_project", "sample_prompt", "sample", "cache_dir", "cache_gb", "store_timeout",
 }  # fmt: skip
 """Fields of a config that change no number of a step."""
+OF_TOPOLOGY = ("devices", "processes", "distributed", "xla_flags")
+"""Of what decides bits, what tells how many devices and processes there are, the number of simulated ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,16 @@ class Segment:
     @property
     def numbers(self) -> dict[str, Any]:
         """All that decides the numbers of its steps, as far as the run knows."""
-        return {name: value for name, value in self.config.items() if name not in FREE_FIELDS} | {"bits": self.bits}
+        numbers = {name: value for name, value in self.config.items() if name not in FREE_FIELDS}
+        bits = {name: value for name, value in self.bits.items() if not (self.is_exact and name in OF_TOPOLOGY)}
+        if self.is_exact:
+            bits["devices"] = sorted(self.bits.get("devices", {}))
+        return numbers | {"bits": bits}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether any number of devices in any number of processes gives the same bits."""
+        return bool(self.config.get("virtual_shards"))
 
 
 @dataclass(frozen=True, kw_only=True)
