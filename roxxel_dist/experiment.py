@@ -12,7 +12,7 @@ from typing import Any
 
 from roxxel_dist.builders import RunComponents, build_components, on_primary, open_corpus, temporary_folder
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run
+from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors

@@ -154,7 +154,10 @@ def write_run_metadata(
     if not trainer.finished or saved.get("init_from") != config.init_from:
         metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
-            changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
+            was, now = RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"]
+            if config.virtual_shards:  # the same on other devices
+                was, now = map(determinism.without_topology, (was, now))
+            changed = [*changed, *determinism.changed(was, now)]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())

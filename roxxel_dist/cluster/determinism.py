@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.jax_private import backends_are_initialized
+from roxxel_dist.cluster.mesh import CPU_DEVICES
 
 DEFAULT_MIN_COMPILE_S = 1.0
 """jax's own: programs that compile faster are not kept in its cache."""
@@ -27,6 +28,8 @@ SHARD_THREADS = 16
 """Threads of XLA's pool with fewer than half as many virtual shards."""
 SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
 """Settings of jax that decide bits."""
+OF_TOPOLOGY = ("devices", "processes", "distributed", "xla_flags")
+"""Of what decides bits, what tells how many devices and processes there are, the number of simulated ones included."""
 
 
 def pin_threads(count: int | None = None) -> int:
@@ -139,6 +142,15 @@ def numerics_fingerprint() -> dict[str, Any]:
         "jaxlib": version("jaxlib"),
         **{name: getattr(jax.config, name) for name in SETTINGS},
     }
+
+
+def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint without what tells how many devices and processes there are: all that decides the bits of a run
+    with virtual shards. The kinds of devices stay."""
+    flags = str(bits.get("xla_flags", "")).split()
+    kept = {name: value for name, value in bits.items() if name not in OF_TOPOLOGY}
+    kept["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+    return kept | {"devices": sorted(bits.get("devices", {}))}
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Runs with virtual shards: the same bits on any number of devices, in any number of processes."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -28,13 +29,29 @@ class Net(nnx.Module):
 def build(config, rngs):
     return Net(config.vocab_size, rngs)
 """
+BLENDED = BLEND + CONFIG["phases"][1:]
 VARIANTS = {
-    "adamw": {},
-    "muon": {"optimizer": "muon", "grad_accum": 2, "phases": [{"steps": 8, "batch_size": 16, "seq_len": 33}]},
-    "bfloat16": {"bf16_compute": True, "phases": BLEND + CONFIG["phases"][1:], "datasets": {"more": "data"}},
-    "own": {"model": "own:build", "phases": [{"steps": 6, "batch_size": 16, "seq_len": 33}]},
-    "experts": {"use_moe": True, "n_experts": 4, "top_k_mlp": 2, "use_bf16": True},
+    "AdamW, float32": {},
+    "Muon, `grad_accum: 2`": {"optimizer": "muon", "grad_accum": 2, "phases": CONFIG["phases"][:1]},
+    "AdamW, `bf16_compute`, two phases of which one blends by row": {
+        "bf16_compute": True,
+        "phases": BLENDED,
+        "datasets": {"more": "data"},
+    },
+    "Muon, `use_bf16`, the same phases": {
+        "optimizer": "muon",
+        "use_bf16": True,
+        "phases": BLENDED,
+        "datasets": {"more": "data"},
+    },
+    "experts (`use_moe`), AdamW, `use_bf16`": {"use_moe": True, "n_experts": 4, "top_k_mlp": 2, "use_bf16": True},
+    "a model of one's own with running statistics, AdamW": {
+        "model": "own:build",
+        "phases": [{"steps": 6, "batch_size": 16, "seq_len": 33}],
+    },
+    "adapters (`use_lora`) on another run": {"use_lora": True, "init_from": "runs/base"},
 }
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "exactness.md"
 TOPOLOGIES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 2)]
 
 
@@ -51,15 +68,15 @@ def write_config(desk, **more):
 
 
 def trained(desk, processes, devices, name, *more):
-    """(the losses and the digest of every step, the hash of the last weights) of a run."""
+    """The losses and the digest of every step, and the last weights, of a run, as one hash."""
     done = run(*launched(processes, devices, f"runs/{name}", *more), cwd=desk)
     assert done.returncode == 0, done.stdout + done.stderr
     logged = [
         (step, row["train_loss"], row.get("val_loss"), row["digest"])
         for step, row in rows(desk / "runs" / name).items()
     ]
-    weights = desk / "runs" / name / "model_weights.msgpack"
-    return logged, hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None
+    weights = (desk / "runs" / name / "model_weights.msgpack").read_bytes()
+    return hashlib.sha256(repr(logged).encode() + weights).hexdigest()
 
 
 def test_a_run_that_changes_its_devices_has_the_bits_of_one_that_does_not_and_is_audited_on_others(desk):
@@ -72,13 +89,25 @@ def test_a_run_that_changes_its_devices_has_the_bits_of_one_that_does_not_and_is
     assert "equal to the bit over 12 steps" in audit.stdout
 
 
+def table_row(variant, hashes):
+    """A line of the table in docs/concepts/exactness.md, of the hash of each topology."""
+    topologies = ", ".join(f"{processes}x{devices}" for processes, devices in hashes)
+    return f"| {variant} | {topologies} | {'one' if len(set(hashes.values())) == 1 else 'several'} |"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_hash(desk, variant):
+    """The whole table of docs/concepts/exactness.md; `-s` shows the hashes."""
+    write_config(desk)
+    if "init_from" in VARIANTS[variant] and not (desk / "runs" / "base").exists():
+        trained(desk, 1, 1, "base", "--max_steps", 3)
     write_config(desk, **VARIANTS[variant])
-    results = {t: trained(desk, *t, f"{variant}-{t[0]}x{t[1]}") for t in TOPOLOGIES}
-    assert {t: result == results[1, 1] for t, result in results.items()} == dict.fromkeys(TOPOLOGIES, True)
+    number = list(VARIANTS).index(variant)
+    hashes = {t: trained(desk, *t, f"{number}-{t[0]}x{t[1]}") for t in TOPOLOGIES}
+    print(variant, {t: digest[:8] for t, digest in hashes.items()})
+    assert table_row(variant, hashes) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(

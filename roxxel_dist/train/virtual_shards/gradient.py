@@ -89,6 +89,7 @@ class ShardPrograms:
         if losses.row_loss is not None:
             own = jnp.float32(losses.row_loss).reshape(-1)
             row_loss = jax.lax.dynamic_update_slice(jnp.zeros(own.size * self.shards), own, (shard * own.size,))
+        # A key goes through a scan over layers as another array, and stays what it is: a stream changes its count.
         counts, statistics = random_counts(self.split) & changed, changed - random_keys(rest)
         sums = Sums(
             grads, weighted(loss, weight).sum(), counted, scalars, row_loss,
@@ -170,6 +171,6 @@ def check_statistics(statistics: Leaves) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"virtual_shards: the model changes {name!r} of {leaf.dtype} as it is called, and each shard would "
-                f"have a value of its own: keep it in floating point, of which the mean is taken, or set "
-                f"virtual_shards to 0"
+                f"have a value of its own: change only what is in floating point, of which the mean is taken, or "
+                f"set virtual_shards to 0"
             )
