@@ -130,11 +130,8 @@ def of_class(name: str, kind: type) -> str:
     elif "__init__" in kind.__dict__:
         signature = of(title, source_of(kind.__init__)).removesuffix(" -> None")
     listed = [f"- `{ast.unparse(node)}`: {escaped(known[node.target.id])}" for node in own if node.target.id in known]
-    parts = [
-        entry(
-            name, title, "###", signature, "\n\n".join(filter(None, [docs(ast.get_docstring(tree)), "\n".join(listed)]))
-        )
-    ]
+    text = "\n\n".join(filter(None, [docs(ast.get_docstring(tree)), "\n".join(listed)]))
+    parts = [entry(name, title, "###", signature, text)]
     methods = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}  # of overloads the last
     for method, node in methods.items():
         if method.startswith("_"):

@@ -60,7 +60,8 @@ def site(tmp_path_factory):
     shutil.copy(ROOT / "mkdocs.yml", folder)
     # A warning is an error (--strict): a link that leads nowhere.
     words = [Path(sys.executable).parent / "zensical", "build", "--strict", "--config-file", "mkdocs.yml"]
-    result = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    env = os.environ | {"NO_COLOR": "1"}
+    result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder / ".cache" / "site"
 

@@ -2,12 +2,14 @@
 
 import inspect
 import pydoc
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from roxxel_dist import Config, Curriculum, Phase, Roxxel
-from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.config import LoopKeywords, LoopOptions
+from roxxel_dist.train.trainer import loop_options
 
 
 def test_a_config_shows_what_differs_from_the_defaults():
@@ -36,3 +38,9 @@ def test_phases_curricula_and_plans(tmp_path):
     plan = curriculum.plan(seed=5)
     assert repr(plan) == "<Plan: 25 steps, 2 phase(s) of self, code, seed 5>"
     assert repr(plan.amend(10)) == "<Plan: 25 steps, 2 phase(s) of self, code, seed 5, amended at step 11>"
+
+
+def test_a_trainer_knows_its_options():
+    assert get_type_hints(LoopKeywords) == get_type_hints(LoopOptions)
+    with pytest.raises(TypeError, match=r"^Trainer: there is no option 'log_evry': did you mean 'log_every'\?$"):
+        loop_options({"log_evry": 1})

@@ -34,6 +34,8 @@ CONFIG_SECTIONS = {
 """The sections of a config's fields, in the order of the help, each by its first field in the order of the classes."""
 CLASS_SECTIONS = {"JobOptions": "Processes, restarts, limits", "HostOptions": "Hosts that fail or are slow"}
 """The sections of the flags that several commands share, by the class that declares them."""
+SWEEP_SECTIONS = {"ray_address": "Ray cluster and resources", "max_trial_time": "Limits"}
+"""The sections of the flags of `sweep`, each by its first flag."""
 MIN_WIDTH, MAX_WIDTH, COLUMN = 60, 100, 26
 
 
@@ -113,12 +115,13 @@ def flags_of(kind: type, default: Any = None) -> list[Flag]:
 
 
 def _own(kind: Any, default: Any) -> Iterator[Flag]:
-    hints, docs = get_type_hints(kind, include_extras=True), field_docs(kind)
+    hints, docs, run_on = get_type_hints(kind, include_extras=True), field_docs(kind), OPTIONS
     for field in dataclasses.fields(kind):
         hint, name = hints[field.name], field.name
         if name == "fields":
             continue
         owner = next(base.__name__ for base in kind.__mro__ if name in inspect.get_annotations(base))
+        run_on = SWEEP_SECTIONS.get(name, run_on)
         is_positional = get_origin(hint) is Annotated and POSITIONAL in get_args(hint)[1:]
         value = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -129,7 +132,7 @@ def _own(kind: Any, default: Any) -> Iterator[Flag]:
             hint=plain,
             default=getattr(default, name, value),
             doc=docs.get(name, ""),
-            section=POSITIONALS if is_positional else CLASS_SECTIONS.get(owner, OPTIONS),
+            section=POSITIONALS if is_positional else CLASS_SECTIONS.get(owner, run_on),
             is_switch=plain is bool and value is False,
         )
 
@@ -148,7 +151,7 @@ def _config_fields(kind: Any, default: Any) -> Iterator[Flag]:
 
 def _order(flags: list[Flag]) -> list[str]:
     there = {flag.section for flag in flags}
-    known = [POSITIONALS, OPTIONS, *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
+    known = [POSITIONALS, OPTIONS, *SWEEP_SECTIONS.values(), *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
     return [section for section in known if section in there or section == OPTIONS]
 
 

@@ -144,7 +144,7 @@ def test_lines_in_a_file_have_the_time(tmp_path):
     assert [line.split(" | ", 1)[1] for line in lines] == [
         "two",
         "lines",
-        "Step  1/20 | Train: 1.0000",
+        "Step  1/20 | Train: 1.0000 | accuracy: 0.5000",
         "Traceback",
     ]
     assert all(line[2] == line[5] == ":" for line in lines)
