@@ -1,6 +1,7 @@
 """The site is built without a warning, what it says of the program is what the program says, and no block is unread."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -95,7 +96,7 @@ def test_the_reference_has_every_public_name_command_and_field(site):
     assert not missing
     assert {"roxxel_dist.sweep.make", "roxxel_dist.Roxxel.stream", "config"} <= places
     places = Seen(site / "reference" / "cli.html").places
-    groups = {"data": ("build", "info", "verify", "index"), "launch": tuple(backends.options())}
+    groups = {"data": ("build", "append", "info", "verify", "index"), "launch": tuple(backends.options())}
     names = [f"{name}-{sub}".strip("-") for name in COMMANDS for sub in groups.get(name, ("",))]
     assert set(names) <= places
     text = (DOCS / "reference" / "cli.md").read_text()
