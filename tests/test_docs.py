@@ -63,7 +63,9 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("word", ["hang", "OOM", "out of memory", "preempt", "resume", "NaN", "early stopping", "mixture"])
+@pytest.mark.parametrize(
+    "word", ["hang", "OOM", "out of memory", "preempt", "resume", "NaN", "early stopping", "mixture"]
+)
 def test_a_search_finds_what_people_look_for(site, word):
     index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert [one for one in index if re.search(rf"\b{word}", f"{one['title']} {one['text'][:400]}", re.IGNORECASE)]

@@ -40,7 +40,9 @@ NOUN_CLAUSE = re.compile(r"(?:What(?:ever)?|Who(?:ever)?)\b[^?]*[.:]?$")
 def paragraphs(markdown: str, tables: bool = True) -> list[str]:
     """The running text of a page: no code blocks, headings, pictures, link targets or table rules."""
     text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "\n", FENCE.sub("\n", markdown))
-    text = re.sub(r"(`+).+?\1", "code", re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL), flags=re.DOTALL)
+    text = re.sub(
+        r"(`+).+?\1", "code", re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL), flags=re.DOTALL
+    )
     text = re.sub(r"</?[a-z][^>]*>", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
     found: list[str] = []
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)", text):
@@ -66,7 +68,9 @@ def syllables(word: str) -> int:
     word = re.sub(r"[^a-z]", "", word.lower())
     silent = re.search(r"[^aeiouyl]e$|[^aeiouytd]ed$|(?:[^aeiouyscxz]|[^aeiouy]{2})es$|[aeiouy]le$", word)
     silent = silent and not re.search(r"(?:sh|ch|dg|rg|ng)es$", word)
-    return max(1, len(re.findall(r"[aeiouy]+", word)) + bool(re.search(r"[aiou]a|io[^nu]|[^gqt]uo", word)) - bool(silent))
+    return max(
+        1, len(re.findall(r"[aeiouy]+", word)) + bool(re.search(r"[aiou]a|io[^nu]|[^gqt]uo", word)) - bool(silent)
+    )
 
 
 def reading_ease(markdown: str) -> float:
