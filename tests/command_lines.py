@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 import yaml
 
-from roxxel_dist.cli import COMMANDS, main
+from roxxel_dist.cli import COMMANDS, arguments, main
 from roxxel_dist.cli import launch as launch_command
 from roxxel_dist.cli.arguments import flag_types
 from roxxel_dist.config import Config
@@ -80,17 +80,17 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
     """The options of a command and their types, as --a_b."""
     kinds: list[type] = []
 
-    def parse(kind: type, *, args: list[str], **_: Any) -> None:
+    def helped(kind: type, *_: Any, **__: Any) -> None:
         kinds.append(kind)
         raise Parsed
 
-    parser, tyro.cli = tyro.cli, parse
+    text, arguments.help_text = arguments.help_text, helped
     try:
         main([*path, "--help"])
     except Parsed:
         pass
     finally:
-        tyro.cli = parser
+        arguments.help_text = text
     return {f"--{name}": hint for name, hint in flag_types(kinds[0]).items()} | {"--help": bool}
 
 

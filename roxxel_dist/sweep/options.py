@@ -72,6 +72,9 @@ class SweepOptions:
     """Retries of a trial whose worker or node was lost."""
     sweep_id: str | None = None
     """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
+    transfer_to: str | None = None
+    """Config of a wider or deeper model: where the search ends, transferred.yaml in the study is that config with the
+    best parameters, parametrization mup, and base_dim the width that was searched at."""
     dry_run: bool = False
     """Print trials, devices and, where they are known, hours; run nothing."""
 

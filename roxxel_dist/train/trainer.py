@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from roxxel_dist.cluster.determinism import enable_compilation_cache
+from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.executables import all_installed
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
@@ -78,6 +78,8 @@ from roxxel_dist.train.train_step import (
     make_step,
 )
 from roxxel_dist.train.verification import Verification
+from roxxel_dist.train.virtual_shards.layout import DeviceStates, check_virtual_shards
+from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
 
 
 class Trainer:
@@ -137,11 +139,14 @@ class Trainer:
         **options: Any,
     ) -> None:
         self.options: LoopOptions = LoopOptions(**options)
+        pin_for_shards(self.options.virtual_shards)
         enable_compilation_cache()
         self.mesh: Mesh = mesh or make_mesh()
         self._sharding = data_sharding or batch_sharding(self.mesh)
         self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(self._curriculum.shapes, grad_accum_steps)
+        if self.options.virtual_shards:
+            check_virtual_shards(self.options.virtual_shards, self._curriculum.shapes, grad_accum_steps, self.mesh)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
         self._model = model if isinstance(model, nnx.Module) else None
@@ -202,7 +207,8 @@ class Trainer:
         options = self.options
         copy = self._memory and self._memory.newest(self.store.latest_step() or 0)
         start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin, copy=copy)
-        self._split, self._state, hparams = init_state(
+        init = init_state_of_copies if options.virtual_shards else init_state
+        self._split, self._parts, hparams = init(
             model, InitialState(self._optimizer), self.mesh, fsdp=options.fsdp,
             dtype=jnp.bfloat16 if options.use_bf16 else None, restored=start.step > 0, load=start.load,
         )  # fmt: skip
@@ -221,18 +227,24 @@ class Trainer:
         # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
         self._like: TrainState = abstract(self._state)
         dtype = jnp.bfloat16 if options.bf16_compute else None
-        self._train_step = make_step(
+        self._train_step: Any = make_step(
             self._split, self._loss_fn, self._optimizer, self._like, self._sharding,
             grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
         self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
+        evaluate: Any = self._eval_step
+        if options.virtual_shards:
+            self._train_step, evaluate = make_sharded_steps(
+                self._split, self._loss_fn, self._optimizer, self._sharding, shards=options.virtual_shards,
+                grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+            )  # fmt: skip
         self._compiler.identity = self._identity(model, dtype)
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
         primary = self._curriculum.primary_streamer
         self._validation = Validation(
-            validation, primary, self._eval_step, self._compiler, self._sharding, options.eval_iters, blocks
+            validation, primary, evaluate, self._compiler, self._sharding, options.eval_iters, blocks
         )
         if not self.finished:
             self._chain = DigestChain(self._compiler, self._metadata.digest, self.step)
@@ -247,7 +259,7 @@ class Trainer:
             self._compile_phase(self.step)
         if self.step:
             with self._progress.doing("restore"):
-                self._state = restore_start(self.store, self.start, self._state)
+                self._parts = restore_start(self.store, self.start, self._state)
                 on_disk = self.start.source is None and self.start.copy is None
                 if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
@@ -271,6 +283,7 @@ class Trainer:
         if not built_in or self._loss_fn is not token_losses or not all_installed():
             return None
         parts = model, self._optimizer, self._sharding, self._grad_accum, dtype, self.options.on_bad_step
+        parts = *parts, self.options.virtual_shards
         return repr((token_losses.__name__, *parts))
 
     def _init_reporting(self) -> None:
@@ -287,6 +300,11 @@ class Trainer:
         )
         steps = options.profile_steps
         self._profiler = None if steps is None else Profiler(self._folder / "profile", *steps, log=log)
+
+    @property
+    def _state(self) -> TrainState:
+        """The state as global arrays; with virtual shards the steps pass on what lies on each device."""
+        return self._parts.whole if isinstance(self._parts, DeviceStates) else self._parts
 
     @property
     def state(self) -> TrainView:
@@ -365,7 +383,7 @@ class Trainer:
             batch = next(stream)  # read while the devices work on the steps before
             if self._throttler.wait_for_next():
                 self._timer.finished()
-            self._state, metrics = train_step(self._state, self._hparams, batch)  # donates the state
+            self._parts, metrics = train_step(self._parts, self._hparams, batch)  # donates the state
             metrics = metrics._replace(digest=self._chain.add(stream.rows, metrics.scalars["loss"]))
             self._flush_metrics()  # of the step before: they are there, and the devices are busy with this one
 
@@ -517,8 +535,8 @@ class Trainer:
         self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
         # Of shapes alone: there may be no room for two states.
         like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
-        del self._state
-        self._state, self.step = restore(self.store, step, like), step
+        del self._parts
+        self._parts, self.step = restore(self.store, step, like), step
         self._deferred = None
         self.logger.text(f"{bad}\ngoing back to step {step}; the rows of step {bad.step} are left out")
         self.logger.rewind(step)

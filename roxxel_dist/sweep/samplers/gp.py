@@ -5,7 +5,7 @@ of the number of dimensions, so that a space of many dimensions does not look li
 2024); signal and noise are fitted too. All three are found together, as the maximum of their posterior.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve, get_lapack_funcs
@@ -20,7 +20,7 @@ SIGNAL = (-3.0, 3.0)
 NOISE = (np.log(1e-5), 0.0)
 USUAL_SCALE = 0.3
 """Of one dimension. With longer ones a search believes too soon that it has seen everything, and stays where it is."""
-USUAL_NOISE, NOISE_SPREAD = np.log(1e-2), 1.5
+USUAL_NOISE, NOISE_SPREAD = 1e-2, 1.5
 STEPS = 60
 _CHOLESKY, _INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
@@ -43,10 +43,10 @@ class _Posterior:
     Its argument: d log scales, the log of the signal's variance, the log of the noise's variance.
     """
 
-    def __init__(self, points: np.ndarray, values: np.ndarray) -> None:
+    def __init__(self, points: np.ndarray, values: np.ndarray, noise: float = USUAL_NOISE) -> None:
         self._points, self._values = points, values
         self._dims = points.shape[1]
-        self.centre = np.r_[np.full(self._dims, np.log(USUAL_SCALE) + np.log(self._dims) / 2), 0.0, USUAL_NOISE]
+        self.centre = np.r_[np.full(self._dims, np.log(USUAL_SCALE) + np.log(self._dims) / 2), 0.0, np.log(noise)]
         self._spread = np.r_[np.ones(self._dims + 1), NOISE_SPREAD]
 
     def __call__(self, theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -73,14 +73,15 @@ class _Posterior:
         return loss + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
 
 
-def fit_hyperparameters(points: np.ndarray, values: np.ndarray) -> np.ndarray:
+def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = USUAL_NOISE) -> np.ndarray:
     """The log scales, log signal and log noise that explain values best: float64[d + 2]; see `condition`.
 
     Args:
         points: float64[n, d].
         values: float64[n].
+        noise: the centre of the prior of the noise's variance.
     """
-    posterior = _Posterior(points, values)
+    posterior = _Posterior(points, values, noise)
     start = posterior.centre - np.r_[np.ones(points.shape[1]), 0.0, 0.0]
     bounds = [SCALES] * points.shape[1] + [SIGNAL, NOISE]
     options = {"maxiter": STEPS, "ftol": 1e-4, "gtol": 1e-3}
@@ -95,6 +96,8 @@ class GaussianProcess:
     """Log scales, log signal, log noise."""
     best: float
     """The least mean at a point that was seen: one lucky measurement does not count for much."""
+    _points: np.ndarray
+    _values: np.ndarray
     _scaled: np.ndarray
     _inverse: np.ndarray
     _weights: np.ndarray
@@ -110,6 +113,28 @@ class GaussianProcess:
         kernel = signal * _kernel(scaled, self._scaled)[0]
         variance = signal - np.einsum("ij,ij->i", kernel @ self._inverse, kernel)
         return kernel @ self._weights, np.sqrt(np.maximum(variance, 1e-12))
+
+    def leave_one_out(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of each value, had all others been seen and it not: float64[n] each.
+
+        Rasmussen and Williams 2006, equation 5.12.
+        """
+        variance = 1 / np.diag(self._inverse)
+        return self._values - self._weights * variance, np.sqrt(variance)
+
+    def imputed(self, points: np.ndarray, share: np.ndarray | float = 0.0, other: float = 0.0) -> "GaussianProcess":
+        """The process that believes its own mean at points not measured: less is unknown, and `best` is as before.
+
+        Args:
+            points: float64[m, d].
+            share: of another value that is believed in place of the mean: float64[m], in [0, 1].
+            other: that value.
+        """
+        if not len(points):
+            return self
+        believed = (1 - share) * self.predict(points)[0] + share * other
+        whole = condition(np.r_[self._points, points], np.r_[self._values, believed], self.theta)
+        return replace(whole, best=self.best)
 
     def log_expected_improvement(self, points: np.ndarray) -> np.ndarray:
         """The logarithm of the expected improvement over `best`: float64[m] for float64[m, d]."""
@@ -160,4 +185,6 @@ def condition(points: np.ndarray, values: np.ndarray, theta: np.ndarray) -> Gaus
     inverse = cho_solve(cho_factor(covariance, lower=True), np.eye(len(values)))
     weights = inverse @ values
     best = float((kernel @ weights).min())
-    return GaussianProcess(theta=theta, best=best, _scaled=scaled, _inverse=inverse, _weights=weights)
+    return GaussianProcess(
+        theta=theta, best=best, _points=points, _values=values, _scaled=scaled, _inverse=inverse, _weights=weights
+    )
