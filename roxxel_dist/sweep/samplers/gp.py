@@ -22,6 +22,8 @@ USUAL_SCALE = 0.3
 """Of one dimension. With longer ones a search believes too soon that it has seen everything, and stays where it is."""
 USUAL_NOISE, NOISE_SPREAD = 1e-2, 1.5
 STEPS = 60
+PATH, STRIDE = 8, 0.15
+"""Steps of a path between two draws, and their length: nine of ten draws are taken."""
 _CHOLESKY, _INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
 
@@ -86,6 +88,36 @@ def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = U
     bounds = [SCALES] * points.shape[1] + [SIGNAL, NOISE]
     options = {"maxiter": STEPS, "ftol": 1e-4, "gtol": 1e-3}
     return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+
+
+def sample_hyperparameters(
+    points: np.ndarray, values: np.ndarray, theta: np.ndarray, count: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Draws from the posterior of what `fit_hyperparameters` finds the maximum of, `theta`, where they begin.
+
+    Few values leave much open, which one maximum hides (Snoek, Larochelle, Adams 2012). The draws are the ends of
+    Hamiltonian paths (Neal 2011); one that leaves the bounds is refused.
+
+    Returns:
+        `count` arrays, float64[d + 2] each.
+    """
+    posterior = _Posterior(points, values)
+    low, high = np.array([SCALES] * points.shape[1] + [SIGNAL, NOISE]).T
+    loss, slope = posterior(theta)
+    draws = []
+    for _ in range(count):
+        momentum = rng.normal(size=len(theta))
+        energy, place, pull = loss + 0.5 * momentum @ momentum, theta, slope
+        for _ in range(PATH):
+            momentum = momentum - 0.5 * STRIDE * pull
+            place = place + STRIDE * momentum
+            there, pull = posterior(place)
+            momentum = momentum - 0.5 * STRIDE * pull
+        inside = (place > low).all() and (place < high).all()
+        if inside and np.log(rng.random()) < energy - there - 0.5 * momentum @ momentum:
+            theta, loss, slope = place, there, pull
+        draws.append(theta)
+    return draws
 
 
 @dataclass(frozen=True, kw_only=True)
