@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit, log_ndtr, logsumexp
+from scipy.special import expit, log_ndtr
 from threadpoolctl import threadpool_limits
 
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
@@ -125,7 +125,7 @@ MOST_TRIALS = 250
 """Trials that a process is given: the cost of a suggestion grows with their square, and with no more of them."""
 MOST_FAILURES = 60
 """Of these, the latest that failed."""
-MEMBERS, MEMBERS_TIMES = 6, 400
+MEMBERS, MEMBERS_TIMES = 4, 400
 """Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
 FAILURE_NOISE = 0.1
 """The centre of the prior of a failure's noise: some trials fail for no reason."""
@@ -189,7 +189,7 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
     log_constant = np.log(np.where(failed, others, 1 - others)).sum()
     weight = float(expit(log_modelled - log_constant - ACCIDENTS))
     return FailureModel(
-        process=process.imputed(running),
+        process=process.given(running, process.predict(running)[0]),
         limit=limit,
         rate=rate,
         weight=weight,
@@ -219,7 +219,7 @@ class Acquisition:
 
 def _log_mean(scores: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     """The log of the mean of numbers given by their logs, float64[k, m]: float64[m]."""
-    return logsumexp(np.array(scores), axis=0) - np.log(len(scores))
+    return np.logaddexp.reduce(np.array(scores), axis=0) - np.log(len(scores))
 
 
 class BayesSampler:
@@ -268,10 +268,15 @@ class BayesSampler:
         processes = []
         for theta in thetas:
             process = condition(known_at, values, theta)
-            if failure is not None and len(known) >= 2:
+            best = process.best
+            if failure is not None and len(failed_at) and len(known) >= 2:
                 # What fails by its parameters is as bad as the worst; what fails by accident is as good as it looks.
-                process = process.imputed(failed_at, failure.blame, values.max())
-            processes.append(process.imputed(running_at))
+                believed = (1 - failure.blame) * process.predict(failed_at)[0] + failure.blame * values.max()
+                process = process.given(failed_at, believed)
+            if len(running_at):
+                drawn = process.draw(running_at, rng)
+                process, best = process.given(running_at, drawn), min(best, float(drawn.min()))
+            processes.append(replace(process, best=best))
         return Acquisition(values=processes, failure=failure)
 
     def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
