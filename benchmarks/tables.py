@@ -72,8 +72,8 @@ TABLES = (
     ),
     Table(
         name="train_mup", part="mup", title="Learning rates of wider models",
-        question="By how much does the best learning rate move from dim 32 to dim 256, with the standard parametrization "
-        "and with mup?",
+        question="By how much does the best learning rate move from dim 32 to dim 256, with the standard "
+        "parametrization and with mup?",
         how="Trainings of 150 steps of 16 x 65 tokens at eight rates, each twice the one before, of a model of two "
         "blocks; the rate with the lowest mean loss of the last 20 steps is the best one. One seed.",
         quick="dim 32 to 128, and adamw alone",
