@@ -89,7 +89,7 @@ class Follower(Reader):
         assert not missing, f"{block.where}: {missing} is not in\n{self.printed}"
 
     def comparable(self, line: str) -> str:
-        """A line without what differs from machine to machine: paths of the reader and of Python, hosts, numbers but those behind =."""
+        """A line without paths, hosts and numbers, which differ; numbers behind = stay."""
         line = re.sub(r"\S*/bin/python[\d.]*", "python3", line.replace(str(self.folder), "/home/me/work"))
         line = re.sub(r"\b(?:node|h)\d\b|\b[\d.]{7,}\b", "HOST", line.replace(platform.node(), "node1"))
         return " ".join(re.sub(r"(?<![=\d,.:])\d[\d.,:]*", "N", re.sub(r"-[0-9a-f]{8}\b", "-ID", line)).split())

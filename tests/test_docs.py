@@ -1,6 +1,7 @@
 """The site is built without a warning, what it says of the program is what the program says, and no block is unread."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -70,6 +71,17 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_the_reference_is_what_the_program_says(name):
     assert reference.page(name) == (reference.FOLDER / name).read_text(), "run `make reference`"
+
+
+@pytest.mark.parametrize(
+    "word", ["hang", "OOM", "out of memory", "preempt", "resume", "NaN", "early stopping", "mixture"]
+)
+def test_a_search_finds_what_people_look_for(site, word):
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert [one for one in index if re.search(rf"\b{word}", f"{one['title']} {one['text'][:400]}", re.IGNORECASE)]
+    if word in ("hang", "OOM", "preempt", "resume", "NaN"):
+        named = [one["location"] for one in index if re.search(rf"\b{word}", one["title"], re.IGNORECASE)]
+        assert any(location.startswith("troubleshooting.html#") for location in named), named
 
 
 def constants():
