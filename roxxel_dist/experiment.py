@@ -29,6 +29,7 @@ from roxxel_dist.run_directory import (
     DATA,
     TOKENIZER,
     RunDirectory,
+    RunResult,
     check_still_there,
     default_run_dir,
 )
@@ -108,8 +109,10 @@ class Experiment:
         from_step: int | None = None,
         skip_steps: tuple[int, int] | None = None,
         local_dir: str | Path | None = None,
-    ) -> Path:
+    ) -> RunResult:
         """Train and return the run directory; of a run in a bucket the local folder that has what this host wrote.
+
+        Ctrl-C and SIGTERM stop it after the step in hand: that step is saved, and the result says `stopped`.
 
         A resumed run, and a fork, keeps each field of its config that the one here does not give, but for `max_steps`.
 
@@ -152,7 +155,7 @@ class Experiment:
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # which may be another one on each host
         if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
-            return run
+            return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
 
         with contextlib.ExitStack() as held:
             directory = RunDirectory(run, str(bucket or run))
@@ -187,7 +190,7 @@ class Experiment:
             arguments = (trainer, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             self._run(trainer, run, tokenizer, ids, bucket)
-        return run
+        return RunResult.of(run, trainer.step, stopped=self.stopped)
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -249,6 +252,11 @@ class Experiment:
         past = _Past(
             saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved
         )
+        if program := RunMetadata.of(past.config).program:
+            raise ValueError(
+                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
+                f"start that program again; it continues from the newest checkpoint"
+            )
         # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)

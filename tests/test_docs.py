@@ -108,7 +108,7 @@ def test_the_reference_has_every_public_name_command_and_field(site):
     assert not missing
     assert {"roxxel_dist.sweep.make", "roxxel_dist.Roxxel.stream", "config"} <= places
     places = Seen(site / "reference" / "cli.html").places
-    groups = {"data": ("build", "info", "verify", "index"), "launch": tuple(backends.options())}
+    groups = {"data": ("build", "append", "info", "verify", "index"), "launch": tuple(backends.options())}
     names = [f"{name}-{sub}".strip("-") for name in COMMANDS for sub in groups.get(name, ("",))]
     assert set(names) <= places
     text = (DOCS / "reference" / "cli.md").read_text()

@@ -70,6 +70,50 @@ def data_build(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AppendArgs:
+    """Add more text, or more tokens, to a data set that `data build` has made.
+
+    The new shards have the tokenizer and the dtype of the data set. They are verified, and all appear at once. The
+    shards that are there do not change. A run continues on them with `train --run_dir RUN --resume --amend`.
+    """
+
+    paths: tyro.conf.Positional[tuple[str, ...]]
+    """Text files and folders, .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging Face datasets; or token
+    files, as for `data build`."""
+    out: str
+    """The folder of the data set; of one built with --val_fraction its folder train or val."""
+    text_key: str = "text"
+    """The key or column of the text in JSON lines, Parquet and saved data sets."""
+    dtype: str | None = None
+    """Type of the tokens in .bin files without a header; uint16 where not given."""
+    workers: int | None = None
+    """Processes; one for each core where not given. The result is always the same."""
+    max_shard_mb: int | None = None
+    """MiB of tokens in a shard; as in `data build` where not given."""
+    include: tuple[str, ...] | None = None
+    """Names of files to take from folders, such as '*.py'; the usual text files where not given."""
+    exclude: tuple[str, ...] = ()
+    """Names of files and folders to leave out."""
+
+
+def data_append(words: list[str]) -> int:
+    """Add more text to a data set that `data build` has made."""
+    args = parse(AppendArgs, words, "data append")
+    with usage_errors():
+        from roxxel_dist.data.build.append import append
+        from roxxel_dist.data.verify import info
+
+        options: dict[str, Any] = dataclasses.asdict(args)
+        size = options.pop("max_shard_mb")
+        options["max_shard_bytes"] = size and size << 20
+        if args.include is None:
+            del options["include"]
+        with append(options.pop("paths"), options.pop("out"), **options) as dataset:
+            print(info(dataset))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class InfoArgs:
     """Describe shards of tokens."""
 

@@ -150,6 +150,7 @@ class Trainer:
             check_virtual_shards(self.options.virtual_shards, self._curriculum.shapes, grad_accum_steps, self.mesh)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
+        self._given_validation = validation
         self._model = model if isinstance(model, nnx.Module) else None
         self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
         self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
