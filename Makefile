@@ -9,7 +9,7 @@ DEMO_RUN := runs/demo
 HF := .cache/hf
 AZURITE := .cache/azurite
 
-.PHONY: demo test test-docs test-cluster test-long test-all test-pythons docs bench bench-data bench-train \
+.PHONY: demo test test-docs test-cluster test-long test-all test-pythons docs reference bench bench-data bench-train \
     bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
@@ -35,8 +35,11 @@ test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this 
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/zensical build --strict --config-file mkdocs.yml
 	@echo "built: .cache/site/index.html"
+
+reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md: what the program says of itself
+	@$(BIN)/python tests/reference.py
 
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)

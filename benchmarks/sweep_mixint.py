@@ -36,7 +36,7 @@ from measure import Lines, Result, flags
 
 OURS = sweep_peers.OURS
 ENGINES = (OURS, sweep_peers.MULTIVARIATE, sweep_peers.TORCH, sweep_peers.SMAC, "wandb", "random")
-TARGETS = {sweep_peers.MULTIVARIATE: 0.75, sweep_peers.TORCH: 0.6, sweep_peers.SMAC: 0.85, "wandb": 0.85, "random": 0.85}
+TARGETS = dict.fromkeys(ENGINES, 0.85) | {sweep_peers.MULTIVARIATE: 0.75, sweep_peers.TORCH: 0.6}
 HARDER = 0.7
 """The share to win against TPE with several trials at once, or with trials that fail."""
 Task = tuple[str, int, int, int, int]

@@ -26,7 +26,7 @@ GROUPS = {
 PATHS = [path for word in COMMANDS for path in ([(word, sub) for sub in GROUPS[word]] if word in GROUPS else [(word,)])]
 SPAN = re.compile(r"(?<![`\w])`([^`]+)`(?!`)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-PROGRAM = re.compile(r"""(?:(?<![\w./'"`$-])roxxel-dist|-m roxxel_dist) (?=[a-z])""")
+PROGRAM = re.compile(r"""(?:(?<![\w./'"`$-])(?<!usage: )roxxel-dist|-m roxxel_dist) (?=[a-z])""")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OPERATOR = re.compile(r"[|&;<>()]+")
 ELLIPSIS = re.compile(r"(?:…|\.\.\.|CMD…?|WORDS|\"?\$@\"?)")

@@ -21,10 +21,8 @@ def script(tmp_path_factory):
 
 def offered(script, *words):
     array = " ".join(shlex.quote(word) for word in ("roxxel-dist", *words))
-    program = (
-        f'. {script}; COMP_WORDS=({array}); COMP_CWORD={len(words)}; _roxxel_dist; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    )
-    done = subprocess.run(["bash", "-euc", program], capture_output=True, text=True, check=True)
+    program = f". {script}; COMP_WORDS=({array}); COMP_CWORD={len(words)}; _roxxel_dist; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from roxxel_dist.cli.help import POSITIONAL, field_docs, help_text
+from roxxel_dist.cli.help import POSITIONAL, help_text
 from roxxel_dist.cluster.exit_codes import attempt_number
+from roxxel_dist.component import field_docs
 from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url

@@ -19,7 +19,7 @@ SCRIPT = """\
 _roxxel_dist() {{
     local first=0 i path word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=""
     for ((i = 1; i < COMP_CWORD; i++)); do
-        if [ "${{COMP_WORDS[i]}}" = -- ]; then first=$i; fi  # a command behind `launch … --`
+        if [ "${{COMP_WORDS[i]}}" = -- ]; then first=$i; fi  # the command that is launched
     done
     path=""
     if ((COMP_CWORD > first + 1)); then path=${{COMP_WORDS[first+1]}}; fi

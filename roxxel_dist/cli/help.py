@@ -1,10 +1,8 @@
 """The text of `--help`: one line of usage, what the command does, and its flags in sections."""
 
-import ast
 import dataclasses
-import functools
 import inspect
-import itertools
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from roxxel_dist.component import field_docs
 from roxxel_dist.config import FIELD_TYPES
 
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]
@@ -35,6 +34,8 @@ CONFIG_SECTIONS = {
 """The sections of a config's fields, in the order of the help, each by its first field in the order of the classes."""
 CLASS_SECTIONS = {"JobOptions": "Processes, restarts, limits", "HostOptions": "Hosts that fail or are slow"}
 """The sections of the flags that several commands share, by the class that declares them."""
+SWEEP_SECTIONS = {"ray_address": "Ray cluster and resources", "max_trial_time": "Limits"}
+"""The sections of the flags of `sweep`, each by its first flag."""
 MIN_WIDTH, MAX_WIDTH, COLUMN = 60, 100, 26
 
 
@@ -96,7 +97,7 @@ def help_text(kind: type, command: str, *, default: Any = None, underscores: boo
     required = [_spelled(flag, underscores) for flag in flags if flag.is_required and flag.section != POSITIONALS]
     lines = [" ".join([f"usage: roxxel-dist {command}", *positional, *required, "[OPTIONS]"])]
     for paragraph in (inspect.getdoc(kind) or "").split("\n\n"):
-        lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False)]
+        lines += ["", *_wrapped(paragraph, width)]
     for section in _order(flags):
         lines += ["", f"{section}:"]
         for flag in flags:
@@ -113,26 +114,14 @@ def flags_of(kind: type, default: Any = None) -> list[Flag]:
     return [*_own(kind, default), *_config_fields(kind, default)]
 
 
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of those it extends, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-        for field, text in itertools.pairwise(body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[name] = " ".join(doc.split())
-    return docs
-
-
 def _own(kind: Any, default: Any) -> Iterator[Flag]:
-    hints, docs = get_type_hints(kind, include_extras=True), field_docs(kind)
+    hints, docs, run_on = get_type_hints(kind, include_extras=True), field_docs(kind), OPTIONS
     for field in dataclasses.fields(kind):
         hint, name = hints[field.name], field.name
         if name == "fields":
             continue
         owner = next(base.__name__ for base in kind.__mro__ if name in inspect.get_annotations(base))
+        run_on = SWEEP_SECTIONS.get(name, run_on)
         is_positional = get_origin(hint) is Annotated and POSITIONAL in get_args(hint)[1:]
         value = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -143,7 +132,7 @@ def _own(kind: Any, default: Any) -> Iterator[Flag]:
             hint=plain,
             default=getattr(default, name, value),
             doc=docs.get(name, ""),
-            section=POSITIONALS if is_positional else CLASS_SECTIONS.get(owner, OPTIONS),
+            section=POSITIONALS if is_positional else CLASS_SECTIONS.get(owner, run_on),
             is_switch=plain is bool and value is False,
         )
 
@@ -162,7 +151,7 @@ def _config_fields(kind: Any, default: Any) -> Iterator[Flag]:
 
 def _order(flags: list[Flag]) -> list[str]:
     there = {flag.section for flag in flags}
-    known = [POSITIONALS, OPTIONS, *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
+    known = [POSITIONALS, OPTIONS, *SWEEP_SECTIONS.values(), *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
     return [section for section in known if section in there or section == OPTIONS]
 
 
@@ -196,8 +185,15 @@ def _positional(flag: Flag) -> str:
 
 
 def _entry(shown: str, text: str, width: int) -> list[str]:
-    wrapped = textwrap.wrap(text, width - COLUMN, break_on_hyphens=False, break_long_words=False)
+    wrapped = _wrapped(text, width - COLUMN)
     head = f"  {shown}"
     if len(head) <= COLUMN - 2 and wrapped:
         return [head.ljust(COLUMN) + wrapped[0], *(" " * COLUMN + line for line in wrapped[1:])]
     return [head, *(" " * COLUMN + line for line in wrapped)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text; what stands in backquotes, such as a command, is not broken."""
+    whole = re.sub(r"`[^`]*`", lambda span: "\0".join(span[0].split()), " ".join(text.split()))
+    lines = textwrap.wrap(whole, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in lines]

@@ -1,7 +1,7 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from roxxel_dist.component import component
 
@@ -200,6 +200,35 @@ class LoopOptions:
         steps = self.profile_steps
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
+
+
+class LoopKeywords(TypedDict, total=False):
+    """The fields of `LoopOptions` as keywords of a `Trainer`, for editors; a test compares the two."""
+
+    log_every: int
+    eval_every: int
+    eval_iters: int
+    checkpoint_every: int
+    memory_checkpoint_every: int | str
+    memory_replicas: int | None
+    max_to_keep: int | None
+    keep_every: int | None
+    keep_steps: list[int] | None
+    export_weights: bool
+    max_steps: int | None
+    seed: int
+    init_from: str | None
+    val_fraction: float
+    patience: int
+    verify_data: Literal["on", "off"]
+    on_bad_step: Literal["raise", "skip", "rewind"]
+    spike_factor: float
+    max_rewinds: int
+    use_bf16: bool
+    bf16_compute: bool
+    fsdp: bool
+    virtual_shards: int
+    profile_steps: list[int] | None
 
 
 @component

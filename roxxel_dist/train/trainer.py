@@ -1,14 +1,15 @@
 """The training loop. One step, in order, is `Trainer._train`; `train/README.md` has the files that it crosses."""
 
 import contextlib
+import difflib
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ from roxxel_dist.train.checkpoint.metadata import (
 )
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
-from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.config import LoopKeywords, LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
@@ -136,9 +137,9 @@ class Trainer:
         logger: TrackerSource | None = None,
         checkpointer: Checkpointer | None = None,
         bucket: BucketRun | None = None,
-        **options: Any,
+        **options: Unpack[LoopKeywords],
     ) -> None:
-        self.options: LoopOptions = LoopOptions(**options)
+        self.options: LoopOptions = loop_options(options)
         pin_for_shards(self.options.virtual_shards)
         enable_compilation_cache()
         self.mesh: Mesh = mesh or make_mesh()
@@ -592,6 +593,19 @@ class Trainer:
             self._memory.close(CRASH_LIMIT_S if self._failed else None)
         self._compiler.close()
         self._let_go()
+
+
+def loop_options(options: LoopKeywords) -> LoopOptions:
+    """The options of a trainer. Raises TypeError for a keyword that is none, and names the nearest one that is."""
+    names = [field.name for field in fields(LoopOptions)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise TypeError(
+                f"Trainer: there is no option {name!r}: "
+                + (f"did you mean {near[0]!r}?" if near else "see LoopOptions")
+            )
+    return LoopOptions(**options)
 
 
 def hold_together(run: Path) -> Callable[[], None]:

@@ -7,7 +7,7 @@ otherwise; and features, made of rows: ordered choices on one axis, other choice
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import minimize
@@ -15,7 +15,7 @@ from scipy.special import expit, log_ndtr
 from threadpoolctl import threadpool_limits
 
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
-from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters
+from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters, sample_hyperparameters
 from roxxel_dist.sweep.space.constraints import Expression
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
@@ -125,12 +125,16 @@ MOST_TRIALS = 250
 """Trials that a process is given: the cost of a suggestion grows with their square, and with no more of them."""
 MOST_FAILURES = 60
 """Of these, the latest that failed."""
+MEMBERS, MEMBERS_TIMES = 4, 400
+"""Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
 FAILURE_NOISE = 0.1
 """The centre of the prior of a failure's noise: some trials fail for no reason."""
 ACCIDENTS = 2.0
 """The log odds that trials fail at a constant rate, before anything is seen: the process can say that too."""
 CANDIDATES, NEIGHBOURS = 1500, 100
 """Rows looked at anywhere, and near each of the best."""
+PROMISING = 500
+"""Of all these, the rows that are looked at more closely."""
 BEAM = 8
 ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
 """How far the local search reaches, round by round, as a share of each range."""
@@ -185,7 +189,7 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
     log_constant = np.log(np.where(failed, others, 1 - others)).sum()
     weight = float(expit(log_modelled - log_constant - ACCIDENTS))
     return FailureModel(
-        process=process.imputed(running),
+        process=process.given(running, process.predict(running)[0]),
         limit=limit,
         rate=rate,
         weight=weight,
@@ -195,16 +199,27 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
 
 @dataclass(frozen=True, kw_only=True)
 class Acquisition:
-    """What a trial is expected to be worth."""
+    """What a trial is expected to be worth, on average over what may be true of the values."""
 
-    value: GaussianProcess
+    values: Sequence[GaussianProcess]
     failure: FailureModel | None = None
     """None: no trial has failed yet, or all have."""
 
     def log_score(self, features: np.ndarray) -> np.ndarray:
         """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
-        score = self.value.log_expected_improvement(features)
+        score = _log_mean([process.log_expected_improvement(features) for process in self.values])
         return score if self.failure is None else score + self.failure.log_success(features)
+
+    def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
+        """The log of the expected improvement at one point, and its gradient: float64[width]."""
+        scores, slopes = zip(*[process.slope(point) for process in self.values], strict=True)
+        score = _log_mean(np.array(scores)[:, None])[0]
+        return float(score), np.exp(np.array(scores) - score) @ np.array(slopes) / len(scores)
+
+
+def _log_mean(scores: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """The log of the mean of numbers given by their logs, float64[k, m]: float64[m]."""
+    return np.logaddexp.reduce(np.array(scores), axis=0) - np.log(len(scores))
 
 
 class BayesSampler:
@@ -227,10 +242,10 @@ class BayesSampler:
             yield transform.point(transform.from_cube(cube)[trial])
         if ended >= 2:
             with threadpool_limits(1, user_api="blas"):  # threads spin: beside busy trials they take ten times as long
-                ranked = self._ranked(history, self._acquisition(history), rng)
+                ranked = self._ranked(history, self._acquisition(history, rng), rng)
             yield from map(transform.point, ranked)
 
-    def _acquisition(self, history: TrialHistory) -> Acquisition:
+    def _acquisition(self, history: TrialHistory, rng: np.random.Generator) -> Acquisition:
         """What is believed of values and failures; of trials that run or have failed, what the others make likely."""
         trials = [history.trials[number] for number in sorted(history.trials)]
         failed = [trial for trial in trials if trial.ended and trial.value is None][-MOST_FAILURES:]
@@ -246,11 +261,23 @@ class BayesSampler:
         if len(known) < 2:  # too few to learn values from: failures count as bad ones
             known_at, values = np.r_[known_at, failed_at], np.r_[values, np.ones(len(failed))]
         subset = training_subset(values, FIT_TO)
-        process = condition(known_at, values, fit_hyperparameters(known_at[subset], values[subset]))
-        if failure is not None and len(known) >= 2:
-            # What fails by its parameters is as bad as the worst; what fails by accident is as good as it looks.
-            process = process.imputed(failed_at, failure.blame, values.max())
-        return Acquisition(value=process.imputed(running_at), failure=failure)
+        sample = known_at[subset], values[subset]
+        thetas = [fit_hyperparameters(*sample)]
+        if (count := min(MEMBERS, MEMBERS_TIMES // len(values))) > 1:
+            thetas = sample_hyperparameters(*sample, thetas[0], count, rng)
+        processes = []
+        for theta in thetas:
+            process = condition(known_at, values, theta)
+            best = process.best
+            if failure is not None and len(failed_at) and len(known) >= 2:
+                # What fails by its parameters is as bad as the worst; what fails by accident is as good as it looks.
+                believed = (1 - failure.blame) * process.predict(failed_at)[0] + failure.blame * values.max()
+                process = process.given(failed_at, believed)
+            if len(running_at):
+                drawn = process.draw(running_at, rng)
+                process, best = process.given(running_at, drawn), min(best, float(drawn.min()))
+            processes.append(replace(process, best=best))
+        return Acquisition(values=processes, failure=failure)
 
     def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
         return self._transform.encode(self._transform.rows([trial.point for trial in trials]))
@@ -264,11 +291,13 @@ class BayesSampler:
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
             rows.append(transform.mutate(np.repeat(top, NEIGHBOURS, 0), rng, times, reach))
         pool = np.concatenate(rows)
+        one = replace(acquisition, values=acquisition.values[:1])
+        pool = pool[np.argsort(-one.log_score(transform.encode(pool)), kind="stable")[:PROMISING]]
         scores = acquisition.log_score(transform.encode(pool))
         beam = self._best(pool, scores)
         for reach in ROUNDS:
-            near = [transform.mutate(np.repeat(beam, 40, 0), rng, 1, reach)]
-            near.append(transform.mutate(np.repeat(beam, 20, 0), rng, 3, reach))
+            near = [transform.mutate(np.repeat(beam, 20, 0), rng, 1, reach)]
+            near.append(transform.mutate(np.repeat(beam, 10, 0), rng, 3, reach))
             fresh = np.concatenate([beam, *near])
             fresh_scores = acquisition.log_score(transform.encode(fresh))
             beam = self._best(fresh, fresh_scores)
@@ -288,7 +317,7 @@ class BayesSampler:
             def downhill(values: np.ndarray, features: np.ndarray = features) -> tuple[float, np.ndarray]:
                 here = features.copy()
                 here[columns] = values
-                score, slope = acquisition.value.slope(here)
+                score, slope = acquisition.slope(here)
                 return -score, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)

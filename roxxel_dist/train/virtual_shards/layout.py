@@ -108,10 +108,26 @@ class Layout:
         first = list(self.line.devices.flat).index(device) * self.per_device
         return range(first, first + self.per_device)
 
+    @cached_property
+    def cut(self) -> NamedSharding:
+        """Of an array [devices, N], a row of which is on each device."""
+        return NamedSharding(self.line, P(SHARDS))
+
     def along(self, pieces: Sequence[jax.Array]) -> jax.Array:
         """[1, N] arrays of the devices of this process, in order, as a part of one array [devices, N]."""
         shape = (self.line.size, *pieces[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.line, P(SHARDS)), list(pieces))
+        return jax.make_array_from_single_device_arrays(shape, self.cut, list(pieces), dtype=pieces[0].dtype)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """The number of each device's part of a batch among those of this process."""
+        own = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
+        return [own.index(device) for device in self.devices]
+
+    def rows(self, batch: Any) -> list[Any]:
+        """The rows of a batch on each device of this process; `copies` asks each array for more than that."""
+        leaves, treedef = jax.tree.flatten(batch)
+        return [jax.tree.unflatten(treedef, [leaf.addressable_data(i) for leaf in leaves]) for i in self._places]
 
 
 @dataclass(eq=False)

@@ -71,12 +71,11 @@ class Reduction:
             add = for_each(jax.jit(add_sums, donate_argnums=0), (like, like), layout.devices)
         if layout.line.size == 1:
             return cls(layout, add, None)
-        cut = NamedSharding(layout.line, P(SHARDS))
         butterfly = jax.shard_map(
             add_across, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False
         )
         whole = {
-            name: jax.ShapeDtypeStruct((layout.line.size, leaf.shape[1]), leaf.dtype, sharding=cut)
+            name: jax.ShapeDtypeStruct((layout.line.size, leaf.shape[1]), leaf.dtype, sharding=layout.cut)
             for name, leaf in like.items()
         }
         return cls(layout, add, compile_one(jax.jit(butterfly, donate_argnums=0), (whole,), layout.line))
@@ -136,7 +135,7 @@ class RowCutter:
 
     def run(self, batch: Any) -> list[Sequence[Any]]:
         """The rows of each shard, by device of this process."""
-        own = copies(batch, self.layout.devices)
+        own = self.layout.rows(batch)
         return [cut(rows) for cut, rows in zip(self.cut, own, strict=True)] if self.cut else [(rows,) for rows in own]
 
 
