@@ -57,7 +57,7 @@ NO_ADDRESS = Rule(
     StoreError, "the endpoint{at} is no address", "set {endpoint} to http://HOST:PORT or https://HOST:PORT"
 )
 NO_STORE = Rule(StoreError, "the server{at} does not do that{named}", "is {endpoint} an object store's?")
-LOST = "check the network and {endpoint}, or raise store_timeout=SECONDS"
+LOST = "check the network and {endpoint}; a command with the option store_timeout=SECONDS waits longer"
 
 
 def _rules(rule: Rule, codes: str) -> Iterable[tuple[str, Rule]]:
