@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEASE = "run.lease"
 CONFIG, DATA, LOGS, CHECKPOINTS = "config.yaml", "data", "logs", "checkpoints"
-ASKED, ANSWERED = ".save-requests/", ".save-answers/"
+SAVE_REQUESTS, SAVE_ANSWERS = ".save-requests/", ".save-answers/"
 """Where requests to save, and the answers to them, are in a bucket."""
 NOT_FETCHED = ("profile/", "plots/")
 """What nobody who trains reads again; nor what is hidden."""

@@ -243,9 +243,9 @@ class Fetcher:
             try:
                 data = self.store.read_range(shard.entry.name, low, high, etag=shard.entry.etag)
             except (StorePreconditionError, StoreNotFoundError) as error:
-                gone = "is gone from" if isinstance(error, StoreNotFoundError) else "was replaced in"
+                what = "is gone from" if isinstance(error, StoreNotFoundError) else "was replaced in"
                 raise DamagedData(
-                    f"{shard.path} {gone} the bucket since its data set was opened, or its index written: put it back, "
+                    f"{shard.path} {what} the bucket since its data set was opened, or its index written: put it back, "
                     f"or write the index again (`roxxel-dist data index`) and start again"
                 ) from error
             if digests is None:

@@ -69,9 +69,9 @@ def write_index(store: ObjectStore) -> str:
         ValueError: there is no shard, or one is damaged or not whole. The message names the object.
         StoreError: the store does not do it; StorePreconditionError where somebody else has written an index meanwhile.
     """
-    found = store.list()
-    before = next((info.etag for info in found if info.key == INDEX), None)
-    shards = [info for info in found if is_shard(info.key)]
+    objects = store.list()
+    before = next((info.etag for info in objects if info.key == INDEX), None)
+    shards = [info for info in objects if is_shard(info.key)]
     if not shards:
         raise ValueError(f"{store.url} has no shards (*.rox): nothing to write an index of. Check the address")
     with ThreadPoolExecutor(min(REQUESTS, len(shards), 8)) as pool:

@@ -95,8 +95,8 @@ def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None =
         with suppress(StoreNotFoundError):
             return _read_index(store, cache)
     begin = MAGIC_CHARACTERS.split(pattern)[0] if pattern else ""
-    found = [info for info in store.list() if is_shard(info.key) and info.key.startswith(begin)]
-    return read_ends(store, found)
+    shards = [info for info in store.list() if is_shard(info.key) and info.key.startswith(begin)]
+    return read_ends(store, shards)
 
 
 def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:

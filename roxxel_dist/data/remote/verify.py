@@ -78,10 +78,10 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: Object
     for first in range(0, cells.blocks, step):
         stop = min(first + step, cells.blocks)
         data = b"".join(_read(store, entry, *cells.span(first, stop)))
-        found = [
+        digests = [
             xxhash.xxh3_64_intdigest(data[at : at + layout.block_size]) for at in range(0, len(data), layout.block_size)
         ]
-        damaged += (first + np.flatnonzero(np.array(found, np.uint64) != sums[first:stop])).tolist()
+        damaged += (first + np.flatnonzero(np.array(digests, np.uint64) != sums[first:stop])).tolist()
         yield len(data)
     if damaged:
         what = describe_damage(where, layout, ends, damaged)
