@@ -137,10 +137,10 @@ def cut_of(ends: np.ndarray, tokens: int, share: float) -> tuple[int, int, int]:
     return target, number, int(ends[number - 1]) if number else 0
 
 
-def digests(table: bytes) -> np.ndarray:
-    """uint64: the xxh3-64 of each 64 KiB of a table."""
-    starts = range(0, len(table), TABLE_BYTES)
-    return np.array([xxhash.xxh3_64_intdigest(table[start : start + TABLE_BYTES]) for start in starts], np.uint64)
+def digests(data: bytes, size: int = TABLE_BYTES) -> np.ndarray:
+    """uint64: the xxh3-64 of each `size` bytes."""
+    view: Any = memoryview(data)
+    return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)
 
 
 def pack(entries: Sequence[ShardEntry]) -> bytes:
