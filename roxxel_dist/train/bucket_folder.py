@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
 from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.data.discovery import ENDING
 from roxxel_dist.objects.errors import StoreNotFoundError
@@ -153,11 +153,6 @@ class BucketFolder:
             return state_of(path)
         path.unlink(missing_ok=True)
         return None
-
-
-def cache_folder() -> Path:
-    """Of this user, on this host."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
 
 
 def local_run(run: str | os.PathLike[str]) -> Path:

@@ -259,12 +259,6 @@ class BlockCache:
         )
 
 
-def default_folder() -> Path:
-    """Where blocks are kept if nothing is said: in the user's folder of caches."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "roxxel-dist"
-
-
 def _free(folder: Path) -> int:
     try:
         disk = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
