@@ -71,6 +71,15 @@ TABLES = (
         left_out="A GPU or TPU (`make bench-gpu` has a program for a GPU); several processes; remote storage.",
     ),
     Table(
+        name="train_mup", part="mup", title="Learning rates of wider models",
+        question="By how much does the best learning rate move from dim 32 to dim 256, with the standard "
+        "parametrization and with mup?",
+        how="Trainings of 150 steps of 16 x 65 tokens at eight rates, each twice the one before, of a model of two "
+        "blocks; the rate with the lowest mean loss of the last 20 steps is the best one. One seed.",
+        quick="dim 32 to 128, and adamw alone",
+        left_out="Larger models, other numbers of steps, deeper models.",
+    ),
+    Table(
         name="decode", part="model", title="Decoding with a cache",
         question="Does a token cost the same behind a long prompt as behind a short one, and what does the cache save?",
         how="Wall time of many new tokens less that of one, so that reading the prompt does not count.",

@@ -7,15 +7,15 @@ otherwise; and features, made of rows: ordered choices on one axis, other choice
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import minimize
+from scipy.special import expit, log_ndtr
 from threadpoolctl import threadpool_limits
 
-from roxxel_dist.sweep.samplers.base import Point, TrialHistory
-from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters
-from roxxel_dist.sweep.samplers.tpe import TpeSampler
+from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
+from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters, sample_hyperparameters
 from roxxel_dist.sweep.space.constraints import Expression
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
@@ -121,10 +121,20 @@ class SpaceTransform:
 
 FIT_TO = 80
 """Trials that the scales are fitted to: the cost grows with their cube."""
-MAX_GP_TRIALS = 300
-"""From so many ended trials on, TPE proposes: the process would take too long."""
+MOST_TRIALS = 250
+"""Trials that a process is given: the cost of a suggestion grows with their square, and with no more of them."""
+MOST_FAILURES = 60
+"""Of these, the latest that failed."""
+MEMBERS, MEMBERS_TIMES = 4, 400
+"""Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
+FAILURE_NOISE = 0.1
+"""The centre of the prior of a failure's noise: some trials fail for no reason."""
+ACCIDENTS = 2.0
+"""The log odds that trials fail at a constant rate, before anything is seen: the process can say that too."""
 CANDIDATES, NEIGHBOURS = 1500, 100
 """Rows looked at anywhere, and near each of the best."""
+PROMISING = 500
+"""Of all these, the rows that are looked at more closely."""
 BEAM = 8
 ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
 """How far the local search reaches, round by round, as a share of each range."""
@@ -135,37 +145,88 @@ says no more than that, and would make all others look alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acquisition:
-    """What a trial is expected to be worth."""
+class FailureModel:
+    """How likely a trial is to fail: a process over the parameters, or a constant rate, by how well each predicts."""
 
-    value: GaussianProcess
-    failure: GaussianProcess | None = None
+    process: GaussianProcess
+    limit: float
+    """The mean of the process where a trial is as likely to fail as not."""
+    rate: float
+    weight: float
+    """Of the process: near 0 where the parameters say nothing about which trials fail."""
+    blame: np.ndarray
+    """How likely the parameters of each failed trial were to make it fail, as the other trials tell: float64[k]."""
+
+    def log_success(self, features: np.ndarray) -> np.ndarray:
+        """The log probability of a trial that does not fail: float64[m] for float64[m, width]."""
+        modelled = np.exp(self.process.log_probability_below(features, self.limit))
+        return np.log(self.weight * modelled + (1 - self.weight) * (1 - self.rate) + 1e-30)
+
+
+def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) -> FailureModel | None:
+    """The model of failures, or None where none or all have failed.
+
+    The weight of the process is its share of the likelihood that both models have of each trial given all others, less
+    what a constant rate is likelier by before anything is seen.
+
+    Args:
+        features: float64[n, width] of the trials that ended.
+        failed: bool[n], which of them failed.
+        running: float64[m, width] of those that run.
+    """
+    rate, count = failed.mean(), len(failed)
+    if not 0 < rate < 1:
+        return None
+    spread = failed.std()
+    values, limit = (failed - rate) / spread, (0.5 - rate) / spread
+    subset = training_subset(-values, FIT_TO)
+    theta = fit_hyperparameters(features[subset], values[subset], FAILURE_NOISE)
+    process = condition(features, values, theta)
+    mean, deviation = process.leave_one_out()
+    log_fails = log_ndtr((mean - limit) / deviation)
+    log_modelled = np.where(failed, log_fails, log_ndtr((limit - mean) / deviation)).sum()
+    others = (count * rate - failed + 0.5) / count  # the rate of all other trials, never 0 or 1
+    log_constant = np.log(np.where(failed, others, 1 - others)).sum()
+    weight = float(expit(log_modelled - log_constant - ACCIDENTS))
+    return FailureModel(
+        process=process.given(running, process.predict(running)[0]),
+        limit=limit,
+        rate=rate,
+        weight=weight,
+        blame=weight * np.exp(log_fails[failed]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acquisition:
+    """What a trial is expected to be worth, on average over what may be true of the values."""
+
+    values: Sequence[GaussianProcess]
+    failure: FailureModel | None = None
     """None: no trial has failed yet, or all have."""
-    limit: float = 0.0
-    """The mean of `failure` where a trial is as likely to fail as not."""
 
     def log_score(self, features: np.ndarray) -> np.ndarray:
         """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
-        score = self.value.log_expected_improvement(features)
-        return score if self.failure is None else score + self.failure.log_probability_below(features, self.limit)
+        score = _log_mean([process.log_expected_improvement(features) for process in self.values])
+        return score if self.failure is None else score + self.failure.log_success(features)
+
+    def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
+        """The log of the expected improvement at one point, and its gradient: float64[width]."""
+        scores, slopes = zip(*[process.slope(point) for process in self.values], strict=True)
+        score = _log_mean(np.array(scores)[:, None])[0]
+        return float(score), np.exp(np.array(scores) - score) @ np.array(slopes) / len(scores)
 
 
-def _process(features: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
-    """A process given ended trials; those that run are taken to give their expected value."""
-    subset = training_subset(values, FIT_TO)
-    theta = fit_hyperparameters(features[subset], values[subset])
-    process = condition(features, values, theta)
-    if not len(running):
-        return process
-    return condition(np.r_[features, running], np.r_[values, process.predict(running)[0]], theta)
+def _log_mean(scores: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """The log of the mean of numbers given by their logs, float64[k, m]: float64[m]."""
+    return np.logaddexp.reduce(np.array(scores), axis=0) - np.log(len(scores))
 
 
 class BayesSampler:
-    """Spread-out points first, then those of the highest expected improvement; TPE in a long search."""
+    """Spread-out points first, then those of the highest expected improvement."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._transform = sweep, SpaceTransform(sweep)
-        self._tpe: TpeSampler | None = None
         self.start: int = 6 + math.ceil(math.sqrt(self._transform.width))
         """How many trials are spread out before anything is expected."""
 
@@ -175,30 +236,51 @@ class BayesSampler:
         if not transform.dims:
             yield []
             return
-        if ended >= MAX_GP_TRIALS:
-            self._tpe = self._tpe or TpeSampler(self._sweep)
-            yield from self._tpe(history, trial)
-            return
         rng = np.random.default_rng([history.seed, trial])
         if trial < self.start:
             cube = start_points(transform.dims, self.start, history.seed)
             yield transform.point(transform.from_cube(cube)[trial])
         if ended >= 2:
             with threadpool_limits(1, user_api="blas"):  # threads spin: beside busy trials they take ten times as long
-                ranked = self._ranked(history, self._acquisition(history), rng)
+                ranked = self._ranked(history, self._acquisition(history, rng), rng)
             yield from map(transform.point, ranked)
 
-    def _acquisition(self, history: TrialHistory) -> Acquisition:
+    def _acquisition(self, history: TrialHistory, rng: np.random.Generator) -> Acquisition:
+        """What is believed of values and failures; of trials that run or have failed, what the others make likely."""
         trials = [history.trials[number] for number in sorted(history.trials)]
-        ended = [trial for trial in trials if trial.ended]
-        features = self._transform.encode(self._transform.rows([trial.point for trial in ended]))
-        running = self._transform.encode(self._transform.rows([trial.point for trial in trials if not trial.ended]))
-        process = _process(features, standardize([trial.value for trial in ended]), running)
-        failed = np.array([float(trial.value is None) for trial in ended])
-        if not 0 < failed.mean() < 1:
-            return Acquisition(value=process)
-        failure = _process(features, (failed - failed.mean()) / failed.std(), running)
-        return Acquisition(value=process, failure=failure, limit=(0.5 - failed.mean()) / failed.std())
+        failed = [trial for trial in trials if trial.ended and trial.value is None][-MOST_FAILURES:]
+        running = [trial for trial in trials if not trial.ended]
+        known = [trial for trial in trials if trial.value is not None]
+        values = standardize([trial.value for trial in known])
+        kept = training_subset(values, MOST_TRIALS - len(failed))
+        known, values = [known[index] for index in kept], values[kept]
+        known_at, failed_at, running_at = map(self._features, (known, failed, running))
+        failure = fit_failures(
+            np.r_[known_at, failed_at], np.arange(len(known) + len(failed)) >= len(known), running_at
+        )
+        if len(known) < 2:  # too few to learn values from: failures count as bad ones
+            known_at, values = np.r_[known_at, failed_at], np.r_[values, np.ones(len(failed))]
+        subset = training_subset(values, FIT_TO)
+        sample = known_at[subset], values[subset]
+        thetas = [fit_hyperparameters(*sample)]
+        if (count := min(MEMBERS, MEMBERS_TIMES // len(values))) > 1:
+            thetas = sample_hyperparameters(*sample, thetas[0], count, rng)
+        processes = []
+        for theta in thetas:
+            process = condition(known_at, values, theta)
+            best = process.best
+            if failure is not None and len(failed_at) and len(known) >= 2:
+                # What fails by its parameters is as bad as the worst; what fails by accident is as good as it looks.
+                believed = (1 - failure.blame) * process.predict(failed_at)[0] + failure.blame * values.max()
+                process = process.given(failed_at, believed)
+            if len(running_at):
+                drawn = process.draw(running_at, rng)
+                process, best = process.given(running_at, drawn), min(best, float(drawn.min()))
+            processes.append(replace(process, best=best))
+        return Acquisition(values=processes, failure=failure)
+
+    def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
+        return self._transform.encode(self._transform.rows([trial.point for trial in trials]))
 
     def _ranked(self, history: TrialHistory, acquisition: Acquisition, rng: np.random.Generator) -> np.ndarray:
         """Rows, the best first: many anywhere and near the best trials, then a local search."""
@@ -209,11 +291,13 @@ class BayesSampler:
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
             rows.append(transform.mutate(np.repeat(top, NEIGHBOURS, 0), rng, times, reach))
         pool = np.concatenate(rows)
+        one = replace(acquisition, values=acquisition.values[:1])
+        pool = pool[np.argsort(-one.log_score(transform.encode(pool)), kind="stable")[:PROMISING]]
         scores = acquisition.log_score(transform.encode(pool))
         beam = self._best(pool, scores)
         for reach in ROUNDS:
-            near = [transform.mutate(np.repeat(beam, 40, 0), rng, 1, reach)]
-            near.append(transform.mutate(np.repeat(beam, 20, 0), rng, 3, reach))
+            near = [transform.mutate(np.repeat(beam, 20, 0), rng, 1, reach)]
+            near.append(transform.mutate(np.repeat(beam, 10, 0), rng, 3, reach))
             fresh = np.concatenate([beam, *near])
             fresh_scores = acquisition.log_score(transform.encode(fresh))
             beam = self._best(fresh, fresh_scores)
@@ -233,7 +317,7 @@ class BayesSampler:
             def downhill(values: np.ndarray, features: np.ndarray = features) -> tuple[float, np.ndarray]:
                 here = features.copy()
                 here[columns] = values
-                score, slope = acquisition.value.slope(here)
+                score, slope = acquisition.slope(here)
                 return -score, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)
@@ -268,18 +352,16 @@ def start_points(dims: int, count: int, seed: int) -> np.ndarray:
 
 
 def standardize(values: Sequence[float | None]) -> np.ndarray:
-    """Values with failures as bad as the worst, of mean 0 and deviation 1: float64[n]."""
-    known = np.array([value for value in values if value is not None])
+    """Values of mean 0 and deviation 1, the worst of them cut off: float64[n]."""
+    known = np.array(values, dtype=float)
     if not len(known):
-        return np.zeros(len(values))
+        return known
     known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
     median, least = np.median(known), known.min()
     if median > least:
         known = np.minimum(known, median + OUTLIER * (median - least))
-    whole = np.full(len(values), known.max())
-    whole[[value is not None for value in values]] = known
-    spread = whole.std()
-    return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
+    spread = known.std()
+    return (known - known.mean()) / (spread if spread > 0 else 1.0)
 
 
 def training_subset(values: np.ndarray, count: int) -> np.ndarray:
