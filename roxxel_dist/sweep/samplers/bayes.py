@@ -251,9 +251,9 @@ class BayesSampler:
         failed = [trial for trial in trials if trial.ended and trial.value is None][-MOST_FAILURES:]
         running = [trial for trial in trials if not trial.ended]
         known = [trial for trial in trials if trial.value is not None]
+        kept = training_subset(np.array([trial.value for trial in known]), MOST_TRIALS - len(failed))
+        known = [known[index] for index in kept]
         values = standardize([trial.value for trial in known])
-        kept = training_subset(values, MOST_TRIALS - len(failed))
-        known, values = [known[index] for index in kept], values[kept]
         known_at, failed_at, running_at = map(self._features, (known, failed, running))
         failure = fit_failures(
             np.r_[known_at, failed_at], np.arange(len(known) + len(failed)) >= len(known), running_at
@@ -351,7 +351,7 @@ def start_points(dims: int, count: int, seed: int) -> np.ndarray:
     return (ranks + rng.random((count, dims))) / count
 
 
-def standardize(values: Sequence[float | None]) -> np.ndarray:
+def standardize(values: Sequence[float]) -> np.ndarray:
     """Values of mean 0 and deviation 1, the worst of them cut off: float64[n]."""
     known = np.array(values, dtype=float)
     if not len(known):
