@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import engine, searched
 
-from roxxel_dist.sweep.samplers.bayes import fit_failures, standardize, training_subset
+from roxxel_dist.sweep.samplers.acquisition import fit_failures, standardize, training_subset
 
 SQUARE = {"x": {"min": 0.0, "max": 1.0}, "y": {"min": 0.0, "max": 1.0}}
 NONE = np.empty((0, 2))
