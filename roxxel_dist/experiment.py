@@ -12,7 +12,7 @@ from typing import Any
 
 from roxxel_dist.builders import RunComponents, build_components, on_primary, open_corpus, temporary_folder
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors
@@ -146,7 +146,8 @@ class Experiment:
                 make_deterministic()
 
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
-        pin_threads(RunMetadata.of(past.config).pjrt_nproc)
+        with usage_errors():
+            pin_for_run(self.config.virtual_shards, RunMetadata.of(past.config).pjrt_nproc)
         initialize()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # which may be another one on each host

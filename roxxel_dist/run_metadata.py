@@ -35,7 +35,17 @@ only by name."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 """Fields that decide which tokens a step reads where no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
-FIXED_FIELDS = ("model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type")
+FIXED_FIELDS = (
+    "model",
+    "optimizer",
+    "use_bf16",
+    "init_from",
+    "seed",
+    "phases",
+    "val_fraction",
+    "tokenizer_type",
+    "virtual_shards",
+)
 """Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
 
 
@@ -144,7 +154,10 @@ def write_run_metadata(
     if not trainer.finished or saved.get("init_from") != config.init_from:
         metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
-            changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
+            was, now = RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"]
+            if config.virtual_shards:  # the same on other devices
+                was, now = map(determinism.without_topology, (was, now))
+            changed = [*changed, *determinism.changed(was, now)]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())
@@ -203,6 +216,8 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
     # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
     fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
+    if config.virtual_shards:  # the rows that are added up first
+        fixed |= {"grad_accum"}
     if amend:
         fixed -= {*AMENDABLE}
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):

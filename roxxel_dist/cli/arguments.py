@@ -1,10 +1,6 @@
 """From words to typed arguments, and from the fields of a Config to flags and back."""
 
-import ast
 import dataclasses
-import functools
-import inspect
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +8,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from roxxel_dist.cli.help import POSITIONAL, help_text
 from roxxel_dist.cluster.exit_codes import attempt_number
+from roxxel_dist.component import field_docs
 from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url
@@ -20,7 +18,6 @@ from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
 T = TypeVar("T")
-POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
@@ -43,8 +40,8 @@ def _yaml_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
 
 
 @RULES.struct_rule
-def _joined_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
-    """A dataclass, whose field docstrings tyro itself would break where their lines end."""
+def _plain_fields(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+    """A dataclass, whose field docstrings tyro itself would look for in the sources, which takes a while."""
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
@@ -56,15 +53,10 @@ def _joined_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.St
             name=name,
             type=hints[name],
             default=value,
-            helptext=functools.partial(_help_of, info.type, name),  # read where it is shown: the sources take a while
         )
         for name, value in values.items()
     ]
     return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
-
-
-def _help_of(kind: type, name: str) -> str | None:
-    return field_docs(kind).get(name)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
@@ -99,28 +91,19 @@ def parse(
 ) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong.
 
+    With `--help` among them it prints the command's help and exits with 0.
+
     `marks` are more of tyro's marks, for all fields; `default` holds where a flag is not given.
     """  # fmt: skip
+    if {"-h", "--help"} & set(words):
+        print(help_text(kind, name, default=default, underscores=underscores))
+        raise SystemExit(0)
     words = normalise_switches(words, kind)
-    if not {"-h", "--help"} & set(words):
-        _check_words(kind, words, name)
+    _check_words(kind, words, name)
     return tyro.cli(
         kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, default=default,
         config=(tyro.conf.FlagCreatePairsOff, *marks), registry=RULES,
     )  # fmt: skip
-
-
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of those it extends, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-        for field, text in itertools.pairwise(body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[name] = " ".join(doc.split())
-    return docs
 
 
 def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:

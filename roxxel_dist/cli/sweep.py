@@ -33,8 +33,9 @@ def sweep(words: list[str]) -> int:
         if search is None:
             return 0
         from roxxel_dist.sweep import run
+        from roxxel_dist.view.web.report import write_study
 
-        return run.search(search)
+        return run.search(search, write_study)
 
 
 def _prepared(words: list[str], held: ExitStack) -> Any:

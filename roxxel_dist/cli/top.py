@@ -1,5 +1,6 @@
 """The command that shows runs, studies and jobs while they live."""
 
+import contextlib
 import dataclasses
 import sys
 
@@ -11,7 +12,7 @@ from roxxel_dist.config import usage_errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopArgs:
-    """Show runs, studies and jobs in the terminal, as they go; it only reads.
+    """Show runs, studies and jobs in the terminal, or in a browser, as they go; it only reads.
 
     Where standard output is no terminal, or one that cannot move its cursor, it prints one frame. NO_COLOR=1 leaves
     colours out.
@@ -24,14 +25,23 @@ class TopArgs:
     """Print one frame and end."""
     json: bool = False
     """Print the numbers of a frame as JSON and end."""
+    web: bool = False
+    """Serve the same as a page, to a browser on this machine, until Ctrl-C; without names all that is in `runs` and
+    `studies`. Its link has a token: who has the link may look."""
+    host: str = "127.0.0.1"
+    """With `--web`: the address to listen on. Beyond this machine what is sent is not encrypted; `ssh -L` is."""
+    port: int = 0
+    """With `--web`: the port; 0 for a free one."""
 
 
 def top(words: list[str]) -> int:
-    """Show runs, studies and jobs in the terminal while they live."""
+    """Show runs, studies and jobs while they live, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
         from roxxel_dist.view.items import Jobs, items_of, read
 
+        if args.web:
+            return _web(args)
         items, jobs = items_of(args.names), Jobs()
         states = [read(item, jobs, brief=len(items) > 1 and not args.json) for item in items]
     if args.json:
@@ -50,4 +60,22 @@ def top(words: list[str]) -> int:
         live.show(console, states)
     else:
         live.run(console, items)
+    return 0
+
+
+def _web(args: TopArgs) -> int:
+    """Serve the page until the person ends it. Raises ValueError where there is nothing to see, or no such port."""
+    from roxxel_dist.view.items import everything, items_of
+    from roxxel_dist.view.web.feed import Feed
+    from roxxel_dist.view.web.server import PageServer
+
+    if args.once or args.json:
+        raise ValueError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")
+    feed = Feed(lambda: items_of(args.names) if args.names else everything())
+    with PageServer(feed, args.host, args.port) as server:
+        print(f"page: {server.link}")
+        print(f"from another machine: {server.tunnel}\nthen open the same link there; Ctrl-C ends it", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+        server.ended.set()
     return 0

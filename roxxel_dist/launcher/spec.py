@@ -59,6 +59,8 @@ class HostOptions:
     """Have a spare host take the place of one that is slow, or has a slow rank: all save, and start again with it."""
     min_hosts: int | None = None
     """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
+    grow_at_checkpoint: bool = False
+    """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
     host_timeout: float = 60.0
     """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
 

@@ -1,5 +1,6 @@
 """ModelConfig, the shape of the built-in Transformer: positions, attention, feed-forward layers, adapters."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
@@ -181,6 +182,7 @@ USUAL_HEAD_SIZE = 64
 LARGEST_DIM = 1 << 20
 
 NormType = Literal["rmsnorm", "layernorm"]
+Parametrization = Literal["standard", "mup"]
 
 
 @component
@@ -201,6 +203,11 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Use the embedding as the output matrix too."""
     norm_type: NormType = "rmsnorm"
     """Normalisation before each part: rmsnorm scales, layernorm takes the mean away as well."""
+    parametrization: Parametrization = "standard"
+    """Parametrization of the width: standard, or mup (maximal update), whose initial scales and learning rates follow
+    the width so that the best lr at base_dim is the best one at any dim."""
+    base_dim: int | None = None
+    """Width at which mup is the standard parametrization: the dim for which lr was searched."""
     norm_eps: float = 1e-6
     """Epsilon of a norm: it is added to the mean square, or the variance, before the root is taken."""
     gradient_checkpointing: bool = False
@@ -236,6 +243,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
                 f"lora_dropout is {self.lora_dropout} with mla and inference: attention among compressed vectors takes "
                 f"adapters into its matrices, and no dropout comes before those; set inference to False to train"
             )
+        self._check_parametrization()
         _, _, head_size = self.heads()
         if self.pos_encoding == "rotary":
             self._check_rotary(head_size)
@@ -262,6 +270,33 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         if n_heads % kv_heads:
             raise ValueError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
         return n_heads, kv_heads, head_size
+
+    def at_base_width(self) -> "ModelConfig":
+        """The same model at `base_dim`, with the standard parametrization."""
+        return dataclasses.replace(self, dim=self.base_dim or self.dim, parametrization="standard", base_dim=None)
+
+    def _check_parametrization(self) -> None:
+        check_choice("parametrization", self.parametrization, get_args(Parametrization))
+        if self.parametrization == "standard":
+            if self.base_dim is not None:
+                raise ValueError(
+                    f"base_dim is {self.base_dim}, and parametrization is standard, which has no base width: leave "
+                    f"base_dim out, or set parametrization to mup"
+                )
+            return
+        if self.base_dim is None:
+            raise ValueError("parametrization is mup: set base_dim to the dim for which lr was searched")
+        if self.use_lora:
+            raise ValueError(
+                "parametrization is mup with use_lora: adapters are trained with the standard one; leave "
+                "parametrization out"
+            )
+        try:
+            self.at_base_width()
+        except ValueError as error:
+            raise ValueError(
+                f"base_dim is {self.base_dim}, and a model of that dim is not possible: {error}"
+            ) from error
 
     def _check_rotary(self, head_size: int) -> None:
         if not self.mla and head_size % 2:

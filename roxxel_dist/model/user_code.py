@@ -19,11 +19,14 @@ class UserCodeConfig:
     loss: str | None = None
     """Loss of your own, "module:function": loss(model, batch) returns a scalar, (scalar, aux) or a mapping with "loss",
     and "balance_loss" if something is minimised beside it. The mean cross-entropy of the next token where not given."""
+    base_widths: str | None = None
+    """For parametrization mup of a model whose widths are other fields than dim, "module:function": base_widths(config)
+    returns the fields at the base width, such as {"dim": 64, "hidden_dim": 256}."""
     model_args: dict[str, Any] | None = None
     """Values of your own, for build to read as config.model_args; --model_args.NAME VALUE sets a single one."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss"):
+        for name in ("model", "loss", "base_widths"):
             _split(name, getattr(self, name) or "module:function")
         for key in self.model_args or {}:
             if not isinstance(key, str):

@@ -16,6 +16,7 @@ from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.train.checkpoint.metadata import META, TABLE
 from roxxel_dist.train.run_lock import LOCK
 
 if TYPE_CHECKING:
@@ -106,6 +107,18 @@ class BucketFolder:
             states = list(threads.map(self._pull, objects.values()))
         self._fetched = dict(zip(objects, states, strict=True))
         return self.folder
+
+    def pull_newest_meta(self) -> Path | None:
+        """Bring the `meta.json` of the newest checkpoint that counts into the folder; returns that of the checkpoint,
+        None where there is none."""
+        names = [info.key.split("/") for info in self._store.list(f"{CHECKPOINTS}/")]
+        steps = [int(step) for _, step, *name in names if step.isdecimal() and name == [TABLE]]
+        if not steps:
+            return None
+        checkpoint = self.folder / CHECKPOINTS / str(max(steps))
+        make_folder(checkpoint)
+        write_file(checkpoint / META, self._store.read(f"{CHECKPOINTS}/{checkpoint.name}/{META}"))
+        return checkpoint
 
     def _is_fetched(self, key: str) -> bool:
         hidden = any(part.startswith(".") for part in key.split("/"))

@@ -1,7 +1,7 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from roxxel_dist.component import component
 
@@ -151,6 +151,9 @@ class LoopOptions:
     fsdp: bool = False
     """Fully sharded data parallelism: parameters and moments are cut over devices (see fsdp_devices) instead of a copy
     on each."""
+    virtual_shards: int = 0
+    """Virtual shards that each batch is cut into, a power of two: a run then has the same bits on any number of devices
+    that divides it, in any number of processes. They divide the batch of every phase; 0 for none."""
     profile_steps: list[int] | None = None
     """Steps [A, B] of a profile: their trace is written into the run directory."""
 
@@ -186,9 +189,46 @@ class LoopOptions:
             raise ValueError(f"verify_data is {self.verify_data!r}: it must be on or off")
         if self.use_bf16 and self.bf16_compute:
             raise ValueError("use_bf16 and bf16_compute are both true: parameters are kept in one type, choose one")
+        shards = self.virtual_shards
+        if shards < 0 or shards & (shards - 1):
+            raise ValueError(f"virtual_shards is {shards}: it must be a power of two, such as 8, or 0 for none")
+        if shards and self.fsdp:
+            raise ValueError(
+                f"virtual_shards is {shards} and fsdp is true: with virtual shards each device has the whole state, so "
+                f"leave one of the two out"
+            )
         steps = self.profile_steps
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
+
+
+class LoopKeywords(TypedDict, total=False):
+    """The fields of `LoopOptions` as keywords of a `Trainer`, for editors; a test compares the two."""
+
+    log_every: int
+    eval_every: int
+    eval_iters: int
+    checkpoint_every: int
+    memory_checkpoint_every: int | str
+    memory_replicas: int | None
+    max_to_keep: int | None
+    keep_every: int | None
+    keep_steps: list[int] | None
+    export_weights: bool
+    max_steps: int | None
+    seed: int
+    init_from: str | None
+    val_fraction: float
+    patience: int
+    verify_data: Literal["on", "off"]
+    on_bad_step: Literal["raise", "skip", "rewind"]
+    spike_factor: float
+    max_rewinds: int
+    use_bf16: bool
+    bf16_compute: bool
+    fsdp: bool
+    virtual_shards: int
+    profile_steps: list[int] | None
 
 
 @component

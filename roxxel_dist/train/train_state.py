@@ -442,6 +442,13 @@ class TrainView:
     def __init__(self, split: ModuleSplit, state: TrainState, hparams: dict[str, jax.Array]) -> None:
         self._split, self._state, self._hparams = split, state, hparams
 
+    def __repr__(self) -> str:
+        """The step, and the number of parameters."""
+        trained = sum(leaf.size for leaf in self.params.values())
+        frozen = sum(leaf.size for leaf in self.frozen.values())
+        more = f" and {frozen:,} frozen" if frozen else ""
+        return f"<state after step {int(self.step)}: {trained:,} parameters{more}>"
+
     @property
     def step(self) -> jax.Array:
         """int32[]: steps done; `int(state.step)` and `state.step[...]` read it."""

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 from made_study import SWEEP, loss, made_study
+from roxxel_dist.sweep.report.html import write_report
 
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.report import html
-from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.plots import draw, draw_ablations, median_curve, plot_scale
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config

@@ -68,12 +68,17 @@ def _end(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 class Fetcher:
-    """Fetches the cells of the shards of one data set. May be used by several threads."""
+    """Fetches the cells of the shards of one data set. May be used by several threads.
+
+    Attributes:
+        waits: how often a reader has waited for cells that were not in the cache.
+    """
 
     def __init__(self, store: ObjectStore, cache: BlockCache) -> None:
         self.store: ObjectStore = store
         self.cache: BlockCache = cache
         self.shards: Sequence[RemoteShard] = ()
+        self.waits: int = 0
         self._lock = threading.Lock()
         self._pending: dict[int, list[_Run]] = {}
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
@@ -112,6 +117,7 @@ class Fetcher:
             if not len(missing):
                 return evictions
             if urgent:
+                self.waits += 1
                 self._check_capacity(numbers, counts)
             damage: DamagedData | None = None
             for run in [self._begin(*run, urgent=urgent) for run in self._runs(missing)]:

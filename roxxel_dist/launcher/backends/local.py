@@ -52,7 +52,7 @@ class LocalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options, LocalOptions):
+class Options(base.BackendOptions, LocalOptions):
     """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
 
     CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.

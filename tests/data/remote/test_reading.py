@@ -105,8 +105,10 @@ def test_what_the_cache_has_needs_no_network(server, local, url, cache):
         remote.read(offsets, 500)
         link.down = True
         assert np.array_equal(remote.read(offsets, 500), local.read(offsets, 500))
+        waits = remote.fetcher.waits
         with pytest.raises(TimeoutError, match=r"s3://bucket/corpus/shard_0000\d.rox bytes"):
             remote.read(np.array([400_000]), 500)
+        assert remote.fetcher.waits == waits + 1
 
 
 def test_a_pass_through_a_small_cache(server, local, url, cache):
@@ -141,5 +143,6 @@ def test_what_was_fetched_ahead_needs_no_request(server, local, url, cache, docu
         count = len(link.requests)
         assert np.array_equal(remote.read(offsets, 900), local.read(offsets, 900))
         assert len(link.requests) == count
+        assert remote.fetcher.waits == 0
         remote.segments(offsets, 900)
         assert (len(link.requests) == count) == documents

@@ -74,7 +74,7 @@ class Options(JobOptions, base.Command, PodOptions):
     """Print a JobSet for Kubernetes: `launch k8s --hosts N --image IMAGE [options] -- CMD… | kubectl apply -f -`.
 
     Nothing is applied. The cluster needs JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image
-    needs roxxel-dist on its path.
+    must have the command `roxxel-dist` on its path.
     """
 
     example: ClassVar[str] = "--hosts 2 --image IMAGE"
