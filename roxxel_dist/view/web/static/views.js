@@ -29,7 +29,7 @@ class ListView {
       { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, head }) => itemLink(id, head.name) },
       { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => badge(head.state) },
       { name: "trials", title: "Trials", numeric: true, value: ({ head }) => head.trials, show: ({ head }) => `${head.trials}${head.cap ? ` of ${head.cap}` : ""}` },
-      { name: "best", title: "Best", numeric: true, value: ({ head }) => head.best },
+      { name: "best", title: "Best", numeric: true, value: ({ head }) => head.best, show: ({ head }) => format.digits(head.best) },
       { name: "metric", title: "Metric", value: ({ head }) => `${head.goal} ${head.metric}` },
       { name: "method", title: "Method", value: ({ head }) => head.method },
     ] });
@@ -125,7 +125,8 @@ class ChartGrid {
     this.rest = h("div", { class: "grid" });
   }
 
-  update(runs) {
+  update(runs, marks = []) {
+    this.marks = marks;
     const names = [...new Set(runs.flatMap(({ curves }) => Object.keys(curves)))].filter((name) => !NO_CHART.has(name));
     const used = new Set();
     for (const [title, which, options] of GROUPS) {
@@ -143,12 +144,13 @@ class ChartGrid {
       (title === "Loss" ? this.first : this.rest).append(h("div", { class: "card" }, chart.element));
     }
     let number = 0;
+    const { marks } = this;
     const series = runs.flatMap(({ name, curves }, i) => members.filter((member) => curves[member]).map((member) => ({
       label: runs.length > 1 ? (members.length > 1 ? `${name}: ${member}` : name) : member.replace(/^(val_)?loss\//, ""),
       curve: curves[member], tokens: curves.tokens, number: runs.length > 1 ? i + (member === "val_loss" ? 10 : 0) : number++,
       points: member.startsWith("val_loss") && curves[member][0].length < 60,
     })));
-    this.charts.get(title).update(series);
+    this.charts.get(title).update(series, marks);
   }
 
   close() {
@@ -191,7 +193,8 @@ class RunView {
   }
 
   draw() {
-    this.grid.update([{ name: this.sections.head?.name, curves: curvesOf(this.sections) }]);
+    const begins = (this.sections.phases?.phases ?? []).slice(1).map(({ first }) => first);
+    this.grid.update([{ name: this.sections.head?.name, curves: curvesOf(this.sections) }], begins);
   }
 
   close() {
@@ -253,7 +256,7 @@ class StudyView {
     this.parallelCard = h("div", { class: "card" }, this.parallel.element);
     this.element = h("div", {}, this.title, this.lead, this.tiles, this.parallelCard,
       h("div", { class: "columns" }, h("div", { class: "card" }, this.best.element), h("div", { class: "card" }, this.curves.element)),
-      this.importance, this.tableCard, this.slices);
+      this.importance, this.slices, this.tableCard);
   }
 
   update([[, sections]]) {
@@ -267,10 +270,10 @@ class StudyView {
     fill(this.title, [head.name, head.state], () => h("h1", {}, head.name, badge(head.state)));
     this.lead.textContent = `${head.method}, ${head.goal} ${head.metric}; scheduler: ${head.scheduler ?? "none"}`;
     fill(this.tiles, head, () => tiles([
-      [`Best ${head.metric}`, format.number(head.best), head.best_trial === null ? "" : `trial ${head.best_trial}`],
+      [`Best ${head.metric}`, format.digits(head.best), head.best_trial === null ? "" : `trial ${head.best_trial}`],
       ["Trials", `${head.trials}${head.cap ? ` of ${head.cap}` : ""}`],
       ...Object.entries(head.counts).filter(([, count]) => count).map(([name, count]) => [name[0].toUpperCase() + name.slice(1), String(count)]),
-      ["Time left", format.duration(head.left_s)], ["Steps left of what runs", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
+      ["Time left", format.duration(head.left_s)], ["Steps left", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
     ]));
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
     this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
@@ -289,7 +292,7 @@ class StudyView {
       const dots = ended.filter(({ params }) => isNumber(params[name])).map(({ params, value }) => [params[name], value]).sort(([a], [b]) => a - b);
       if (new Set(dots.map(([x]) => x)).size < 4) continue;
       if (!this.sliceCharts.has(name)) {
-        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true });
+        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true, logX: dots[0][0] > 0 && dots.at(-1)[0] / dots[0][0] > 30 });
         this.sliceCharts.set(name, chart);
         this.slices.append(h("div", { class: "card" }, chart.element));
       }
@@ -305,7 +308,7 @@ class StudyView {
     if (!this.table || this.tableKey !== key) {
       const columns = [
         { name: "trial", title: "Trial", numeric: true, value: ({ number }) => number, show: ({ number }) => (number === this.head.best_trial ? `★ ${number}` : String(number)) },
-        { name: "value", title: this.head.metric, numeric: true, value: ({ value, reports }) => value ?? reports[1].at(-1) },
+        { name: "value", title: this.head.metric, numeric: true, value: ({ value, reports }) => value ?? reports[1].at(-1), show: ({ value, reports }) => format.digits(value ?? reports[1].at(-1)) },
         { name: "state", title: "State", value: ({ state }) => state, show: ({ state }) => badge(state) },
         { name: "step", title: "Step", numeric: true, value: ({ reports }) => reports[0].at(-1) },
         { name: "time", title: "Time", numeric: true, value: ({ seconds }) => seconds, show: ({ seconds }) => format.duration(seconds) },
