@@ -1,6 +1,6 @@
 """The pictures of `top` in the documentation, of trainings that are made for them: `make pictures`.
 
-Three finished runs, and a job of two ranks that trains while the pictures are taken, one of whose ranks was killed once.
+Three finished runs, and a job of two ranks that trains while the pictures are taken; one rank was killed once.
 """
 
 import contextlib

@@ -6,6 +6,16 @@ const MOST_COMPARED = 8;
 const address = (...parts) => `#/${parts.join("/")}`;
 const itemLink = (id, name) => h("a", { href: address("item", id) }, name);
 
+const LONG_PREFIX = 16;
+
+/** The folder that all names begin with, where it is long enough to be in the way. */
+function sharedFolder(names) {
+  if (names.length < 2) return "";
+  let prefix = names[0].slice(0, names[0].lastIndexOf("/") + 1);
+  while (prefix && !names.every((name) => name.startsWith(prefix))) prefix = prefix.slice(0, prefix.lastIndexOf("/", prefix.length - 2) + 1);
+  return prefix.length > LONG_PREFIX ? prefix : "";
+}
+
 /** The curves of an item by metric. */
 function curvesOf(sections) {
   return Object.fromEntries(Object.entries(sections).filter(([name]) => name.startsWith("curve/")).map(([name, curve]) => [name.slice(6), curve]));
@@ -54,7 +64,7 @@ class ListView {
   columns() {
     const number = (name, title, form, value) => ({ name, title, numeric: true, value, show: (row) => form(value(row)) });
     return [
-      { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, head }) => itemLink(id, head.name) },
+      { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, short, head }) => h("a", { href: address("item", id), title: head.name }, short) },
       { name: "choose", title: "", keep: true, value: () => 0, show: ({ id, head }) => h("input", { type: "checkbox", "aria-label": `Draw and compare ${head.name}`, checked: this.chosen.has(id), onchange: (event) => { if (event.target.checked) this.chosen.add(id); else this.chosen.delete(id); this.update(this.items); } }) },
       { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => badge(head.state) },
       number("step", "Step", format.integer, ({ head }) => head.step),
@@ -74,7 +84,8 @@ class ListView {
     const rows = items.filter(([, sections]) => sections.head).map(([id, sections]) => ({ id, sections, head: sections.head }));
     const of = (kind) => rows.filter(({ head }) => head.kind === kind);
     const text = this.filter.value.trim().toLowerCase();
-    const runs = of("run").filter(({ head }) => head.name.toLowerCase().includes(text));
+    const shared = sharedFolder(of("run").map(({ head }) => head.name));
+    const runs = of("run").map((row) => ({ ...row, short: row.head.name.slice(shared.length) })).filter(({ head }) => head.name.toLowerCase().includes(text));
     this.runs.update(runs);
     this.studies.update(of("study"));
     this.jobs.update(of("job"));
@@ -91,7 +102,7 @@ class ListView {
     const wanted = this.chosen.size ? rows.filter(({ id }) => this.chosen.has(id)) : rows;
     const drawn = wanted.slice(0, MOST_CURVES);
     this.curves.hidden = !this.cards.run.hidden === false;
-    this.chart.update(drawn.map(({ head, sections }, i) => ({ label: head.name, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
+    this.chart.update(drawn.map(({ short, sections }, i) => ({ label: short, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
     this.note.textContent = wanted.length > drawn.length ? `The first ${drawn.length} of ${wanted.length} are drawn: sort, or choose.` : "";
     this.compare.disabled = this.chosen.size < 2 || this.chosen.size > MOST_COMPARED;
     this.compare.textContent = this.chosen.size ? `Compare ${this.chosen.size}` : "Compare";
