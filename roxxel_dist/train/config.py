@@ -259,6 +259,8 @@ class ExperimentConfig:
     later."""
     wandb_project: str = "roxxel-dist"
     """Project at Weights & Biases."""
+    tensorboard: bool = False
+    """TensorBoard: event files in `tensorboard/` of the run directory, beside W&B's where there are."""
     sample_prompt: str = ""
     """Text that the sample at the end of the run continues; a document's beginning where empty."""
     sample: Literal["auto", "on", "off"] = "auto"
