@@ -14,7 +14,7 @@ MEMBERS, MEMBERS_TIMES = 4, 400
 """Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
 FAILURE_NOISE = 0.1
 """The centre of the prior of a failure's noise: some trials fail for no reason."""
-ACCIDENTS = 2.0
+ACCIDENTS = 3.0
 """The log odds that trials fail at a constant rate, before anything is seen: the process can say that too."""
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
@@ -32,7 +32,7 @@ class FailureModel:
     weight: float
     """Of the process: near 0 where the parameters say nothing about which trials fail."""
     blame: np.ndarray
-    """How likely the parameters of each failed trial were to make it fail, as the other trials tell: float64[k]."""
+    """How likely it is of each failed trial that the process explains it, not the constant rate: float64[k]."""
 
     def log_success(self, features: np.ndarray) -> np.ndarray:
         """The log probability of a trial that does not fail: float64[m] for float64[m, width]."""
@@ -64,13 +64,13 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
     log_modelled = np.where(failed, log_fails, log_ndtr((limit - mean) / deviation)).sum()
     others = (count * rate - failed + 0.5) / count  # the rate of all other trials, never 0 or 1
     log_constant = np.log(np.where(failed, others, 1 - others)).sum()
-    weight = float(expit(log_modelled - log_constant - ACCIDENTS))
+    log_odds = log_modelled - log_constant - ACCIDENTS
     return FailureModel(
         process=process.given(running, process.predict(running)[0]),
         limit=limit,
         rate=rate,
-        weight=weight,
-        blame=weight * np.exp(log_fails[failed]),
+        weight=float(expit(log_odds)),
+        blame=expit(log_odds + log_fails[failed] - np.log(rate)),
     )
 
 
@@ -85,7 +85,8 @@ def fit_values(
     """What may be true of the values: a process for each of some likely scales, with fewer of them where much is known.
 
     A trial that runs gives each process a value that it takes for possible there (Snoek, Larochelle, Adams 2012). One
-    that failed by accident is as good as it looks; one that failed by its parameters is as bad as the worst.
+    that failed is as bad as the worst for as many of the processes as its parameters are to blame; to others it says
+    nothing, so that what failed by accident is tried again nearby.
 
     Args:
         known: float64[n, width] of the trials that gave a value.
@@ -104,8 +105,9 @@ def fit_values(
     for theta in thetas:
         process = condition(known, values, theta)
         best = process.best
-        if len(failed):
-            process = process.given(failed, (1 - blame) * process.predict(failed)[0] + blame * values.max())
+        bad = rng.random(len(failed)) < blame
+        if bad.any():
+            process = process.given(failed[bad], np.full(bad.sum(), values.max()))
         if len(running):
             drawn = process.draw(running, rng)
             process, best = process.given(running, drawn), min(best, float(drawn.min()))
