@@ -341,9 +341,9 @@ class Experiment:
             return
         changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
         raise UsageError(
-            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out; "
-            f"or go on, with a larger max_steps while its phases have steps left, or with longer phases and "
-            f"amend=True; or begin a new run at a kept checkpoint with fork=RUN@STEP"
+            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
+            f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
+            f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
         )
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:

@@ -39,7 +39,7 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     if not ((folder / CONFIG).exists() or (folder / CHECKPOINTS).is_dir()):
         raise ValueError(f"{run} is not a run directory: it has no {CONFIG}")
     if not is_held(folder):
-        raise ValueError(f"nobody trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
+        raise ValueError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
     request = post_request(folder)
     try:
         answer = _wait(folder, request, timeout_s)
@@ -79,7 +79,7 @@ def _nobody(store: "ObjectStore") -> str:
         released = json.loads(store.read(LEASE))["released"]
     except (StoreNotFoundError, ValueError, KeyError):
         released = True
-    return f"nobody trains in {store.url} now: its checkpoints are there" if released else ""
+    return f"no job trains in {store.url} now: its checkpoints are there" if released else ""
 
 
 def _wait(folder: Path, request: str, timeout_s: float) -> dict:

@@ -78,9 +78,9 @@ def pin_for_shards(virtual_shards: int) -> None:
         make_deterministic()
     elif jax.default_backend() == "cpu" and os.environ.get("PJRT_NPROC") != count:
         raise ValueError(
-            f"virtual_shards is {virtual_shards}, which needs a thread pool of {count} in XLA, and jax has made its "
-            f"devices with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program "
-            f"starts (`launch` takes --env PJRT_NPROC={count})"
+            f"virtual_shards is {virtual_shards} and needs a thread pool of {count} in XLA. jax has made its devices "
+            f"with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program starts "
+            f"(`launch` takes --env PJRT_NPROC={count})"
         )
 
 

@@ -139,8 +139,8 @@ class VerifiedBlocks:
             if isinstance(file, Shard) and (damaged := file.damaged_blocks(part)):
                 raise DamagedData(
                     f"{file.damage(damaged)}: it does not agree with its checksum. `roxxel-dist data verify "
-                    f"{file.path.parent}` names all that is damaged; put the file back or build the data again, and "
-                    "go on; with verify_data off it is trained on as it is"
+                    f"{file.path.parent}` lists the damaged blocks. Put the file back or build the data again, and "
+                    "resume. With verify_data off the run trains on the damaged data"
                 )
             self._compare_ids(known, part)
             known.verified[part] = True

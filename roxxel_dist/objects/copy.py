@@ -202,7 +202,7 @@ def _compare(store: ObjectStore, files: Sequence[SourceFile], record: CopyRecord
             raise StoreNotFoundError(f"copy {url}: it was deleted while the copy ran: start the command again")
         if (info.size, info.etag) != (wanted.size, wanted.etag):
             raise StoreError(
-                f"copy {url}: it was replaced while the copy ran: start the command again when nobody writes it"
+                f"copy {url}: it was replaced while the copy ran: start the command again when no program writes to it"
             )
 
 

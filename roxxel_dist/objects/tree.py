@@ -79,7 +79,7 @@ class FolderSource:
         yield path, digest(path)
         if source_file(file.name, path) != file:
             raise ValueError(
-                f"{path} was written to while it was copied: start the command again when nobody writes it"
+                f"{path} was written to while it was copied: start the command again when no program writes to it"
             )
 
     def __str__(self) -> str:

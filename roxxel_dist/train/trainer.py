@@ -266,7 +266,7 @@ class Trainer:
                 if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
                 if not self._metadata.digest:
-                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: it begins anew there")
+                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
@@ -602,10 +602,8 @@ def loop_options(options: LoopKeywords) -> LoopOptions:
     for name in options:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            raise TypeError(
-                f"Trainer: there is no option {name!r}: "
-                + (f"did you mean {near[0]!r}?" if near else "see LoopOptions")
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+            raise TypeError(f"Trainer: there is no option {name!r}: {hint}")
     return LoopOptions(**options)
 
 

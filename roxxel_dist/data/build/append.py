@@ -87,7 +87,7 @@ def append(
             raise ValueError("nothing to append: every document is empty")
         shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
         if damage := list(find_damage(shards, Progress(False), workers)):
-            raise ValueError(f"{damage[0]}: the disk has not kept what was written; nothing was changed")
+            raise ValueError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
         record[APPENDED] = [*record.get(APPENDED, []), added]
         record.pop("fingerprint", None)  # the folder is no longer what `build` alone makes of its inputs
         write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
