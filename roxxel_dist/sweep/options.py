@@ -55,7 +55,7 @@ class SweepOptions:
     """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
     not given."""
     insecure: bool = False
-    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
+    """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
     hosts_per_trial: int = 1
     """Nodes of each trial."""
     procs_per_host: int = 1
@@ -78,6 +78,9 @@ class SweepOptions:
     """Retries of a trial whose worker or node was lost."""
     sweep_id: str | None = None
     """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
+    transfer_to: str | None = None
+    """Config of a wider or deeper model: where the search ends, transferred.yaml in the study is that config with the
+    best parameters, parametrization mup, and base_dim the width that was searched at."""
     dry_run: bool = False
     """Print trials, devices and, where they are known, hours; run nothing."""
 

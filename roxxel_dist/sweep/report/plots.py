@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from roxxel_dist.config import load_yaml
 from roxxel_dist.display import figure
 from roxxel_dist.run_directory import METRICS, SUMMARY, is_run
 from roxxel_dist.sweep.journal import Trial
-from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.text import STATES, varied
 from roxxel_dist.sweep.space.distributions import Distribution, is_number
 from roxxel_dist.sweep.study import BASE, Study, flat, short
@@ -41,8 +40,8 @@ MOE = "use_moe"
 Curve = list[tuple[float, float]]
 
 
-def draw(study: Study, folder: Path) -> list[Path]:
-    """Draw what can be drawn of a study into a folder, which is made.
+def draw(study: Study, folder: Path, weights: Mapping[str, float]) -> list[Path]:
+    """Draw what can be drawn of a study into a folder, which is made; `weights` say how much each parameter matters.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -50,7 +49,6 @@ def draw(study: Study, folder: Path) -> list[Path]:
     if not study.done:
         return []
     pictures = [_best_so_far(study, folder / "best_so_far.png")]
-    weights = importances(study)
     if names := sorted(varied(study), key=lambda name: -weights.get(name, 0.0)):
         pictures.append(_parallel(study, names[:WIDE], folder / "parallel.png"))
         pictures.append(_slices(study, names, folder / "slices.png"))
