@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.sweep.journal import History, Trial
-from roxxel_dist.sweep.schedulers.base import Verdict, by_value, shifted
+from roxxel_dist.sweep.schedulers.base import Verdict, by_value
 from roxxel_dist.sweep.schedulers.hyperband import ETA, bands
 
 
@@ -64,8 +64,15 @@ class Asha:
 
     def estimate(self, history: History) -> dict[int, float]:
         """Each trial is as far behind the best one as it was at its last rung."""
-        level = {trial: self._level(history.trials[trial]) for trial in self._values[0]}
-        return shifted(history, {trial: self._values[at - 1][trial] for trial, at in level.items()}, level)
+        best = history.best
+        if best is None or best.value is None:
+            return {}
+        estimates = {}
+        for number, trial in (history.paused | history.running).items():
+            if level := self._level(trial):
+                at = self._values[level - 1]
+                estimates[number] = best.value + self._sign * (at[number] - min(at.values()))
+        return estimates
 
     def rank(self, history: History) -> list[int]:
         """The paused trials: those of the lowest rung first, and the worst of each."""

@@ -45,25 +45,6 @@ class Scheduler(Protocol):
         ...
 
 
-def shifted(history: History, best: Mapping[int, float], level: Mapping[int, int]) -> dict[int, float]:
-    """Estimates of trials without an end: each is as far behind the best trial as behind the best one at its level.
-
-    Args:
-        history: of the study.
-        best: the best value of each trial up to its level, less being better.
-        level: how far each has come, in any unit.
-    """
-    sign = history.sign
-    leaders: dict[int, float] = {}
-    for trial, value in best.items():
-        leaders[level[trial]] = min(value, leaders.get(level[trial], value))
-    leader = min((sign * trial.value for trial in history.trials.values() if trial.value is not None), default=None)
-    if leader is None:
-        return {}
-    unended = [*history.paused, *history.running]
-    return {trial: sign * (best[trial] - leaders[level[trial]] + leader) for trial in unended if trial in best}
-
-
 def by_value(history: History) -> list[int]:
     """The paused trials that have reported, those with the worst value first."""
     value = {number: history.sign * trial.value for number, trial in history.paused.items() if trial.value is not None}

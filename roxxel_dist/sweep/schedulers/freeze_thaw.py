@@ -27,8 +27,9 @@ from threadpoolctl import threadpool_limits
 
 from roxxel_dist.sweep.journal import History
 from roxxel_dist.sweep.samplers.base import Point
-from roxxel_dist.sweep.samplers.bayes import OUTLIER, SpaceTransform, training_subset
-from roxxel_dist.sweep.samplers.gp import _kernel, fit_hyperparameters
+from roxxel_dist.sweep.samplers.acquisition import OUTLIER, training_subset
+from roxxel_dist.sweep.samplers.bayes import SpaceTransform
+from roxxel_dist.sweep.samplers.gp import JITTER, fit_hyperparameters, prior_covariance
 from roxxel_dist.sweep.schedulers.base import Verdict, by_value
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
@@ -233,19 +234,20 @@ class _Model:
         features = transform.encode(transform.rows(points))
         subset = training_subset(targets + np.sqrt(noise), FIT_TO)
         theta = fit_hyperparameters(features[subset], targets[subset])
-        scaled, signal, own = features / np.exp(theta[:-2]), np.exp(theta[-2]), np.exp(theta[-1])
-        prior = signal * _kernel(scaled, scaled)[0] + own * np.eye(len(targets))
-        factor = cho_factor(prior + np.diag(noise + 1e-6), lower=True)
+        own = np.exp(theta[-2])  # what the parameters do not explain of an end
+        prior = prior_covariance(theta, features, features) + own * np.eye(len(targets))
+        factor = cho_factor(prior + np.diag(noise + JITTER), lower=True)
         weights = cho_solve(factor, targets)
         half = solve_triangular(factor[0], prior, lower=True)
         self._mean = mean + scale * (prior @ weights)
         self._variance = scale**2 * np.maximum(np.diag(prior) - (half**2).sum(0), 1e-12)
         rng = np.random.default_rng(seed)
-        fresh = transform.encode(transform.from_cube(rng.random((FRESH, transform.dims)))) / np.exp(theta[:-2])
-        across = signal * _kernel(fresh, scaled)[0]
+        fresh = transform.encode(transform.from_cube(rng.random((FRESH, transform.dims))))
+        across = prior_covariance(theta, fresh, features)
         half = solve_triangular(factor[0], across.T, lower=True)
         means = mean + scale * (across @ weights)
-        variances = scale**2 * np.maximum(signal + own - (half**2).sum(0), 1e-12)
+        before = np.diag(prior_covariance(theta, fresh, fresh)) + own
+        variances = scale**2 * np.maximum(before - (half**2).sum(0), 1e-12)
         self.new: float = float(max(self._gain(m, v, 0, self.length) for m, v in zip(means, variances, strict=True)))
 
     def end(self, number: int) -> float:
