@@ -30,13 +30,13 @@ from roxxel_dist.sweep.samplers.base import Point
 from roxxel_dist.sweep.samplers.acquisition import OUTLIER, training_subset
 from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 from roxxel_dist.sweep.samplers.gp import JITTER, fit_hyperparameters, prior_covariance
-from roxxel_dist.sweep.schedulers.base import Verdict, by_value
+from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind, by_value
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 FIRST_SLICE = 3
 """Reports of a new trial before the first one has ended, and nobody knows how long a curve is."""
 HORIZONS = (1, 2, 3, 5, 8, 13)
-FRESH = 64
+FRESH = 8
 """New configurations, at random, of which the most promising stands for what a new trial is worth."""
 FIT_TO = 60
 PRIOR = 2.0
@@ -45,6 +45,8 @@ USUAL_ERROR = 0.3
 """Of a regression before any curve is known, as a share of the usual change."""
 NEAR = 0.5
 """How far, in reports, a step of a curve learns from the steps beside it: the width of a bell."""
+SAME_WAY = 0.7
+"""Deviations of following reports add up, times this: 1 where all err in the same direction."""
 BEGUN = 0.7
 """Share of a change that the next one is before any curve is known."""
 UNLIKELY = 0.02
@@ -108,12 +110,8 @@ class FreezeThaw:
         return best, f"expected to win {gains[best]:.3g} a report, a new trial {model.new:.3g}"
 
     def estimate(self, history: History) -> dict[int, float]:
-        """The expected end of each."""
-        if not _ended(history):
-            return {}
-        model = self._model(history)
-        unended = [*history.paused, *history.running]
-        return {number: float(history.sign * model.end(number)) for number in unended if number in model.index}
+        """Each is as far behind the best trial as it was at its last report behind the best one there."""
+        return as_far_behind(history)
 
     def rank(self, history: History) -> list[int]:
         """The paused trials, those that are expected to win the least first."""
@@ -184,7 +182,7 @@ class Curves:
             (_, by_value, by_change), noise = self._steps[at - 1]
             deviation += abs(b + c) * math.sqrt(noise)  # a trial that errs in one report errs so in the next, too
             b, c = b + (b + c) * by_value, (b + c) * by_change
-            variances[at] = deviation**2
+            variances[at] = (SAME_WAY * deviation) ** 2
         return variances
 
     def ends(self) -> np.ndarray:
@@ -249,10 +247,6 @@ class _Model:
         before = np.diag(prior_covariance(theta, fresh, fresh)) + own
         variances = scale**2 * np.maximum(before - (half**2).sum(0), 1e-12)
         self.new: float = float(max(self._gain(m, v, 0, self.length) for m, v in zip(means, variances, strict=True)))
-
-    def end(self, number: int) -> float:
-        """The expected end of a trial."""
-        return float(self._mean[self.index[number]])
 
     def gain_of(self, number: int) -> float:
         """What a report of a trial is expected to win."""
