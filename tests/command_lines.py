@@ -20,7 +20,7 @@ from roxxel_dist.launcher.backends import options
 from roxxel_dist.train.bucket_folder import BucketFolder
 
 GROUPS = {
-    "data": ("build", "info", "verify", "index"),
+    "data": ("build", "append", "info", "verify", "index"),
     "launch": tuple(options()),
 }
 PATHS = [path for word in COMMANDS for path in ([(word, sub) for sub in GROUPS[word]] if word in GROUPS else [(word,)])]

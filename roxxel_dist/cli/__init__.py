@@ -123,7 +123,7 @@ ABOUT = {
 
 
 def data_group(words: list[str]) -> int:
-    """Make, describe and check shards of tokens: build, info, verify, index."""
+    """Make, describe and check shards of tokens: build, append, info, verify, index."""
     return _dispatch("data", DATA, lambda word: resolve_name(DATA[word]), words)
 
 
@@ -165,6 +165,7 @@ COMMANDS = {
 """Where each command is: only the one that is called is imported, so that ranks start without delay."""
 DATA = {
     "build": "roxxel_dist.cli.data:data_build",
+    "append": "roxxel_dist.cli.data:data_append",
     "info": "roxxel_dist.cli.data:data_info",
     "verify": "roxxel_dist.cli.data:data_verify",
     "index": "roxxel_dist.cli.data:data_index",

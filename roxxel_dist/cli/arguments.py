@@ -70,7 +70,7 @@ class ConfigArgs:
     """The arguments of a command that takes every field of a `Config` as a flag."""
 
     config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
+    """A YAML file of the fields below. Flags override it."""
     fields: Annotated[
         Config, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff, tyro.conf.arg(name="config field")
     ] = dataclasses.field(default_factory=Config)
@@ -137,10 +137,10 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
     hints = flag_types(kind)
     switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
-    all_options = f"`roxxel-dist {command} --help` tells all"
+    all_options = f"`roxxel-dist {command} --help` lists all"
     if words and not words[0].startswith("-") and not positional:
         data = f": write --data_path {words[0]}" if "data_path" in hints else ""
-        raise UsageError(f"`{command}` takes options alone, and {words[0]!r} is none{data}")
+        raise UsageError(f"`{command}` takes only options, and {words[0]!r} is not one{data}")
 
     def flag(name: str) -> str:  # as the command's help writes it
         return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
@@ -153,7 +153,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
         given.add(name)
         if name not in hints and name.removeprefix("no_") not in switches:
             near = nearest(name, list(hints))
-            hint = f"did you mean {flag(near)}?" if near else "it is none of the command's;"
+            hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"
             raise UsageError(f"there is no option {flag(name)}: {hint} {all_options}")
         kinds = {hints.get(name)} | set(get_args(hints.get(name)))
         kinds |= {part for each in kinds for part in get_args(each)}
@@ -185,25 +185,25 @@ class TrainArgs(ConfigArgs):
     """Train a model through a curriculum."""
 
     data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
+    """A text file, a folder of text, or shards made by `data build`. A resumed run knows its own."""
     run_dir: str | None = None
-    """Where to keep the run, a folder or an address in a bucket (s3://, gs://, az://); a new folder
-    runs/run_YYYYMMDD_HHMMSS where not given."""
+    """The run directory: a folder, or an address in a bucket (s3://, gs://, az://). Default: a new folder
+    runs/run_YYYYMMDD_HHMMSS."""
     local_dir: str | None = None
-    """Of a run in a bucket, the folder on each host below which it is written before it is sent; in the user's cache
-    (~/.cache/roxxel-dist/runs) where not given."""
+    """For a run in a bucket: the local folder on each host in which files are written before they are sent. Default:
+    ~/.cache/roxxel-dist/runs."""
     resume: bool = False
-    """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
+    """Continue the run in --run_dir from its newest checkpoint. Without a checkpoint the run starts from step 1."""
     amend: bool = False
-    """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
+    """With --resume: accept changed phases or shards from this step on. Tokens that were read are not read again."""
     fork: str | None = None
-    """RUN@STEP: a new run that begins with the parameters, moments, random streams and position in the data of a kept
-    checkpoint of RUN, and its config where --config and flags give no other. Other phases and another schedule hold
-    behind that step; RUN is only read."""
+    """RUN@STEP: start a new run from a kept checkpoint of RUN, with its parameters, moments, random streams and data
+    position. Fields that --config and flags do not give are those of RUN. Other phases and schedules apply after that
+    step. RUN does not change."""
     from_step: int | None = None
-    """With --resume: go back to this kept checkpoint of the run. Later checkpoints and rows of the log are deleted."""
+    """With --resume: go back to this kept checkpoint. Later checkpoints and later rows of the log are deleted."""
     skip_steps: str | None = None
-    """With --from_step: A:B, leave out what the steps A to B would have read."""
+    """With --from_step: A:B, skip the data of the steps A to B."""
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:

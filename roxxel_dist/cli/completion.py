@@ -45,12 +45,12 @@ ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashc
 class CompletionArgs:
     """Print a script that completes commands and flags in your shell.
 
-    For bash write this line into ~/.bashrc, for zsh, with zsh as the word, into ~/.zshrc:
-    eval "$(roxxel-dist completion bash)"
+    Add this line to ~/.bashrc: eval "$(roxxel-dist completion bash)". For zsh, write `zsh` in place of `bash`, and add
+    it to ~/.zshrc.
     """
 
     shell: tyro.conf.Positional[Literal["bash", "zsh"]]
-    """bash or zsh."""
+    """The shell."""
 
 
 def completion(words: list[str]) -> int:

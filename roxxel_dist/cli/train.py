@@ -48,16 +48,16 @@ def train(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchArgs:
-    """Print what one step reads."""
+    """Print the rows that one step reads."""
 
     source: tyro.conf.Positional[str]
     """A run directory, or a config file."""
     step: int
     """The step, counted from 1 as in the log."""
     data_path: str | None = None
-    """The shards; a run remembers its own."""
+    """The shards. Default: the data of the run."""
     text: bool = False
-    """The whole rows, decoded, instead of how they begin."""
+    """Print the complete decoded rows, not only their beginnings."""
 
 
 def batch(words: list[str]) -> int:
@@ -72,12 +72,13 @@ def batch(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """Ask a running job for a checkpoint at its next logged step, and wait until it is on disk; 1 if it is not."""
+    """Request a checkpoint of a running job at its next logged step, and wait until it is on disk. Exit code 1: no
+    checkpoint was saved."""
 
     run: tyro.conf.Positional[str]
-    """The run directory that the job trains in."""
+    """The run directory of the job."""
     timeout: float = 600.0
-    """Seconds to wait."""
+    """Maximum seconds to wait."""
 
 
 def save(words: list[str]) -> int:

@@ -172,7 +172,7 @@ class Curriculum:
         if steps < 1:
             raise ValueError(
                 f"{phase!r}: one pass over the text to train on has {pass_steps} step(s) of {phase.batch_size} "
-                f"rows of {phase.seq_len} tokens, so these epochs are less than a step: use a smaller batch_size or "
+                f"rows of {phase.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
                 f"seq_len, or more text"
             )
         return replace(phase, steps=steps, epochs=None)

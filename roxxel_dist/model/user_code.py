@@ -15,10 +15,10 @@ class UserCodeConfig:
 
     model: str | None = None
     """Model of your own, "module:function": build(config, rngs) returns an nnx.Module from int32[B, L] tokens to [B, L,
-    vocab_size] logits, or whatever loss reads. The built-in Transformer where not given."""
+    vocab_size] logits, or to the input of your loss. Default: the built-in Transformer."""
     loss: str | None = None
-    """Loss of your own, "module:function": loss(model, batch) returns a scalar, (scalar, aux) or a mapping with "loss",
-    and "balance_loss" if something is minimised beside it. The mean cross-entropy of the next token where not given."""
+    """Loss of your own, "module:function": loss(model, batch) returns a scalar, (scalar, aux), or a mapping with "loss"
+    and, if you minimize a second term, "balance_loss". Default: the mean cross-entropy of the next token."""
     base_widths: str | None = None
     """For parametrization mup of a model whose widths are other fields than dim, "module:function": base_widths(config)
     returns the fields at the base width, such as {"dim": 64, "hidden_dim": 256}."""

@@ -55,7 +55,7 @@ class SweepOptions:
     """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
     not given."""
     insecure: bool = False
-    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
+    """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
     hosts_per_trial: int = 1
     """Nodes of each trial."""
     procs_per_host: int = 1

@@ -150,6 +150,7 @@ class Trainer:
             check_virtual_shards(self.options.virtual_shards, self._curriculum.shapes, grad_accum_steps, self.mesh)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
+        self._given_validation = validation
         self._model = model if isinstance(model, nnx.Module) else None
         self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
         self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
@@ -265,7 +266,7 @@ class Trainer:
                 if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
                 if not self._metadata.digest:
-                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: it begins anew there")
+                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
@@ -601,10 +602,8 @@ def loop_options(options: LoopKeywords) -> LoopOptions:
     for name in options:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            raise TypeError(
-                f"Trainer: there is no option {name!r}: "
-                + (f"did you mean {near[0]!r}?" if near else "see LoopOptions")
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+            raise TypeError(f"Trainer: there is no option {name!r}: {hint}")
     return LoopOptions(**options)
 
 

@@ -121,17 +121,19 @@ class Options(JobOptions, Command):
     """
 
     env: tuple[str, ...] = ()
-    """K=V: a variable for every rank, for instance NCCL_DEBUG=INFO; K alone passes on the launcher's. Repeatable."""
+    """K=V: an environment variable for every rank, such as NCCL_DEBUG=INFO. K alone passes on the value of the
+    launcher. Repeatable."""
     env_from: str | None = None
-    """A file with a K=V a line, for every rank; --env wins over it."""
+    """A file with one K=V in each line, for every rank. --env overrides it."""
     run_id: str | None = None
-    """Names the run, and its folder runs/run_ID; not given, the time."""
+    """Name of the run and of its folder runs/run_ID. Default: the time."""
     detach: bool = False
-    """Return when the job has started, and print its run id; see `ps`, `logs`, `attach` and `stop`."""
+    """Run in the background: return when the job has started, and print its run id. See `ps`, `logs`, `attach` and
+    `stop`."""
     dry_run: bool = False
-    """Print what each rank would run, with secrets masked, and start nothing."""
+    """Print the command of each rank, with secrets masked. Start nothing."""
     json: bool = False
-    """With --dry-run: print it as JSON."""
+    """With --dry-run: print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class LocalOptions:
     """How many processes."""
 
     nprocs: int = 1
-    """Processes to start."""
+    """Number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
