@@ -176,7 +176,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
     if missing:
         docs = field_docs(kind)
-        needs = "; ".join(f"{shown} ({docs[name].rstrip('.')})" for name, shown in missing.items())
+        needs = "; ".join(f"{shown} ({docs[name].partition('. ')[0].rstrip('.')})" for name, shown in missing.items())
         raise UsageError(f"`{command}` needs {needs}. {all_options}")
 
 
